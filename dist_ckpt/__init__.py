@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dist_ckpt.async_save.async_saver import AsyncSaver
     from dist_ckpt.async_save.save_handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
-    from dist_ckpt.checkpointer.run_session import Stopped
+    from dist_ckpt.checkpointer.run_session import TrainingStopped
     from dist_ckpt.checkpointer.save_policy import at, at_end, every, on_signal
     from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.core.checkpoint.verify import VerifyReport, verify
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dist_ckpt.runs.retention.deletion import delete
     from dist_ckpt.tools.average.average import average
     from dist_ckpt.tools.inspect.compare import Comparison, RunSummary, compare
-    from dist_ckpt.tools.inspect.diff import Difference, ValueDifference, diff
+    from dist_ckpt.tools.inspect.diff import Difference, ObjectDifference, diff
     from dist_ckpt.tools.inspect.estimate import Estimate, estimate
     from dist_ckpt.tools.inspect.run import Run
     from dist_ckpt.tools.inspect.shard_layout import (
@@ -72,7 +72,7 @@ _MODULES = {
     "AsyncSaver": "async_save.async_saver",
     "SaveHandle": "async_save.save_handle",
     "Checkpointer": "checkpointer.checkpointer",
-    "Stopped": "checkpointer.run_session",
+    "TrainingStopped": "checkpointer.run_session",
     "every": "checkpointer.save_policy",
     "at": "checkpointer.save_policy",
     "at_end": "checkpointer.save_policy",
@@ -93,7 +93,7 @@ _MODULES = {
     "RunSummary": "tools.inspect.compare",
     "diff": "tools.inspect.diff",
     "Difference": "tools.inspect.diff",
-    "ValueDifference": "tools.inspect.diff",
+    "ObjectDifference": "tools.inspect.diff",
     "stats": "tools.inspect.tensor_stats",
     "TensorStats": "tools.inspect.tensor_stats",
     "layout": "tools.inspect.shard_layout",
@@ -123,6 +123,14 @@ _MODULES = {
     "ElasticSampler": "data.elastic_sampler",
 }
 
+# Names that 0.2.0 has changed.
+_NEW_NAMES = {
+    "FileLayout": "FileContents",
+    "HeldShard": "ShardPlacement",
+    "Stopped": "TrainingStopped",
+    "ValueDifference": "ObjectDifference",
+}
+
 # Public modules, imported when first used as well.
 _PUBLIC_MODULES = {"keep": "runs.retention.retention_policy"}
 
@@ -149,6 +157,7 @@ __all__ = [
     "LocalShard",
     "Named",
     "NotFoundError",
+    "ObjectDifference",
     "PerRank",
     "RankError",
     "Run",
@@ -159,10 +168,9 @@ __all__ = [
     "ShardPlacement",
     "ShardingConfig",
     "Source",
-    "Stopped",
     "StorageError",
     "TensorStats",
-    "ValueDifference",
+    "TrainingStopped",
     "VerifyReport",
     "at",
     "at_end",
@@ -192,21 +200,25 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _PUBLIC_MODULES:
-        return importlib.import_module(f"{__name__}.{_PUBLIC_MODULES[name]}")
-    module = _MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(
-            f'dist_ckpt.{name} needs torch: pip install "dist-ckpt[torch]", or ".[torch]" in a '
-            f"clone. What opens, verifies, reshards and deletes checkpoints does not"
-        ) from None
+# Not for type checkers: they know all names, and report others.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _PUBLIC_MODULES:
+            return importlib.import_module(f"{__name__}.{_PUBLIC_MODULES[name]}")
+        module = _MODULES.get(name)
+        if module is None:
+            renamed = importlib.import_module(f"{__name__}.core.runtime.renamed")
+            return renamed.refuse_old_names(__name__, _NEW_NAMES)(name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                f'dist_ckpt.{name} needs torch: pip install "dist-ckpt[torch]", or ".[torch]" in a '
+                f"clone. What opens, verifies, reshards and deletes checkpoints does not"
+            ) from None
 
 
 def __dir__() -> list[str]:

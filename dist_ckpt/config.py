@@ -39,7 +39,7 @@ _NEW_NAMES: Mapping[str, str] = {
 
 def _refuse_old_names(config: type[_T]) -> type[_T]:
     """Decorate a dataclass: its constructor refuses the old names of its fields."""
-    init = config.__init__  # type: ignore[misc]  # `Config` has no subclasses
+    init = config.__init__
 
     @functools.wraps(init)
     def checked(self: _T, *args: object, **kwargs: object) -> None:

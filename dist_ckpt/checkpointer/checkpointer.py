@@ -17,7 +17,7 @@ from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.checkpointer.maintenance import Hooks, OnFailure
 from dist_ckpt.checkpointer.resume import ResumeOptions
-from dist_ckpt.checkpointer.run_session import RunSession, Stopped, open_run
+from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.sources import Sources
@@ -235,7 +235,7 @@ class Checkpointer:
         return run.backup(step, overwrite=overwrite)
 
     @property
-    def stopped(self) -> Stopped | None:
+    def stopped(self) -> TrainingStopped | None:
         """Why the run is to end now, and which exit code makes a scheduler start it again."""
         return None if self._run is None else self._run.stopped
 

@@ -58,7 +58,7 @@ MakeState = Callable[[], MutableState]
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class TrainingStopped:
     """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
 
     If it is not, it is staged in memory, and the writers that outlive the job go on to write it; a
@@ -85,7 +85,7 @@ class RunSession:
     requests: RankRequests
     saver: AsyncSaver | None
     saves: RunSaves | None = None
-    stopped: Stopped | None = None
+    stopped: TrainingStopped | None = None
     pid: int = field(default_factory=os.getpid)
 
     def resume(self, state: MutableState, at: str | None) -> Resumed:
@@ -160,7 +160,7 @@ class RunSession:
             if status == FAILED:
                 self._save(turn, step, make)
                 status = saves.settle(until)
-        self.stopped = Stopped(ask.why, step, status == DURABLE)
+        self.stopped = TrainingStopped(ask.why, step, status == DURABLE)
         if self.ranks.channel.rank == COORDINATOR:
             kept = "it is left in memory" if self.saver else "older checkpoints are as they were"
             told = "durable" if status == DURABLE else f"{status}: {kept}"

@@ -11,13 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.train
 from ray.train import CheckpointUploadMode
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
+from dist_ckpt.core.runtime.renamed import refuse_old_names
 from dist_ckpt.errors import IncompatibleError
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_old_names(__name__, {"CommitsForRay": "RayCheckpointReporter"})
 
 
 def run_folder(name: str = "checkpoints") -> str:

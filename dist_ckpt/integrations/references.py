@@ -11,9 +11,13 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
+from dist_ckpt.core.runtime.renamed import refuse_old_names
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_old_names(__name__, {"ReferenceLog": "TrackerThread"})
 
 _log = logging.getLogger("dist_ckpt")
 

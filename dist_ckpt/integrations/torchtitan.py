@@ -20,7 +20,7 @@ from torchtitan.tools import filesystem
 
 from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
-from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.loading.sources import Source
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import IncompatibleError
@@ -87,7 +87,7 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         if not self.enable:
             return
         self.save_future = None  # what is in the background is the checkpointer's
-        self.stopped: Stopped | None = None
+        self.stopped: TrainingStopped | None = None
         self._loader = dataloader
         self._first = config.enable_first_step_checkpoint
         self._interval = config.interval

@@ -21,7 +21,7 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
-from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError, NotFoundError
@@ -62,7 +62,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         state: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.stopped: Stopped | None = None
+        self.stopped: TrainingStopped | None = None
         self._root = root
         self._more = extra_state_of(state, _OWN)
         self._options = {"background": False, **options}

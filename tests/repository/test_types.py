@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
+from dist_ckpt.config import Config
 
 model = nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -85,6 +86,15 @@ dc.save([model, optimizer], "ck")  # type: ignore[arg-type]
 dc.load(MappingProxyType(anything), "ck")  # type: ignore[arg-type]
 dc.save(anything, "ck", overwrit=True)  # type: ignore[call-arg]
 dc.LocalShard(torch.zeros(2), [4], 0)  # type: ignore[arg-type]
+
+# Names that 0.2.0 has changed.
+dc.save(anything, "ck", frozen=False)  # type: ignore[call-arg]
+dc.load(anything, "ck", frozen=False)  # type: ignore[call-arg]
+dc.AsyncSaver(settle_s=1)  # type: ignore[call-arg]
+dc.Checkpointer("run", same=["model"])  # type: ignore[call-arg]
+saver.leave()  # type: ignore[attr-defined]
+dc.Stopped  # type: ignore[attr-defined]
+Config(silence_s=1)  # type: ignore[call-arg]
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 
@@ -37,6 +38,16 @@ VARIABLES = [
     ("DIST_CKPT_WARN_S", "DIST_CKPT_JOIN_WARNING_S"),
     ("DIST_CKPT_APPEAR_S", "DIST_CKPT_VISIBILITY_TIMEOUT_S"),
 ]
+CLASSES = [
+    ("dist_ckpt", "FileLayout", "FileContents"),
+    ("dist_ckpt", "HeldShard", "ShardPlacement"),
+    ("dist_ckpt", "Stopped", "TrainingStopped"),
+    ("dist_ckpt", "ValueDifference", "ObjectDifference"),
+    ("dist_ckpt.integrations.lightning", "FitCheckpoint", "LightningCheckpoint"),
+    ("dist_ckpt.integrations.ray_train", "CommitsForRay", "RayCheckpointReporter"),
+    ("dist_ckpt.integrations.references", "ReferenceLog", "TrackerThread"),
+    ("dist_ckpt.keep", "Keep", "RetentionPolicy"),
+]
 
 
 @pytest.mark.parametrize(("function", "old", "new"), FUNCTIONS)
@@ -59,3 +70,22 @@ def test_an_old_variable_is_refused_also_next_to_the_new_one(old: str, new: str)
 def test_an_old_method_is_refused() -> None:
     with dc.AsyncSaver() as saver, pytest.raises(AttributeError, match=r"write AsyncSaver\.detach"):
         saver.leave()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("module", "old", "new"), CLASSES)
+def test_an_old_class_is_refused_however_it_is_asked_for(module: str, old: str, new: str) -> None:
+    if module.endswith("ray_train"):
+        pytest.importorskip("ray")
+    found = dc.keep if module == "dist_ckpt.keep" else importlib.import_module(module)
+    text = rf"^{module}\.{old} is called {new} since dist_ckpt 0\.2\.0: write {module}\.{new}$"
+    with pytest.raises(AttributeError, match=text):
+        getattr(found, old)
+    assert new in getattr(found, "__all__", vars(found))
+    assert not hasattr(found, old)
+    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
+        found.Other  # noqa: B018
+    if found is not dc.keep:  # it is no module that can be imported under this name
+        with pytest.raises(ImportError, match=text):
+            exec(f"from {module} import {old}", {})
+        with pytest.raises(ImportError, match="cannot import name 'Other'"):
+            exec(f"from {module} import Other", {})

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from dist_ckpt.core.runtime.renamed import refuse_old_names
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a `__getattr__` for a package: it takes each name from its module, when first used."""
+def lazy_exports(
+    package: str, modules: Mapping[str, str], new_names: Mapping[str, str] = _NONE
+) -> Callable[[str], object]:
+    """Return a `__getattr__` for a package: it takes each name from its module, when first used.
+
+    `new_names` are names that were renamed: an old one is refused with the new one.
+    """
+    refuse = refuse_old_names(package, new_names)
 
     def get(name: str) -> object:
         module = modules.get(name)
         if module is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return refuse(name)
         return getattr(importlib.import_module(f"{package}.{module}"), name)
 
     return get

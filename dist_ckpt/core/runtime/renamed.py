@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from opcode import opname
+from types import FrameType
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -43,3 +46,31 @@ def refuse_old_attributes(
         raise AttributeError(f"{owner!r} object has no attribute {name!r}")
 
     return get
+
+
+def refuse_old_names(module: str, new_names: Mapping[str, str]) -> Callable[[str], object]:
+    """Return a `__getattr__` for a module whose public names were renamed.
+
+    `from module import name` replaces an AttributeError by one without the new name: then this
+    raises ImportError.
+    """
+
+    def get(name: str) -> object:
+        if (new := new_names.get(name)) is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module}.{name} is called {new} since dist_ckpt 0.2.0: write {module}.{new}"
+        raise ImportError(message) if _is_from_import() else AttributeError(message)
+
+    return get
+
+
+def _is_from_import() -> bool:
+    """Return True if the code that uses the package executes `from module import name`."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_of_the_package(frame):
+        frame = frame.f_back
+    return opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+def _is_of_the_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "dist_ckpt"

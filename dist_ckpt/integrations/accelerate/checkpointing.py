@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import accelerate
 
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
-from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.loading.load import load
 from dist_ckpt.core.saving.save import save
 from dist_ckpt.core.state.wrappers import RNG, PerRank
@@ -189,7 +189,7 @@ class AcceleratedRun:
         return self._step
 
     @property
-    def stopped(self) -> Stopped | None:
+    def stopped(self) -> TrainingStopped | None:
         """Why the run is to end now, and which exit code makes a scheduler start it again."""
         return self._checkpointer.stopped
 

@@ -13,9 +13,11 @@ __all__ = [
     "LightningCheckpoint",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "LightningCheckpoint": "callback",
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "LightningCheckpoint": "callback",
+        },
+        {"FitCheckpoint": "LightningCheckpoint"},
+    )

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.checkpointer.checkpointer import DEFAULT_SAVE, Checkpointer
-from dist_ckpt.checkpointer.run_session import Stopped
+from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.ddp_buffers import broadcast_module_buffers
@@ -79,7 +79,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
     ) -> None:
         check_on_reshard(on_reshard)
         self._more = extra_state_of(state, _OWN)
-        self.stopped: Stopped | None = None
+        self.stopped: TrainingStopped | None = None
         self._root = root
         self._on_reshard = on_reshard
         self._options = dict(options)  # a copy: LightningCLI would look into what they are given to

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, isnan
+from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.runtime.renamed import refuse_old_names
 from dist_ckpt.runs.retention.policy_text import made_of, text_of
+
+if not TYPE_CHECKING:
+    __getattr__ = refuse_old_names("dist_ckpt.keep", {"Keep": "RetentionPolicy"})
 
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S

@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ValueDifference:
+class ObjectDifference:
     """A tensor whose values differ: in how many elements, and by how much at most.
 
     `max_difference` is None where that is no number: nan or an infinity against another value.
@@ -62,7 +62,7 @@ class Difference:
     added: tuple[str, ...]
     changed: Mapping[str, tuple[str, str]]
     objects: Mapping[str, tuple[str, str]] | None = None
-    values: tuple[ValueDifference, ...] | None = None
+    values: tuple[ObjectDifference, ...] | None = None
 
     @property
     def same(self) -> bool:
@@ -203,7 +203,7 @@ def _values(
     pairs: Mapping[str, tuple[str, str]],
     tolerance: _Tolerance,
     progress: Progress | None,
-) -> Iterator[ValueDifference]:
+) -> Iterator[ObjectDifference]:
     """Yield what differs. A pair that tied names share is compared once."""
     found = {pair: _PairDifference() for pair in pairs.values()}
     partners: dict[str, list[str]] = {}
@@ -226,7 +226,7 @@ def _values(
     for name, pair in pairs.items():
         if found[pair].num:
             numel = prod(one.catalog.tensors[pair[0]].shape)
-            yield ValueDifference(name, found[pair].num, numel, found[pair].distance)
+            yield ObjectDifference(name, found[pair].num, numel, found[pair].distance)
 
 
 def _turns(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
