@@ -379,7 +379,7 @@ class SimulatedSave:
         session = self.session
         with session.channel.exchange("agree") as agreeing:
             last = cached_plan(session, self._own)
-            offers = agreeing.gather(request.offer(last, 0))
+            offers = agreeing.gather(request.proposal(last, 0))
             agreeing.decide(SaveAgreement(run.claim() if check_proposals(offers) else "", 0))
         name = agreeing.result(SaveAgreement).name
         if name and last is not None:

@@ -20,7 +20,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
     RecoveredSaves,
     SaveIdentity,
-    kept_saves,
+    recovered_saves,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
 from dist_ckpt.core.comm.session import Session
@@ -213,7 +213,7 @@ class _Restoring:
         """See which saves this host has."""
         problems: tuple[str, ...] = ()
         if self._kept is None:
-            self._kept = self._stack.enter_context(kept_saves(self._folders()))
+            self._kept = self._stack.enter_context(recovered_saves(self._folders()))
             problems = self._kept.problems
         seen = tuple(
             _Seen(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))

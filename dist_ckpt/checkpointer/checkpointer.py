@@ -17,7 +17,7 @@ from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.checkpointer.maintenance import Hooks, OnFailure
 from dist_ckpt.checkpointer.resume import ResumeOptions
-from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run
+from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run_session
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.sources import Sources
@@ -124,7 +124,7 @@ class Checkpointer:
             Hooks(on_commit, on_failure, max_failures),
             *(background, stop_within_s, attach, link_unchanged),
         )
-        self._run = open_run(options, group, _check_alone)
+        self._run = open_run_session(options, group, _check_alone)
         self._dropped = weakref.finalize(self, self._run.let_go)
         self._dropped.atexit = False
         _live.add(self)

@@ -261,7 +261,7 @@ class RunSession:
         warnings.warn(f"unclosed Checkpointer for {self.root}", ResourceWarning, stacklevel=2)
 
 
-def open_run(
+def open_run_session(
     options: RunOptions, group: ProcessGroup | None, check_alone: Callable[[], None]
 ) -> RunSession:
     """Compare the options with the other ranks', and take part in rounds. Collective."""

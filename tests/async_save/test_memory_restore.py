@@ -23,7 +23,7 @@ from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
 from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, kept_saves
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, recovered_saves
 from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import ROOT_ID, parse_attempt
@@ -215,7 +215,7 @@ def test_a_save_that_was_never_committed_is_restored_if_all_of_it_is_there(
 def test_the_index_of_a_save_in_memory_has_its_id(root, folder):
     saved = kept.save(root / "ck", 2, 7)
     kept.keep(folder, saved)
-    with kept_saves([folder.rank(0), folder.rank(1)]) as found:
+    with recovered_saves([folder.rank(0), folder.rank(1)]) as found:
         (save,) = found.saves.values()
         index = decode(rebuilt_index(save, saved.attempt))
     assert isinstance(index, Index)
@@ -230,7 +230,7 @@ def put_a_file_there(saved: kept.Saved) -> None:
 def test_the_index_of_a_save_in_memory_has_what_is_attached(root, folder):
     saved = kept.save(root / "ck", 2, 7, attach={"a.json": {"loss": 0.5}})
     kept.keep(folder, saved)
-    with kept_saves([folder.rank(0), folder.rank(1)]) as found:
+    with recovered_saves([folder.rank(0), folder.rank(1)]) as found:
         (save,) = found.saves.values()
         index = decode(rebuilt_index(save, saved.attempt))
     assert isinstance(index, Index)

@@ -17,7 +17,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 )
 from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSaves, kept_saves
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSaves, recovered_saves
 from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.core.runtime import typed_msgpack
 
@@ -62,7 +62,7 @@ def keep(
 
 
 def look(folder: JobFolder) -> RecoveredSaves:
-    with kept_saves(folder.present()) as kept:
+    with recovered_saves(folder.present()) as kept:
         return kept
 
 

@@ -74,7 +74,7 @@ def exchange_and_gather(rank: int) -> Any:
     total = save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        bulk = ranks.bulk
+        bulk = ranks.collectives_group
         bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
         assert [(body[:1], len(body), who) for body, who in bodies] == [
             (b"\0", 100_000, (0, 2)),
@@ -101,7 +101,7 @@ def use_own_groups(rank: int) -> Any:
     save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.bulk.broadcast(b"data")
+        ranks.collectives_group.broadcast(b"data")
     if rank in (1, 3):
         part = session_of(odd)
         assert part.group_ranks == (1, 3)
@@ -109,7 +109,7 @@ def use_own_groups(rank: int) -> Any:
         assert save(part, rank) == 4
         with part.operation("load"):
             exchange(part.channel, "open", int, len)
-            assert part.bulk.all_gather_distinct(b"x") == ((b"x", (0, 1)),)
+            assert part.collectives_group.all_gather_distinct(b"x") == ((b"x", (0, 1)),)
     else:
         with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
             session_of(odd)
@@ -140,7 +140,7 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
     ranks = session_of()
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.bulk.broadcast(b"data")
+        ranks.collectives_group.broadcast(b"data")
     return save(ranks, rank)
 
 
@@ -411,12 +411,14 @@ def lose_the_bulk_connections(rank: int) -> Any:
 
     def bulk(*, skip: bool) -> bytes:
         with ranks.operation("load"):
-            ranks.bulk.renew(exchange(ranks.channel, "open", lambda: ranks.bulk.epoch, max))
+            ranks.collectives_group.renew(
+                exchange(ranks.channel, "open", lambda: ranks.collectives_group.epoch, max)
+            )
 
             def receive() -> bytes:
                 if skip and rank == 1:
                     raise ValueError("bad index")
-                return ranks.bulk.broadcast(b"data" if rank == 0 else None)
+                return ranks.collectives_group.broadcast(b"data" if rank == 0 else None)
 
             return bytes(exchange(ranks.channel, "index", receive, lambda parts: parts[-1]))
 
@@ -425,7 +427,7 @@ def lose_the_bulk_connections(rank: int) -> Any:
         bulk(skip=True)
     except (ValueError, RankError) as error:
         failed = str(error)
-    return first, failed, bulk(skip=False), ranks.bulk.epoch
+    return first, failed, bulk(skip=False), ranks.collectives_group.epoch
 
 
 @pytest.mark.slow
@@ -442,12 +444,17 @@ def die_in_the_bulk(rank: int) -> Any:
     save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.bulk.broadcast(b"data")
+        ranks.collectives_group.broadcast(b"data")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
-            exchange(ranks.channel, "plan", lambda: len(ranks.bulk.all_gather_distinct(b"x")), sum)
+            exchange(
+                ranks.channel,
+                "plan",
+                lambda: len(ranks.collectives_group.all_gather_distinct(b"x")),
+                sum,
+            )
         except RankError as error:
             return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, has_jobs
 from dist_ckpt.async_save.snapshots.overlay_storage import MemoryDocument, MemoryFile, Served
-from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSave, kept_saves
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSave, recovered_saves
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
@@ -57,7 +57,7 @@ def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str,
             return {}
         owners = ((folder, folder.owner("trainer")) for folder in job.present())
         mine = [folder for folder, owner in owners if owner is None or owner.is_this_process]
-        kept = stack.enter_context(kept_saves(mine))
+        kept = stack.enter_context(recovered_saves(mine))
     except (CheckpointError, OSError) as error:
         _log.warning("%s: what is left in memory cannot be looked at: %s", path, error)
         return {}

@@ -228,7 +228,7 @@ class RecoveredSaves:
 
 
 @contextmanager
-def kept_saves(folders: Iterable[RankFolder]) -> Iterator[RecoveredSaves]:
+def recovered_saves(folders: Iterable[RankFolder]) -> Iterator[RecoveredSaves]:
     """Give the saves that the arenas of some ranks hold; they can be read until the block ends."""
     saves: dict[str, RecoveredSave] = {}
     problems: list[str] = []

@@ -127,13 +127,15 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         last = cached_plan(ranks, held.inventory)
         if last is not None:
             room = _make_room(call, request, held, last, attached)
-        if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, held.unmatched)):
+        if offers := agreeing.gather(
+            request.proposal(last, ranks.collectives_group.epoch, held.unmatched)
+        ):
             name = secrets.token_hex(16) if check_proposals(offers) else ""
             agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
     agreed = agreeing.result(SaveAgreement)
     name = agreed.name
     if not name:
-        ranks.bulk.renew(agreed.bulk)
+        ranks.collectives_group.renew(agreed.bulk)
         with ranks.channel.exchange("plan") as planning:
             planned = plan_together(ranks, held.inventory)
             room = _make_room(call, request, held, planned, attached)

@@ -21,7 +21,7 @@ class Session:
 
     `group_ranks` are the ranks of the group as ranks of the job. `slots` are scratch memory for
     reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
-    `bulk` are the bulk collectives, which connect when they are first used.
+    `collectives_group` are the bulk collectives, which connect when they are first used.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Session:
         self._kept: dict[type, object] = {}
         self.slots = BufferPool()
         self._common: SharedScratch | None = None
-        self.bulk = collective
+        self.collectives_group = collective
         self._began = channel.exchanges, collective.calls
 
     @contextmanager
@@ -48,7 +48,7 @@ class Session:
         """
         self.channel.enter(what)
         try:
-            self._began = self.channel.exchanges, self.bulk.calls
+            self._began = self.channel.exchanges, self.collectives_group.calls
             yield
         finally:
             try:
@@ -65,7 +65,7 @@ class Session:
     @property
     def collectives(self) -> IoCount:
         """The bulk collectives of the operation so far, and what this rank has given in them."""
-        return self.bulk.calls.since(self._began[1])
+        return self.collectives_group.calls.since(self._began[1])
 
     def keep(self, value: object) -> None:
         """Keep a value for the next save or load, instead of what was kept of its class."""
@@ -92,6 +92,6 @@ class Session:
     def close(self) -> None:
         """Stop the heartbeat and close the connections."""
         self.channel.close()
-        self.bulk.close()
+        self.collectives_group.close()
         self.slots.clear()
         self._common = None

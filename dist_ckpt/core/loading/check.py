@@ -131,7 +131,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         read_once=options.read_once,
         host=ranks.channel.host,
         keys=tuple(template.keys.items()),
-        bulk=ranks.bulk.epoch,
+        bulk=ranks.collectives_group.epoch,
     )
     return LoadArguments(
         request, template, tuple(_place(call, path) for path in paths), uses, selection

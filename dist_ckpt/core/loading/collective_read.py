@@ -114,12 +114,12 @@ def _meet(
         of_rank = BlockRequests.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
         own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
         if told := checking.gather(
-            _ReadRequests(short(own, ranks.channel.world_size), ranks.bulk.epoch)
+            _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
         ):
             shares, wants = common_bits([one.wants for one in told], between_hosts=False)
             checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in told)))
     common = checking.result(_InCommon)
-    ranks.bulk.renew(common.bulk)
+    ranks.collectives_group.renew(common.bulk)
     if not common.shares:
         return opened, None
     with ranks.channel.exchange("prepare") as preparing:

@@ -280,12 +280,14 @@ def _open(
             answer, found, encoded = find(asked.storages, told, held)
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
-    ranks.bulk.renew(opened.bulk)
+    ranks.collectives_group.renew(opened.bulk)
     if opened.indexes is not None:
         encoded = opened.indexes
     else:  # they are too long for the answer
         with ranks.channel.exchange(f"index{suffix}"):
-            sent = ranks.bulk.broadcast(typed_msgpack.encode(encoded) if found else None)
+            sent = ranks.collectives_group.broadcast(
+                typed_msgpack.encode(encoded) if found else None
+            )
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
     return asked.at([path for path, _ in opened.attempts]), found_in(opened, found, encoded)
 

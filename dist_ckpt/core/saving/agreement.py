@@ -118,7 +118,7 @@ def _check_attached(told: Sequence[SaveProposal]) -> None:
 
 def plan_together(ranks: Session, inventory: Inventory) -> CachedPlan:
     """Gather the inventories and plan, the same on every rank. Collective."""
-    bodies = ranks.bulk.all_gather_distinct(typed_msgpack.encode(inventory))
+    bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
     return CachedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 

@@ -267,7 +267,9 @@ def _agree_and_claim(
             held = options.held(ranks, state)
             last = cached_plan(ranks, held.inventory)
             unmatched = held.unmatched if source is None else source.unmatched(held.unmatched)
-            if offers := agreeing.gather(request.offer(last, ranks.bulk.epoch, unmatched)):
+            if offers := agreeing.gather(
+                request.proposal(last, ranks.collectives_group.epoch, unmatched)
+            ):
                 name = run.claim() if check_proposals(offers) else ""
                 agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(SaveAgreement)
@@ -275,7 +277,7 @@ def _agree_and_claim(
         if name and last is not None:
             planned = last
         else:
-            ranks.bulk.renew(agreed.bulk)
+            ranks.collectives_group.renew(agreed.bulk)
             with ranks.channel.exchange("plan") as planning:
                 planned = plan_together(ranks, held.inventory)
                 if planning.gather(None):

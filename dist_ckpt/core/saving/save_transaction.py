@@ -62,7 +62,7 @@ class SaveRequest:
     attached: tuple[tuple[str, str], ...] = ()
     save: str = field(default_factory=partial(secrets.token_hex, 16))
 
-    def offer(
+    def proposal(
         self, last: CachedPlan | None, bulk_epoch: int, unmatched: tuple[str, ...] = ()
     ) -> SaveProposal:
         """Return what this rank asks of the others; `last` is the last plan if it is good here."""

@@ -199,7 +199,7 @@ class ExchangeState:
             )
             raise kind(message, rank=rank, phase=self.phase) from error
 
-    def losses(self, ranks: Sequence[int]) -> dict[int, Failure]:
+    def failed_ranks(self, ranks: Sequence[int]) -> dict[int, Failure]:
         """Return a failure for each of these ranks of which nothing more will come."""
         found = {}
         for rank in ranks:

@@ -168,7 +168,7 @@ class Coordinator:
                 if _is_told(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
-                failures = control.losses(missing)
+                failures = control.failed_ranks(missing)
                 failures = failures or control.missing_ranks(missing, pace)
             pace.pause()
         return envelopes, failures
@@ -286,7 +286,7 @@ class Participant:
                 self._is_answered = True
                 return answer
             if is_time_to_look:
-                for failure in control.losses([COORDINATOR]).values():
+                for failure in control.failed_ranks([COORDINATOR]).values():
                     control.catch_up()
                     raise control.no_answer(failure.message)
                 for failure in control.missing_ranks([COORDINATOR], pace).values():

@@ -94,7 +94,7 @@ class StoreChannel:
         """See `Channel.watch`."""
         control = self._control
         control.peers.look(ranks)
-        for failure in control.losses(ranks).values():
+        for failure in control.failed_ranks(ranks).values():
             raise SecondaryError(failure.message, rank=failure.rank)
         # The coordinator tells of its own failure in the answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]

@@ -80,7 +80,7 @@ class SharedReading:
         self._work = work
         self._reading = reading
         self._meeting = meeting
-        self._channel, self._collective = meeting.ranks.channel, meeting.ranks.bulk
+        self._channel, self._collective = meeting.ranks.channel, meeting.ranks.collectives_group
         self._num_slots = num_slots(between_hosts=meeting.between_hosts)
         self._most_own = 2 * threads
         self._decider = _ReadThreads(1, links.wake)

@@ -57,7 +57,7 @@ def gather_requests(
     if told:
         return {rank: decode(want, BlockRequests) for rank, want in enumerate(told)}
     # Who fails before this leaves the others waiting until gloo's deadline.
-    bodies = ranks.bulk.all_gather_distinct(own)
+    bodies = ranks.collectives_group.all_gather_distinct(own)
     return {rank: decode(body, BlockRequests) for body, who in bodies for rank in who}
 
 
@@ -151,7 +151,7 @@ class SharedReadGroup:
         if self.links is not None:
             self.links.close()
         if any(len(unit.hosts) > 1 for units in self.units.values() for unit in units):
-            self.ranks.bulk.break_off()
+            self.ranks.collectives_group.break_off()
 
 
 def _units(

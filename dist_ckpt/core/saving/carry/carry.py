@@ -116,18 +116,18 @@ def open_source(
     channel, encoded, reads = ranks.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
-        asked = CarryRequest(loaded.path, loaded.attempt, ranks.bulk.epoch)
+        asked = CarryRequest(loaded.path, loaded.attempt, ranks.collectives_group.epoch)
         if told := opening.gather(asked):
             check_equal_on_all_ranks("save", told, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             encoded, reads = index_json.encode(_find(counting, loaded)), counting.reads
             opening.decide(CarrySourceInfo(max(one.bulk for one in told)))
-    ranks.bulk.renew(opening.result(CarrySourceInfo).bulk)
+    ranks.collectives_group.renew(opening.result(CarrySourceInfo).bulk)
     with channel.exchange("carried names"):
-        index = index_json.decode(ranks.bulk.broadcast(encoded or None))
+        index = index_json.decode(ranks.collectives_group.broadcast(encoded or None))
         assert isinstance(index, Index)
         own = RestoredNames((*loaded.restored, *loaded.dropped))
-        bodies = ranks.bulk.all_gather_distinct(typed_msgpack.encode(own))
+        bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(own))
         told_names = (typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies)
         done = {name for names in told_names for name in names}
     attempt = parse_attempt(index.attempt)

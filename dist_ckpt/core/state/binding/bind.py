@@ -287,7 +287,7 @@ def _tensor(requests: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
 
 def _plain(requests: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
-        saved = None if requests.lacks(name) else requests.subtree(name)
+        saved = None if requests.is_missing(name) else requests.subtree(name)
         return None if saved is None else partial(taken, live, saved)
     if not requests.selected(name) and not requests.chosen(name):
         return None
@@ -324,7 +324,7 @@ def _object(requests: BindContext, name: str, leaf: ObjectLeaf) -> None:
         remedy = "load it in a dc.PerRank as it was saved in"
         requests.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
-    if requests.lacks(name) or (state := requests.subtree(name, leaf.content)) is None:
+    if requests.is_missing(name) or (state := requests.subtree(name, leaf.content)) is None:
         return
     saved = [name, *requests.saved.below(name)]
     left_out = [

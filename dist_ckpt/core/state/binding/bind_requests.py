@@ -109,7 +109,7 @@ class BindContext:
         """Say whether anything is saved at or below a name."""
         return name in self._split or self.saved.holds(name)
 
-    def lacks(self, name: str) -> bool:
+    def is_missing(self, name: str) -> bool:
         """Say whether nothing is saved at or below a name, which then is missing if selected."""
         if self.has(name):
             return False
@@ -324,7 +324,7 @@ class BindContext:
         found: dict[str, Value] = {}
         for key, tree in trees.items():
             name = join(fqn, key)
-            if not self.lacks(name) and (value := self.subtree(name, tree)) is not None:
+            if not self.is_missing(name) and (value := self.subtree(name, tree)) is not None:
                 found[str(key)] = value
         return found
 
