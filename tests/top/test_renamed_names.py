@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
 import dist_ckpt as dc
+from dist_ckpt.cli import main
 from dist_ckpt.config import Config
 from dist_ckpt.interop import dcp
 
@@ -65,6 +67,20 @@ def test_an_old_variable_is_refused_also_next_to_the_new_one(old: str, new: str)
         with pytest.raises(ValueError, match=f"^{old} is called {new} since .* unset {old}$"):
             Config.from_environment({old: "61", **others})
     assert Config.from_environment({new: "61"}) != Config.from_environment({})
+
+
+def test_saves_and_the_command_refuse_an_old_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dc.save({"a": 1}, tmp_path / "run" / "1", step=1)
+    monkeypatch.setenv("DIST_CKPT_SILENCE_S", "60")
+    with pytest.raises(SystemExit) as ended:
+        main(["ls", str(tmp_path / "run")])
+    assert ended.value.code == 2
+    assert "DIST_CKPT_SILENCE_S is called DIST_CKPT_HEART" in capsys.readouterr().err
+    for call in (dc.AsyncSaver, lambda: dc.save({"a": 1}, tmp_path / "run" / "2")):
+        with pytest.raises(ValueError, match="DIST_CKPT_SILENCE_S is called"):
+            call()
 
 
 def test_an_old_method_is_refused() -> None:
