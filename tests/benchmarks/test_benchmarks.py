@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.distributed.checkpoint.staging
 
 import dist_ckpt as dc
+from fork_server import forked_python
 
 if not hasattr(torch.distributed.checkpoint.staging, "DefaultStager"):
     reason = "the savers of this torch that we compare with are of another kind"
@@ -136,7 +136,7 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
     out = tmp_path / "bench.json"
     words = ["--quick", "--only", "small", "--contenders", "--dir", str(tmp_path)]
     words += ["--history", str(tmp_path / "history.jsonl")]  # and it adds nothing to it
-    command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
+    command = [forked_python(), "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
@@ -163,7 +163,7 @@ def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
         "--contenders",
         f"--dir={tmp_path}",
     ]
-    command = [sys.executable, "-m", "benchmarks", *words, "--json", str(out)]
+    command = [forked_python(), "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )

@@ -23,6 +23,7 @@ from click.shell_completion import ShellComplete
 import dist_ckpt as dc
 from dist_ckpt.cli import cli, completion, output
 from docs_blocks import write_commands
+from fork_server import forked_python
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -306,7 +307,7 @@ def test_a_shell_is_offered_checkpoints_and_names(
 
 @pytest.mark.multi_process
 def test_a_real_bash_completes_what_it_ends_words_in(root: Path, tmp_path: Path) -> None:
-    commands = write_commands(tmp_path / "bin", sys.executable)
+    commands = write_commands(tmp_path / "bin", forked_python())
     dc.Run(root).tag(1, "best")
     begun = [
         "show run@lat",

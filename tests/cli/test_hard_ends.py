@@ -19,6 +19,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.cli import output
 from dist_ckpt.errors import NotFoundError
+from fork_server import forked_python
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -81,7 +82,7 @@ def test_who_is_interrupted_leaves_nothing_and_says_so(
     new = tmp_path / "out" / "new"
     new.parent.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW, *words(WRITERS[name], path, new)],
+        [forked_python(), "-c", SLOW, *words(WRITERS[name], path, new)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -151,7 +152,7 @@ def test_what_lacks_memory_is_told(path: Path, run: Run, monkeypatch: pytest.Mon
 def test_what_is_no_terminal_gets_no_escape_codes(command: str, path: Path) -> None:
     given = command.format(path, path).split()
     done = subprocess.run(
-        [sys.executable, "-m", "dist_ckpt", *given],
+        [forked_python(), "-m", "dist_ckpt", *given],
         env={**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1"},
         capture_output=True,
         text=True,

@@ -1,9 +1,9 @@
 """Real ranks, cheaply: `run_ranks` forks processes that form a gloo group and run a function.
 
 They are forked not from the test process, which has threads by then (autograd, OpenMP, heartbeats),
-but from a parent of their own: started once, it has imported torch and the test modules, and never
-makes a thread. A run takes tens of milliseconds. Functions go by name, so they must be at the top
-of a module; arguments and results are plain literals.
+but from a parent of their own, a child of the fork server: it has imported torch and the test
+modules, and never makes a thread. A run takes tens of milliseconds. Functions go by name, so they
+must be at the top of a module; arguments and results are plain literals.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, Literal
 
-MAX_OUTPUT_CHARS = 20_000
+from fork_server import forked_python
 
-# Imported when first used, for seconds, which would otherwise be in every rank: by dist_ckpt, and
-# by torch for the first optimizer or DTensor.
-_USED_LATER = ("dist_ckpt.core.saving.save", "dist_ckpt.core.loading.load", "torch._dynamo")
+MAX_OUTPUT_CHARS = 20_000
 
 # How long gloo waits for a lost rank in the user's own collectives.
 GROUP_TIMEOUT_S = 30
@@ -146,11 +144,10 @@ class _Parent:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [forked_python(), __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # OpenBLAS would start its threads when numpy is imported.
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
         atexit.register(self.close)
@@ -215,8 +212,6 @@ def _run(request: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     sys.path[:] = request["path"]
     import torch.distributed as dist
 
-    for name in _USED_LATER:
-        importlib.import_module(name)
     function = getattr(importlib.import_module(request["module"]), request["name"])
     num_threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
     if num_threads > 1:

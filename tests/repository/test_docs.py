@@ -20,6 +20,7 @@ import torch.distributed.tensor.parallel  # noqa: F401
 import dist_ckpt.core.loading.load
 import dist_ckpt.core.saving.save  # noqa: F401
 from docs_blocks import RUN_BY, Block, all_blocks, code_of, write_commands
+from fork_server import forked_python
 from ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the programs of the package."""
-    return write_commands(tmp_path_factory.mktemp("commands") / "bin", sys.executable)
+    return write_commands(tmp_path_factory.mktemp("commands") / "bin", forked_python())
 
 
 def be_rank(_: int, program: str) -> None:
@@ -159,7 +160,7 @@ def train(step: int) -> None:
 def test_what_the_readme_shows_runs(tmp_path: Path, commands: Path) -> None:
     program = tmp_path / "readme.py"
     program.write_text(JOB + "".join(code_of(README, "python")))
-    run(tmp_path, sys.executable, str(program))
+    run(tmp_path, forked_python(), str(program))
     lines = re.findall(r"^dist-ckpt [^\n]*", "".join(code_of(README, "sh")), flags=re.M)
     assert lines
     run(tmp_path, "bash", "-euo", "pipefail", "-c", "\n".join(lines), commands=commands)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
+from fork_server import forked_python
 from ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def out_of_with(job: str) -> str:
 def losses_of(job: Path, root: Path) -> list[str]:
     """Train with a job, as one process; return what it says of its steps."""
     done = subprocess.run(
-        [sys.executable, str(job), "--root", str(root), *SMALL],
+        [forked_python(), str(job), "--root", str(root), *SMALL],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fork_server import forked_python
+
 ROOT = Path(__file__).parents[2]
 OURS = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
@@ -38,7 +40,7 @@ def run(*command: str | Path, limit_s: float) -> str:
 @pytest.fixture(scope="module")
 def rivals() -> dict[int, tuple[str, str]]:
     """What DCP and dist_ckpt make of each accident, by its number."""
-    text = run(sys.executable, ROOT / "scripts" / "rival_failures.py", limit_s=200)
+    text = run(forked_python(), ROOT / "scripts" / "rival_failures.py", limit_s=200)
     found = {}
     for number, part in enumerate(text.split("\n   DCP ")[1:], start=1):
         theirs, ours = part.split("\n   dist_ckpt ")

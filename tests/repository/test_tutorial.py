@@ -6,13 +6,13 @@ import doctest
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from docs_blocks import DOCS, ROOT, Block, blocks_of_page, write_commands
+from fork_server import forked_python
 from torch_can import of_the_pinned_torch
 
 LIMIT_S = 180
@@ -74,7 +74,7 @@ def check_printed(command: str, printed: str, wanted: str) -> None:
 def test_the_tutorial_goes_as_it_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "me"
     folder.mkdir()
-    commands = write_commands(tmp_path / "bin", sys.executable)
+    commands = write_commands(tmp_path / "bin", forked_python())
     for block in BLOCKS:
         if block.note.startswith("the file "):
             (folder / block.note.removeprefix("the file ")).write_text(block.code)

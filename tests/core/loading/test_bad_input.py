@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from fork_server import forked_python
+
 pytest.importorskip("torch")
 pytest.importorskip("numpy")
 
@@ -535,7 +537,7 @@ def outcomes() -> dict[str, Any]:
     script = Path(__file__).parents[2] / "helpers" / "refusing_storage.py"
     with tempfile.TemporaryDirectory() as root:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(script), root],
+            [forked_python(), "-W", "ignore", str(script), root],
             capture_output=True,
             text=True,
             timeout=200,

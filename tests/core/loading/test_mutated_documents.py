@@ -6,10 +6,11 @@ Some; `scripts/fuzz.py` runs as many as there is time for.
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from fork_server import forked_python
 
 pytest.importorskip("torch")
 pytest.importorskip("numpy")
@@ -70,7 +71,7 @@ def test_a_value_named_like_the_parameters_of_another_comes_back(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_script_says_how_many_it_tried() -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--seconds", "3"]
+    script = [forked_python(), str(ROOT / "scripts" / "fuzz.py"), "--seconds", "3"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " mutants, 0 findings: " in done.stdout
