@@ -61,9 +61,11 @@ def _until_nobody_reads() -> Iterator[None]:
         # What the command has found stays its exit code, whoever reads or not.
         try:
             sys.stdout.flush()
-        except BrokenPipeError:
-            # Python would complain again when it flushes stdout at the end.
+        except OSError as error:
+            # Python would complain again when it flushes stdout at the end, and exit with 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
