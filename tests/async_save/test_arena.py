@@ -21,7 +21,7 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
-from kept_arenas import kept_in
+from recovered_arenas import kept_in
 
 FILES = (Image("model-00000.safetensors", 10_000), Image("objects.msgpack", 0), Image("b", 4096))
 SNAPSHOT = Snapshot("0" * 31 + "1", "/run/step-7", 7, 1, 4, FILES, b"details")

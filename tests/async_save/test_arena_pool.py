@@ -20,7 +20,7 @@ from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.core.runtime import shared_memory
 from dist_ckpt.errors import StorageError
-from kept_arenas import kept_in
+from recovered_arenas import kept_in
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 
 import dist_ckpt as dc
-import kept_checkpoints as kept
+import recovered_checkpoints as kept
 from arena_processes import program
 from dist_ckpt.async_save.memory_restore import rebuilt_index
 from dist_ckpt.async_save.snapshots import job_folder

@@ -23,7 +23,7 @@ from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
-from kept_arenas import kept_in
+from recovered_arenas import kept_in
 
 FOLDER = "/runs/ck/a1-0123456789abcdef"
 DATA = bytes(range(256)) * 64

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 pytest.importorskip("torch")
 
 import dist_ckpt as dc
-import kept_checkpoints as kept
+import recovered_checkpoints as kept
 from dist_ckpt.async_save import memory_restore
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder

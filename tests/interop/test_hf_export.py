@@ -16,13 +16,13 @@ import torch
 from safetensors import safe_open
 
 import dist_ckpt as dc
-from compound_tensors import Quantized
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.hf import export, export_files
 from dist_ckpt.interop.hf.export_plan import nbytes_of
 from dist_ckpt.interop.writers import new_folder
 from dist_ckpt.testing.faulty_storage import FaultyStorage
+from subclass_tensors import Quantized
 
 INDEX = "model.safetensors.index.json"
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import dist_ckpt as dc
-from compound_tensors import Quantized
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import export as dcp_export
 from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
@@ -28,6 +27,7 @@ from dist_ckpt.interop.dcp.export import export_folder
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.interop.torch_save import export as torch_export
+from subclass_tensors import Quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

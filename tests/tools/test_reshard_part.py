@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from compound_tensors import Quantized
+from subclass_tensors import Quantized
 
 
 @pytest.fixture

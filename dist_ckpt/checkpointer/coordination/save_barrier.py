@@ -13,7 +13,7 @@ Whoever wants a save that no step policy calls for opens a round, by one note th
 
 So a rank at its line waits only for the threads of others, which answer whatever their training
 does. Other orders split the ranks or stop them for ever: decision 15 has them, and
-`tests/checkpointer/test_line_model.py` finds them.
+`tests/checkpointer/test_save_barrier_model.py` finds them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is said after a fault is what is there, or "unknown": at every system call.
 
-`tests/helpers/verdict_faults.py` has the loop, and tries all faults if it is run by hand.
+`tests/helpers/outcome_faults.py` has the loop, and tries all faults if it is run by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 import dist_ckpt as dc
 from faulty_calls import Fault, Lasting, system_calls
-from verdict_faults import CASES, Case, delete, gc, leftovers, older, prepared, some_faults, step_at
+from outcome_faults import CASES, Case, delete, gc, leftovers, older, prepared, some_faults, step_at
 
 pytestmark = pytest.mark.waits
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from compound_tensors import Pair
+from subclass_tensors import Pair
 
 
 @pytest.fixture

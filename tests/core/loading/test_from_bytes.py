@@ -22,13 +22,13 @@ import torch
 
 import dist_ckpt as dc
 from bytes_fuzz import BytesCorpus, run_bytes, run_shrew
-from compound_tensors import Quantized
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
 from dist_ckpt.core.shard_io.write import state_bytes
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from document_fuzz import flat, state, with_digest
+from subclass_tensors import Quantized
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "state-as-bytes-1.safetensors"

@@ -12,7 +12,6 @@ import pytest
 
 import dist_ckpt as dc
 import rank_threads
-from compound_tensors import Quantized
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import find, list_attempts
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
@@ -29,6 +28,7 @@ from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import Outcome
 from linking import NoLinks, inodes
 from long_mode import IS_LONG
+from subclass_tensors import Quantized
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")

@@ -12,7 +12,6 @@ import torch
 
 import dist_ckpt as dc
 import rank_threads
-from compound_tensors import Pair, Quantized
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.cli import main
 from dist_ckpt.core.comm.session import Session
@@ -23,6 +22,7 @@ from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
+from subclass_tensors import Pair, Quantized
 
 CONFIG: dict[str, Any] = {"model": {"dim": 64, "heads": (2, 4)}, "dtype": torch.float32, "lr": 0.1}
 

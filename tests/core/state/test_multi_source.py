@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import in_memory
-from compound_tensors import Pair
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.state.binding.bind import saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.sources.scopes import Scope, untagged
+from subclass_tensors import Pair
 
 KEYS = st.sampled_from("abc")
 STATES = st.recursive(

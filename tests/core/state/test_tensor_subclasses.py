@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from compound_tensors import CodedSGD, Codes, GatheredLow, Kernel, Pair, Quantized, Rounding
 from dist_ckpt.core.state.binding.targets.new_subclasses import subclass_types
 from dist_ckpt.core.state.inventory_builder import build_inventory
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.errors import IncompatibleError
 from in_memory import InMemory, load, save
+from subclass_tensors import CodedSGD, Codes, GatheredLow, Kernel, Pair, Quantized, Rounding
 
 
 def weights(seed: int = 0, rows: int = 4, columns: int = 8) -> torch.Tensor:
@@ -59,13 +59,13 @@ def test_each_part_has_a_name_and_the_class_is_a_value() -> None:
     )
     assert [entry.fqn for entry in taken.inventory.tensors] == ["model.w.qdata", "model.w.scale"]
     assert taken.values["model.w.__class__"] == {
-        "class": "compound_tensors.Quantized",
+        "class": "subclass_tensors.Quantized",
         "dtype": torch.float32,
         "shape": (4, 8),
         "context": {
             "block": 8,
-            "rounding": "compound_tensors.Rounding.NEAREST",
-            "kernel": {"class": "compound_tensors.Kernel", "fast": True, "tile": 8},
+            "rounding": "subclass_tensors.Rounding.NEAREST",
+            "kernel": {"class": "subclass_tensors.Kernel", "fast": True, "tile": 8},
         },
         "exact": False,
     }
@@ -104,10 +104,10 @@ def test_a_context_that_differs_is_named(context: Any, message: str) -> None:
 def test_tensors_of_another_make_are_refused_with_the_remedy() -> None:
     quantized, plain = {"m": {"w": Quantized.of(weights())}}, {"m": {"w": weights()}}
     message = problems_of(save(plain), quantized)
-    assert "m.w: saved as a tensor, the state has a compound_tensors.Quantized" in message
+    assert "m.w: saved as a tensor, the state has a subclass_tensors.Quantized" in message
     assert "load into a plain tensor and convert that then" in message
     message = problems_of(save(quantized), plain)
-    assert "m.w: saved as the parts of a compound_tensors.Quantized, the state has a ten" in message
+    assert "m.w: saved as the parts of a subclass_tensors.Quantized, the state has a ten" in message
     message = problems_of(save(quantized), {"m": {"w": Pair(weights(), weights())}})
     assert "lacks" in message
     assert "m.w.high" in message
@@ -119,7 +119,7 @@ def test_a_class_that_no_state_has_is_taken_as_its_parts() -> None:
     state: dict[str, Any] = {"m": None}
     load(written, state)
     assert torch.equal(state["m"]["w"]["qdata"], saved.qdata)
-    assert state["m"]["w"]["__class__"]["class"] == "compound_tensors.Quantized"
+    assert state["m"]["w"]["__class__"]["class"] == "subclass_tensors.Quantized"
     parts = {"qdata": torch.zeros_like(saved.qdata), "scale": torch.zeros_like(saved.scale)}
     load(written, {"m": {"w": parts}}, exclude=["*.__class__"])
     assert torch.equal(parts["scale"], saved.scale)
@@ -140,7 +140,7 @@ def test_a_compound_tensor_without_data_is_refused_with_the_remedy() -> None:
     written = save({"m": {"w": Quantized.of(weights())}})
     inner = torch.empty(4, 8, dtype=torch.int8, device="meta"), torch.empty(4, 1, device="meta")
     live = Quantized(*inner)
-    assert "m.w: a compound_tensors.Quantized without data" in problems_of(
+    assert "m.w: a subclass_tensors.Quantized without data" in problems_of(
         written, {"m": {"w": live}}
     )
     stands_for = model_of(GatheredLow(weights().to("meta")))
@@ -233,7 +233,7 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     message = problems_of(written, {"model": model, "optim": sgd})
     assert (
-        "optim.state.model.weight.momentum: saved as the parts of a compound_tensors.Codes"
+        "optim.state.model.weight.momentum: saved as the parts of a subclass_tensors.Codes"
         in message
     )
     assert "let the optimizer make its state before the load" in message
@@ -255,7 +255,7 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
         ({"dtype": "x"}, "not what dist_ckpt writes"),
         ({"more": 1}, "not what dist_ckpt writes"),
         ({"shape": (1 << 70,)}, "__tensor_unflatten__ of Codes raised|shape|not what"),
-        ({"class": "compound_tensors.Pair"}, "none here to fill|raised KeyError"),
+        ({"class": "subclass_tensors.Pair"}, "none here to fill|raised KeyError"),
         ({"class": "os.system"}, "none here to fill"),
         ({"class": ["x"]}, "not what dist_ckpt writes"),
     ],
@@ -305,7 +305,7 @@ def saved_with(**change: Any) -> InMemory:
     momentum = optimizer.state[model.weight]["momentum"]
     parts = {name: getattr(momentum, name) for name in Codes.names}
     record = {
-        "class": "compound_tensors.Codes",
+        "class": "subclass_tensors.Codes",
         "dtype": torch.float32,
         "shape": (4, 8),
         "context": [False],
@@ -364,11 +364,11 @@ class Derived(CodedSGD):
 def test_a_class_that_the_optimizers_module_only_imports_is_not_in_the_table() -> None:
     model: Any = nn.Linear(8, 4, bias=False)
     assert subclass_types(Importing(model.parameters(), lr=0.1)) == {}
-    assert "compound_tensors.Codes" in subclass_types(CodedSGD(model.parameters()))
-    assert "compound_tensors.Codes" in subclass_types(Derived(model.parameters()))
+    assert "subclass_tensors.Codes" in subclass_types(CodedSGD(model.parameters()))
+    assert "subclass_tensors.Codes" in subclass_types(Derived(model.parameters()))
     quantized = model_of(Quantized.of(weights()))
     table = subclass_types(Importing([quantized.weight], lr=0.1))
-    assert table == {"compound_tensors.Quantized": Quantized}
+    assert table == {"subclass_tensors.Quantized": Quantized}
 
 
 NAN = float("nan")

@@ -9,8 +9,8 @@ it any more, and a replay replaces it.
 
 A process of an older start may wake up at any point of a save. It looks for newer starts before it
 claims, commits and removes; what it does between such a look and the next call is harmless, as
-`tests/core/commit/test_starts_model.py` shows: it is lower than what newer starts have at that
-path.
+`tests/core/commit/test_incarnations_model.py` shows: it is lower than what newer starts have at
+that path.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compound_tensors import CodedSGD, Codes, GatheredLow, Quantized
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.save.save_planner import plan_save
 from dist_ckpt.core.state.inventory_builder import build_inventory
 from dist_ckpt.core.state.tensors.tensor_subclasses import LocalBox, inner_cut
 from in_memory import InMemory
+from subclass_tensors import CodedSGD, Codes, GatheredLow, Quantized
 
 Make = Callable[[Any], Any]
 

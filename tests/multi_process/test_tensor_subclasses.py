@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dist_ckpt as dc
-from compound_tensors import CodedSGD, Codes, GatheredLow
 from ranks import run_ranks
+from subclass_tensors import CodedSGD, Codes, GatheredLow
 from torch_can import average_over_gloo
 
 pytestmark = pytest.mark.multi_process
