@@ -77,9 +77,9 @@ def restore_together(
       checkpoint that it would have overwritten.
 
     Neither one beside which a checkpoint of a later step has been committed since: this host may
-    have been no part of the run meanwhile. Nor one that is left behind, by the `history` of the
+    have been no part of the run meanwhile. Nor one that is orphaned, by the `history` of the
     run: on rank 0 that is given, or read in the folder that the checkpoint would lie in. What is
-    left behind there does not count as committed.
+    orphaned there does not count as committed.
 
     What was saved by any number of ranks is restored by any number. Raises what `dc.load` raises,
     on all ranks; StorageError if the storage does not say what is committed.
@@ -150,7 +150,7 @@ class _HostReport:
         for claimed in map(parse_attempt, self.attempts):
             if claimed is not None:
                 return claimed
-        first = ATTEMPTS_PER_INCARNATION * self.save.start
+        first = ATTEMPTS_PER_INCARNATION * self.save.incarnation
         return Attempt(max(first, number + 1), self.save.id[:ID_LENGTH])
 
 
@@ -244,9 +244,11 @@ class _Restoring:
         history = self._given
         if history is None:
             history = read_history(storage, posixpath.dirname(told.save.path))
-        if _is_left_behind(history, told.save.step, told.attempt_above(0)):
+        if _is_orphaned(history, told.save.step, told.attempt_above(0)):
             newest = history.newest
-            raise _UnusableError(f"start {newest} of the run does not go back to it: left behind")
+            raise _UnusableError(
+                f"incarnation {newest} of the run does not go back to it: orphaned"
+            )
         if (newer := _newer_beside(storage, told, history, self._ranks.config.threads)) is not None:
             raise _UnusableError(f"{newer} was committed since")
         if (attempt := _uncommitted_attempt(storage, told, history)) is None:
@@ -279,18 +281,18 @@ def _uncommitted_attempt(
     if found.name in told.attempts:
         return None
     own = told.attempt_above(found.number)
-    is_above = own.number > found.number and told.save.start in (0, own.start)
+    is_above = own.number > found.number and told.save.incarnation in (0, own.incarnation)
     is_older = told.save.overwrite and index.saved_at < told.save.began_at
     if told.was_committed or not is_above:
         raise _UnusableError(f"{found} is the checkpoint there")
-    if not is_older and not _is_left_behind(history, index.step, found):
+    if not is_older and not _is_orphaned(history, index.step, found):
         raise _UnusableError(f"{found} is the checkpoint there")
     return own.name
 
 
-def _is_left_behind(history: IncarnationHistory, step: int | None, attempt: Attempt) -> bool:
+def _is_orphaned(history: IncarnationHistory, step: int | None, attempt: Attempt) -> bool:
     # Without a step nothing tells whether it lies below one that somebody went back to.
-    return history.is_left_behind(MAX_STEP if step is None else step, attempt)
+    return history.is_orphaned(MAX_STEP if step is None else step, attempt)
 
 
 def _newer_beside(
@@ -310,7 +312,7 @@ def _newer_beside(
         with suppress(NotFoundError, CorruptError, IncompatibleError):
             found, index = attempts.find(storage, path)
             is_later = index.step is not None and index.step > step and index.saved_at > began_at
-            return is_later and not _is_left_behind(history, index.step, found)
+            return is_later and not _is_orphaned(history, index.step, found)
         return False
 
     entries = attempts.entries_at(storage, folder)

@@ -134,9 +134,9 @@ class Checkpointer:
     def restore(self, state: StateOrMaker, at: str | int | None = None) -> int | None:
         """Fill a state with what the run goes on from; return its step, None for a fresh run.
 
-        That is the newest checkpoint that is not left behind, from memory where a newer save is
-        left there; with `at`, such as "@8000", that of this step, and what is above it is left
-        behind then. Collective. Only one that is damaged is stepped over, with the reason in the
+        That is the newest checkpoint that is not orphaned, from memory if a newer save is there.
+        With `at`, such as "@8000", it is that of this step, and what is above it is orphaned then.
+        Collective. Only one that is damaged is stepped over, with the reason in the
         log. Raises what `dc.load` raises; NotFoundError if `must_exist` and there is none;
         IncompatibleError if the configuration may not differ and does; CorruptError if none is
         whole. After an error the state may be filled in part.
@@ -225,8 +225,8 @@ class Checkpointer:
         """Keep the checkpoint of a step, None for the newest durable one, as `dc.backup` does.
 
         Collective. Rank 0 does it while the others wait, and all return where it is: in
-        `root/backup`, where `keep` and later starts of the run do not reach. A step that is being
-        saved is waited for. None if there are no checkpoints, with `root=None`.
+        `root/backup`, which `keep` and later incarnations never touch. A step that is being saved
+        is waited for. None if there are no checkpoints, with `root=None`.
         """
         if step is not None and type(step) is not int:
             raise TypeError(f"step={step!r}: give a whole number")

@@ -88,7 +88,7 @@ class MaintenanceThread:
         keep: RetentionPolicy | None,
         hooks: Hooks,
     ) -> None:
-        self.told = SaveCounts()
+        self.counts = SaveCounts()
         self._storage = storage
         self._root = run.root
         self._run = run
@@ -98,7 +98,7 @@ class MaintenanceThread:
         self._todo = _MaintenanceQueue()
         self._changed = threading.Condition()
         self._saved: dict[int, Where] = {}
-        # Metrics of what earlier starts have saved may come as well.
+        # Metrics of steps of earlier incarnations may be added too.
         self._restored = self._newest_saved = -1 if restored is None else restored
         self._has_warned: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="dist_ckpt keeper", daemon=True)
@@ -143,7 +143,7 @@ class MaintenanceThread:
         newest = self._newest_saved if self._newest_saved >= step else step
         if (where := self._saved.get(step) or self._saved.get(newest)) is not None:
             return where
-        if (given_up := self.told.given_up) is not None and given_up[0] >= step:
+        if (given_up := self.counts.given_up) is not None and given_up[0] >= step:
             return given_up[1]
         # What was restored from memory may be under way as well.
         if step > max(self._restored, 0) or any(one.step == step for one in self._todo.handles):
@@ -206,11 +206,11 @@ class MaintenanceThread:
 
     def _failed(self, step: int | None, error: Exception) -> None:
         """Tell that a save has failed; ask all ranks for another, or to raise."""
-        self.told.num_failures += 1
+        self.counts.num_failures += 1
         text = self.tell_failure(step, error)
         hooks = self._hooks
-        is_enough = self.told.num_failures > hooks.max_failures
-        # No other try mends it if a newer start has taken over.
+        is_enough = self.counts.num_failures > hooks.max_failures
+        # Another try is useless if a newer incarnation has taken over.
         if hooks.on_failure == "raise" or is_enough or isinstance(error, ConflictError):
             kind = failure_of(error, "background save").kind
             self._asks.append(BarrierProposal(COORDINATOR, text, raises=kind))
@@ -219,10 +219,10 @@ class MaintenanceThread:
 
     def tell_failure(self, step: int | None, error: Exception, *, again: bool = False) -> str:
         """Tell that a save has failed, and what is safe; return it. `again`: another is coming."""
-        text = f"step {step} is not saved: {error} Safe is: {self.told.durable}"
+        text = f"step {step} is not saved: {error} Safe is: {self.counts.durable}"
         _log.warning("%s", text)
         if step is not None and not again:
-            self.told.given_up = step, text
+            self.counts.given_up = step, text
         if isinstance(error, StorageError):  # rules that are new here may free a full disk
             with self._changed:
                 self._todo.may_lack_room = True
@@ -233,8 +233,8 @@ class MaintenanceThread:
 
     def _note_durable(self, report: SaveReport) -> None:
         # At once, for what fails next is told with what is safe.
-        self.told.durable = f"step {report.step}, at {report.path}"
-        self.told.num_failures = 0
+        self.counts.durable = f"step {report.step}, at {report.path}"
+        self.counts.num_failures = 0
 
     def _after_commit(self, report: SaveReport) -> None:
         attempt = parse_attempt(report.attempt)
@@ -278,7 +278,7 @@ class MaintenanceThread:
                 _log.warning("the metrics of step %d are lost: %s", step, error)
 
     def _found(self, step: int) -> Where | None:
-        """Return the checkpoint of a step that an earlier start has saved, if there is one."""
+        """Return the checkpoint of a step that an earlier incarnation saved, if there is one."""
         if step > self._restored:
             return None
         alive = list_run(self._storage, self._root, now=time.time()).alive
@@ -292,7 +292,7 @@ class MaintenanceThread:
                 self._storage, self._root, self._keep, is_whole=is_complete, run=self._run
             )
         except ConflictError as error:
-            self._warn_once("a newer start", str(error))
+            self._warn_once("a newer incarnation", str(error))
         except CheckpointError as error:
             _log.warning("%s is not pruned now: %s", self._root, error)
         else:

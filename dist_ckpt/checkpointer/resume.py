@@ -1,9 +1,9 @@
-"""Start or resume: what a run goes on from, and the record of its start.
+"""Start or resume a run: select the restore point, load it, record the incarnation.
 
-The newest committed checkpoint that is not left behind, from memory where a newer save is left
-there. Only one that is damaged, which a second read past the page cache confirms, is stepped over:
-an error of the storage that passes must not roll a run back. A start that writes is recorded when
-its state is there, before it saves for the first time.
+The restore point is the newest committed checkpoint that is not orphaned, from memory if a newer
+save is there. Only a damaged one is skipped, after a second read past the page cache has confirmed
+the damage: a temporary error of the storage must not roll a run back. An incarnation that writes
+is recorded when its state is loaded, before its first save.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class ResumeOptions:
 class Resumed:
     """What a run goes on from: the step, None if it begins anew.
 
-    `start` is the number of this start, 0 of one that only reads. `where` says in words where that
-    step is; `in_memory_only`: it is no checkpoint yet.
+    `incarnation` is the number of this one, 0 if it only reads. `where` is a text about the place
+    of that step; `in_memory_only`: it is not committed yet.
     """
 
     step: int | None
-    start: int
+    incarnation: int
     why: str
     where: str = ""
     in_memory_only: bool = False
@@ -117,15 +117,15 @@ class Resume:
     root: str
     options: ResumeOptions
     storage: Storage = field(init=False)
-    # Of rank 0: the newest start when the root was looked at, and what keeps what is restored.
+    # Of rank 0: the newest incarnation when the root was read, and the lease of what is restored.
     _after: int = 0
-    _held: ExitStack = field(default_factory=ExitStack)
+    _leases: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.storage = open_storage(self.root)[0]
 
     def run(self, state: MutableState, at: str | None) -> Resumed:
-        """Fill the state and record the start. Collective."""
+        """Fill the state and record the incarnation. Collective."""
         look = self._look(at)
         restored, why = self._from_memory(state) if at is None else (None, "")
         newest = look.candidates[0].step if look.candidates else -1
@@ -134,17 +134,17 @@ class Resume:
                 restored, why = self._from_storage(state, look, at)
             if restored is None:
                 why = self._fresh(state, look)
-            start = 0 if self.options.read_only else self._record(restored, why, at)
+            number = 0 if self.options.read_only else self._record(restored, why, at)
         finally:
-            self._held.close()
+            self._leases.close()
         if self.ranks.channel.rank == COORDINATOR:
-            done = "begins anew" if restored is None else f"goes on from step {restored.step}"
-            _log.info("%s: start %d %s: %s", self.root, start, done, why)
+            begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
+            _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
         if restored is None:
-            return Resumed(None, start, why)
+            return Resumed(None, number, why)
         is_durable = restored in look.candidates
         where = f"step {restored.step}, {f'at {restored.path}' if is_durable else 'from memory'}"
-        return Resumed(restored.step, start, why, where, in_memory_only=not is_durable)
+        return Resumed(restored.step, number, why, where, in_memory_only=not is_durable)
 
     # --- what there is ---------------------------------------------------------------------------
 
@@ -265,14 +265,14 @@ class Resume:
         return None, ""
 
     def _load(self, state: MutableState, one: _RestorePoint) -> None:
-        """Load it. What is loaded stays held until the start is recorded: see `begin`."""
+        """Load it, leased until the incarnation is recorded: see `begin_incarnation`."""
         if not self.options.read_only:
-            with self._exchange("hold"):
+            with self._exchange("lease"):
                 if self.ranks.channel.rank == COORDINATOR:
-                    self._held.close()
+                    self._leases.close()
                     where = one.step, _parsed(one.attempt)
                     subject = CheckpointRef(self.storage, self.root, one.path, where)
-                    self._held.enter_context(renewed_lease(subject))
+                    self._leases.enter_context(renewed_lease(subject))
         options = self.options.load_options(notes=not self.options.read_only)
         try:
             load_together(
@@ -310,30 +310,30 @@ class Resume:
         return f"there was nothing to go on from; it begins with {taken}"
 
     def _record(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
-        with self._exchange("start") as starting:
-            if starting.gather(None):
-                starting.decide(self._begun(restored, why, at).number)
-        return starting.result(int)
+        with self._exchange("incarnation") as recording:
+            if recording.gather(None):
+                recording.decide(self._begun(restored, why, at).number)
+        return recording.result(int)
 
     def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> IncarnationRecord:
-        """Record the start. Rank 0 only."""
+        """Record the incarnation. Rank 0 only."""
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
         if alive := describe_liveness(self.storage, self.root, self._after):
             _log.info(
-                "%s: start %d has not ended by itself%s. If it still runs, it saves nothing more",
+                "%s: incarnation %d has not ended by itself%s. If it still runs, it saves no more",
                 self.root,
                 self._after,
                 alive,
             )
         where = None if restored is None else (restored.step, _parsed(restored.attempt))
-        start = begin_incarnation(
+        record = begin_incarnation(
             self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
         )
         if at is not None and restored is not None and where is not None:
             secure_incarnation(
-                self.storage, restored.path, where[1], Incarnation(self.root, start.number), by=by
+                self.storage, restored.path, where[1], Incarnation(self.root, record.number), by=by
             )
-        return start
+        return record
 
 
 def _step_named(name: str) -> int:

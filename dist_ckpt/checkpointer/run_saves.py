@@ -34,7 +34,7 @@ class RunSaves:
     """One rank's side. `last` is the step that was last begun to be saved, or restored.
 
     `in_memory_only`: it was restored from memory, and has not been begun to be saved since.
-    `num_begun` are the saves of this start.
+    `num_begun` counts the saves of this incarnation.
     All ranks call each method alike, and decide alike: what is told here is told to all.
     """
 
@@ -70,7 +70,7 @@ class RunSaves:
         then it takes the place of one that no writer has begun.
         What fails is tried again at once; then it counts as failed, which is told as `on_failure`
         says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
-        start that has taken over.
+        incarnation that has taken over.
         """
         self.last = step
         self.num_begun += 1

@@ -61,8 +61,8 @@ MakeState = Callable[[], MutableState]
 class TrainingStopped:
     """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
 
-    If it is not, it is staged in memory, and the writers that outlive the job go on to write it; a
-    later start on these hosts goes on from it, unless the writers were killed before they had it
+    If it is not, it is staged in memory, and the writers that outlive the job write it; a later
+    incarnation on these hosts resumes from it, unless the writers were killed before they had it
     digested. Not so for saves that are not in the background, and what failed before it was staged.
     `exit_code` is what to exit with so that a scheduler starts the job again: it has to be told
     that code.
@@ -104,11 +104,11 @@ class RunSession:
 
     def _begin_saves(self, resumed: Resumed) -> None:
         options, requests = self.options, self.requests
-        run = Incarnation(self.root, resumed.start)
+        run = Incarnation(self.root, resumed.incarnation)
         if self.ranks.channel.rank == COORDINATOR:
             storage, _ = open_storage(self.root)
             keeper = MaintenanceThread(storage, run, resumed.step, options.keep, options.hooks)
-            keeper.told.durable = resumed.where or keeper.told.durable
+            keeper.counts.durable = resumed.where or keeper.counts.durable
             requests.keeper = keeper
             requests.outside = ExternalRequests(storage, run, keeper)
         last, kept = resumed.step or 0, resumed.in_memory_only
@@ -214,7 +214,7 @@ class RunSession:
                 raise
             _log.error("a save has failed as well: %s", failure)
         if error is not None and keeper is not None:
-            safe = keeper.told.durable
+            safe = keeper.counts.durable
             _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
 
     def _let_go_of_all(self, error: BaseException | None) -> None:

@@ -32,12 +32,25 @@ from dist_ckpt.cli.commands import (
     watching,
 )
 
+# Commands by the names of 0.1.0.
+_NEW_NAMES = {"plan": "estimate"}
+
 
 class _Commands(click.Group):
-    """The commands. Who reads what they print, such as `head`, may have seen enough: that is fine.
+    """The commands. A reader of their output, such as `head`, may close it early: that is fine.
 
-    click itself would end with 1 then.
+    click itself would exit with 1 then.
     """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command of the arguments; one that was renamed is refused. Called by click."""
+        if args and (new := _NEW_NAMES.get(args[0])) is not None:
+            raise click.UsageError(
+                f"dist-ckpt {args[0]} is called dist-ckpt {new} since 0.2.0", ctx=ctx
+            )
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Parse; it may print a help. Called by click."""
@@ -78,7 +91,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 fine, 1 a finding (damage), 2 usage, 3 not found or not committed,
-    4 incompatible, 5 input/output or space, 6 refused without --yes, or nobody has answered.
+    4 incompatible, 5 input/output or space, 6 refused without --yes, or no answer.
     """  # noqa: D301 - click knows the backspace
 
 
@@ -92,7 +105,7 @@ for _command in (
     reading.verify,
     comparing.compare,
     comparing.diff,
-    estimating.plan,
+    estimating.estimate,
     changing.reshard,
     changing.backup,
     changing.cp,

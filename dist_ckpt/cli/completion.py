@@ -32,8 +32,8 @@ NAMES = tuple(sorted(_FORMS))
 
 
 def schema_of(name: str) -> dict[str, object]:
-    """Return the JSON Schema of the document that is called `dist-ckpt.<name>/1`."""
-    title = f"dist-ckpt.{name}/1"
+    """Return the JSON Schema of the document `dist-ckpt.<name>/<version>`."""
+    title = documents.title_of(name)
     forms = [documents.record(schema={"const": title}, **keys) for keys in _FORMS[name]]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from dist_ckpt.cli.schemas.documents import title_of
 from dist_ckpt.core.storage.local.local_storage import with_remedy
 from dist_ckpt.errors import (
     CheckpointError,
@@ -144,7 +145,7 @@ def print_json_line(schema: str, facts: Mapping[str, object]) -> None:
 
 
 def _document(schema: str, facts: Mapping[str, object]) -> dict[str, object]:
-    return {"schema": f"dist-ckpt.{schema}/1", **facts}
+    return {"schema": title_of(schema), **facts}
 
 
 def print_written(name: str, report: SaveReport, text: str, *, as_json: bool) -> None:

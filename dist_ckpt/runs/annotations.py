@@ -1,10 +1,10 @@
-"""What became known of a run's checkpoints: metrics, that they were checked, how long they took.
+"""Annotations of a run's checkpoints: metrics, verifications, and how long saves took.
 
     metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
-    verified  {"level": "full"}     somebody has checked every byte of it; "load": has loaded all
+    verified  {"level": "full"}     every byte was checked; "load": all of it was loaded
     saved     {"write_s": 1.5}      the seconds of the save's phases, and more: see `put_saved`
 
-Pins, tags and holds, which keep a checkpoint, are in `commit/records/protections.py`.
+Pins, tags and leases, which protect a checkpoint, are in `commit/records/protections.py`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _AS_TEXT = ("nan", "inf", "-inf")
 
 @dataclass(frozen=True, slots=True)
 class KnownAnnotations:
-    """What the facts of a root say of its checkpoints; `problems`: those that cannot be read."""
+    """The annotations of a root by checkpoint; `problems`: errors of those that cannot be read."""
 
     metrics: Mapping[Where, Mapping[str, float]]
     verified: frozenset[Where]
-    guards: Protections
+    protections: Protections
     problems: tuple[str, ...]
 
 
@@ -67,26 +67,30 @@ class SaveTimes:
     slowest_s: float | None
 
 
-def annotations_of(facts: Iterable[StoredAnnotation], now: float) -> KnownAnnotations:
-    """Return what facts say at a time of the storage's clock. Pure."""
-    facts = tuple(facts)
+def annotations_of(annotations: Iterable[StoredAnnotation], now: float) -> KnownAnnotations:
+    """Return annotations by checkpoint, at a time of the storage's clock. Pure."""
+    annotations = tuple(annotations)
     metrics: dict[Where, dict[str, float]] = defaultdict(dict)
-    for (where, name), (value, _) in newest_values(facts, METRICS).items():
+    for (where, name), (value, _) in newest_values(annotations, METRICS).items():
         if (number := _number(value)) is not None:
             metrics[where][name] = number
-    verified = {where for (where, _), (value, _) in newest_values(facts, VERIFIED).items() if value}
-    problems = tuple(fact.problem for fact in facts if fact.problem)
-    return KnownAnnotations(metrics, frozenset(verified), protections_of(facts, now), problems)
+    verified = {
+        where for (where, _), (value, _) in newest_values(annotations, VERIFIED).items() if value
+    }
+    problems = tuple(annotation.problem for annotation in annotations if annotation.problem)
+    return KnownAnnotations(
+        metrics, frozenset(verified), protections_of(annotations, now), problems
+    )
 
 
 def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, float]) -> None:
-    """Add to what was measured of a checkpoint; durable on return. Of a name the last value counts.
+    """Add metrics to a checkpoint; durable on return. The last value of a name counts.
 
     ValueError or TypeError for what is no number, or no name.
     """
     numbers = checked_metrics(values)
-    told = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
-    put_annotation(storage, root, new_annotation(*where, METRICS, told))
+    as_json = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
+    put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
 
 
 def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
@@ -110,14 +114,14 @@ def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> 
 _STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
 
 
-def save_times(facts: Iterable[StoredAnnotation]) -> dict[Where, SaveTimes]:
-    """Return how long the saves of the checkpoints took of which it is known. Pure."""
+def save_times(annotations: Iterable[StoredAnnotation]) -> dict[Where, SaveTimes]:
+    """Return how long saves took, for the checkpoints for which that is known. Pure."""
     values: dict[Where, dict[str, float]] = defaultdict(dict)
-    for (where, name), (value, _) in newest_values(facts, SAVED).items():
+    for (where, name), (value, _) in newest_values(annotations, SAVED).items():
         number = _number(value)
         if number is not None and isfinite(number) and number >= 0:
             values[where][name] = number
-    return {where: _times_of(found) for where, found in values.items()}
+    return {where: _times_of(seconds) for where, seconds in values.items()}
 
 
 def _times_of(values: Mapping[str, float]) -> SaveTimes:
@@ -145,7 +149,7 @@ def note_verified(storage: Storage, path: str, where: Where, level: str) -> None
 
 
 def can_keep_records(storage: Storage, root: str) -> bool:
-    """Say whether a run has left records in a folder: facts, or its starts."""
+    """Return True if a folder has records of a run: annotations, or incarnations."""
     return any(entry.name in (FACTS, STARTS) for entry in entries_at(storage, root))
 
 

@@ -1,4 +1,4 @@
-"""Hold a checkpoint for as long as somebody uses it: a thread renews the hold meanwhile."""
+"""Keep the lease of a checkpoint while it is used: a thread renews it."""
 
 from __future__ import annotations
 
@@ -19,43 +19,45 @@ from dist_ckpt.runs.selectors import resolve_at
 
 _log = logging.getLogger("dist_ckpt")
 
-# Long enough for a storage that is away for a while, short enough for what a dead process held.
+# Longer than a storage is unavailable, and short enough for the leases of dead processes.
 TTL_S = 1800.0
 
-# How often what was chosen may be removed before it is held.
+# How often the selected checkpoint may be removed before it is leased.
 _ROUNDS = 16
 
 
 @contextmanager
 def renewed_lease(subject: CheckpointRef, ttl_s: float = TTL_S) -> Iterator[None]:
-    """Hold a checkpoint inside the `with`, however long that takes; released at its end.
+    """Lease a checkpoint inside the `with`, however long that takes; released at its end.
 
-    It is held when this begins, and by the storage's clock for `ttl_s` after the last renewal: a
-    process that dies, or stands still for longer, holds it no more. NotFoundError if it is gone, or
-    about to be.
+    The lease lasts for `ttl_s` after the last renewal, by the storage's clock: that of a process
+    that dies, or stalls for longer, expires. NotFoundError if the checkpoint is removed, or about
+    to be.
     """
-    hold = Lease(subject, checked_ttl(ttl_s))
-    hold.take()
+    lease = Lease(subject, checked_ttl(ttl_s))
+    lease.take()
     ended = threading.Event()
-    thread = threading.Thread(target=_renew, args=(hold, ended), name="dist_ckpt hold", daemon=True)
+    thread = threading.Thread(
+        target=_renew, args=(lease, ended), name="dist_ckpt lease", daemon=True
+    )
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        # A renewal that is under way would come after the release. It has the storage's deadline.
+        # A renewal in progress would come after the release. It has the storage's deadline.
         thread.join(ttl_s)
-        hold.release()
+        lease.release()
 
 
-def _renew(hold: Lease, ended: threading.Event) -> None:
-    while not ended.wait(hold.ttl_s / 3):
+def _renew(lease: Lease, ended: threading.Event) -> None:
+    while not ended.wait(lease.ttl_s / 3):
         try:
-            hold.take()
+            lease.take()
         except (NotFoundError, StorageError) as error:
-            _log.warning("%s: the hold could not be renewed: %s", hold.subject.path, error)
-            # A mark alone is no reason to end: who put it sees the hold, and takes it back.
-            if isinstance(error, NotFoundError) and _is_gone(hold.subject):
+            _log.warning("%s: the lease could not be renewed: %s", lease.subject.path, error)
+            # A deletion intent does not end the lease: its owner sees the lease and withdraws.
+            if isinstance(error, NotFoundError) and _is_gone(lease.subject):
                 return
 
 
@@ -69,26 +71,27 @@ def _is_gone(subject: CheckpointRef) -> bool:
 def lease_selected(
     storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
 ) -> RunCheckpoint:
-    """Choose a checkpoint, and hold it until the stack ends; another if it is removed in between.
+    """Select a checkpoint, and lease it until the stack ends; select again if it is removed.
 
-    Raises what `choose` does, ValueError for one without a step, NotFoundError if what is chosen is
-    removed again and again.
+    Raises what `choose` does, ValueError for one without a step, NotFoundError if the selected
+    checkpoint is removed again and again.
     """
-    for left in reversed(range(_ROUNDS)):
-        one = choose()
+    for num_left in reversed(range(_ROUNDS)):
+        info = choose()
         try:
-            stack.enter_context(renewed_lease(checkpoint_ref_of(storage, one), ttl_s))
-            return one
+            stack.enter_context(renewed_lease(checkpoint_ref_of(storage, info), ttl_s))
+            return info
         except NotFoundError:
-            if not left:
+            if not num_left:
                 raise
     raise AssertionError
 
 
 def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
-    """Return what `resolve` does, held until the stack ends: where a run keeps records, if it can.
+    """Return what `resolve` does, leased until the stack ends if the root has records of a run.
 
-    Without a selector nothing is held, and nothing asked of the storage.
+    A root that cannot be written gets no lease. Without a selector there is no lease, and no call
+    to the storage.
     """
     if (first := resolve_at(storage, path)) is None:
         return path
@@ -100,15 +103,15 @@ def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
             storage, lambda: resolve_at(storage, path) or first, TTL_S, stack
         ).path
     except StorageError as error:
-        _log.debug("%s is not held: %s", first.path, error)
+        _log.debug("%s is not leased: %s", first.path, error)
         return first.path
 
 
 @contextmanager
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
-    """Yield the checkpoint at `path`, which nobody prunes or deletes meanwhile.
+    """Yield the checkpoint at `path`, protected against removal inside the `with`.
 
-    It is held where a run keeps records. Where none does, what is deleted under the block becomes
+    It is leased if the root has records of a run. Otherwise a removal inside the `with` becomes
     NotFoundError.
     """
     attempt, index = attempts.find(storage, path)
@@ -121,11 +124,11 @@ def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]
         yield attempt, index
 
 
-def checkpoint_ref_of(storage: Storage, one: RunCheckpoint) -> CheckpointRef:
-    """Return a checkpoint of a run as facts are about it. ValueError if it has no step."""
-    if one.where is None:
+def checkpoint_ref_of(storage: Storage, info: RunCheckpoint) -> CheckpointRef:
+    """Return the reference by which annotations are written. ValueError without a step."""
+    if info.where is None:
         raise ValueError(
-            f"{one.path} is {one.state} and of step {one.step}: facts are kept about what is "
-            f"committed with a step"
+            f"{info.path} is {info.state} and of step {info.step}: only committed checkpoints with "
+            f"a step have annotations"
         )
-    return CheckpointRef(storage, one.path.rpartition("/")[0] or "/", one.path, one.where)
+    return CheckpointRef(storage, info.path.rpartition("/")[0] or "/", info.path, info.where)

@@ -1,4 +1,4 @@
-"""What lies in a run's folder: its checkpoints, each with what became known of it."""
+"""List a run's folder: its checkpoints, each with its annotations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
@@ -16,6 +17,7 @@ from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_an
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.runtime.renamed import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -26,14 +28,15 @@ _log = logging.getLogger("dist_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """One checkpoint in a folder: what its index says of it, and what became known since.
+    """One checkpoint in a folder: facts from its index, and annotations that were added since.
 
-    `state` is "committed", or why it cannot be opened; then `problem` says more, and what its index
-    would say is None. `saved_at` is in seconds since 1970. `metrics` are the newest values, which
-    may be nan. `pin` is why it is pinned, None if it is not; `holds` say who holds it now. `guards`
-    is all that keeps it from being removed, in words. `is_verified`: somebody has read and checked
-    all of it. `is_left_behind`: a later start of its run went on from an earlier step, so nothing
-    goes on from it any more. `is_being_replaced`: a save over it is under way, or died.
+    `state` is "committed", or why it cannot be opened; then `problem` says more, and the fields of
+    the index are None. `saved_at` is in seconds since 1970. `save_id` is the id of the save; copies
+    have the same. `metrics` are the newest values, which may be nan. `pin` is why it is pinned,
+    None if it is not. `leases` are the owners of its leases. `protected_by` is all that keeps it
+    from removal, as texts. `is_verified`: all of it was read and checked. `is_orphaned`: a later
+    incarnation of its run resumed from an earlier step, so nothing resumes from it any more.
+    `is_being_replaced`: a save over it is in progress, or died.
     """
 
     name: str
@@ -47,19 +50,29 @@ class RunCheckpoint:
     metadata: Mapping[str, Json] | None = None
     problem: str | None = None
     attempt: str | None = None
-    save: str | None = None
+    save_id: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     pin: str | None = None
-    holds: tuple[str, ...] = ()
-    guards: tuple[str, ...] = ()
+    leases: tuple[str, ...] = ()
+    protected_by: tuple[str, ...] = ()
     is_verified: bool = False
-    is_left_behind: bool = False
+    is_orphaned: bool = False
     is_being_replaced: bool = False
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_attributes(
+            "RunCheckpoint",
+            {
+                "holds": "leases",
+                "guards": "protected_by",
+                "is_left_behind": "is_orphaned",
+                "save": "save_id",
+            },
+        )
 
     @property
     def is_pinned(self) -> bool:
-        """Say whether somebody wants it kept until it is unpinned."""
+        """Return True if it stays until it is unpinned."""
         return self.pin is not None
 
     @property
@@ -69,85 +82,84 @@ class RunCheckpoint:
 
     @property
     def where(self) -> Where | None:
-        """The step and attempt that facts are about; None if not committed, or without a step."""
+        """The step and attempt of its annotations; None if not committed, or without a step."""
         attempt = parse_attempt(self.attempt or "")
         return None if self.step is None or attempt is None else (self.step, attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A run's checkpoints by step, and the facts about them.
+    """A run's checkpoints by step, and their annotations.
 
-    `problems` are facts that cannot be read. `newest_incarnation` is the number of the run's newest
-    start, 0 if none is recorded. `history_problem` says why it is not known what is left behind; ""
-    if it is.
+    `problems` has the errors of annotations that cannot be read. `newest_incarnation` is a number,
+    0 if none is recorded. `history_problem` is why it is not known what is orphaned, "" if it is.
     """
 
     root: str
     checkpoints: tuple[RunCheckpoint, ...]
-    facts: tuple[StoredAnnotation, ...]
+    annotations: tuple[StoredAnnotation, ...]
     problems: tuple[str, ...] = ()
     newest_incarnation: int = 0
     history_problem: str = ""
 
     @property
     def alive(self) -> tuple[RunCheckpoint, ...]:
-        """The committed ones that a run may go on from: with a step, and not left behind."""
+        """The committed checkpoints that a run may resume from: with a step, and not orphaned."""
         if self.history_problem:
             raise CorruptError(self.history_problem)
-        return tuple(one for one in self.checkpoints if one.where and not one.is_left_behind)
+        return tuple(info for info in self.checkpoints if info.where and not info.is_orphaned)
 
 
 def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
-    """Return the checkpoints in a folder by step; if it is one itself, only that.
+    """Return the checkpoints in a folder by step; of a checkpoint, only itself.
 
-    What has no step, or is not committed, comes first, by name; whatever else lies there is left
-    out. Whether a hold has expired is asked of this host's clock. One process calls it, and nothing
-    is changed. Raises NotFoundError if there is no such folder.
+    Those without a step, or not committed, come first, by name. Other files are ignored. This
+    host's clock says which leases have expired. One process calls it, and nothing is changed.
+    Raises NotFoundError if there is no such folder.
     """
     storage, folder = open_storage(root)
     listing = list_run(storage, folder, now=time.time())
     if listing.history_problem:
-        _log.warning("what is left behind is not known: %s", listing.history_problem)
+        _log.warning("which checkpoints are orphaned is not known: %s", listing.history_problem)
     return listing.checkpoints
 
 
 def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
-    """Read what `checkpoints` returns; `now` is the time by which holds expire."""
-    one = _look(storage, folder)
-    root = folder if one is None else folder.rpartition("/")[0] or "/"
-    found = _all_in(storage, root) if one is None else [one]
-    facts = read_annotations(storage, root)
-    known = annotations_of(facts, now)
+    """Return what `checkpoints` returns, with more; leases expire by the time `now`."""
+    single = _read(storage, folder)
+    root = folder if single is None else folder.rpartition("/")[0] or "/"
+    infos = _read_all(storage, root) if single is None else [single]
+    annotations = read_annotations(storage, root)
+    known = annotations_of(annotations, now)
     history, problem = _history(storage, root)
-    told = [_with_facts(one, known, history) for one in found]
-    by_step = tuple(sorted(told, key=_by_step))
-    return Listing(root, by_step, facts, known.problems, history.newest, problem)
+    annotated = [_with_annotations(info, known, history) for info in infos]
+    by_step = tuple(sorted(annotated, key=_by_step))
+    return Listing(root, by_step, annotations, known.problems, history.newest, problem)
 
 
-def _by_step(one: RunCheckpoint) -> tuple[bool, int, Where, str]:
-    return one.step is not None, one.step or 0, one.where or (0, _NO_ATTEMPT), one.name
+def _by_step(info: RunCheckpoint) -> tuple[bool, int, Where, str]:
+    return info.step is not None, info.step or 0, info.where or (0, _NO_ATTEMPT), info.name
 
 
 _NO_ATTEMPT = Attempt(0, "")
 
 
-def _all_in(storage: Storage, root: str) -> Sequence[RunCheckpoint]:
+def _read_all(storage: Storage, root: str) -> Sequence[RunCheckpoint]:
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"{root} is no folder; choose another path") from error
-    names = [one.name for one in entries if one.kind == "folder"]
+    names = [entry.name for entry in entries if entry.kind == "folder"]
     paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in NO_CHECKPOINTS]
     threads = Config.from_environment().threads
-    found = parallel_for(lambda path: _look(storage, path), paths, threads=threads)
-    return [one for one in found if one is not None]
+    infos = parallel_for(lambda path: _read(storage, path), paths, threads=threads)
+    return [info for info in infos if info is not None]
 
 
-def _look(storage: Storage, path: str) -> RunCheckpoint | None:
-    """Return a checkpoint with what its index says, or None if there is not even an attempt."""
-    there = attempts.list_attempts(storage, path)
-    if not there:
+def _read(storage: Storage, path: str) -> RunCheckpoint | None:
+    """Return a checkpoint with the fields of its index; None if the folder has no attempt."""
+    numbered = attempts.list_attempts(storage, path)
+    if not numbered:
         return None
     name = path.rpartition("/")[2]
     try:
@@ -172,8 +184,8 @@ def _look(storage: Storage, path: str) -> RunCheckpoint | None:
         saved_at=index.saved_at,
         metadata=index.metadata,
         attempt=attempt.name,
-        save=index.save,
-        is_being_replaced=there[-1] > attempt,
+        save_id=index.save,
+        is_being_replaced=numbered[-1] > attempt,
     )
 
 
@@ -184,19 +196,19 @@ def _history(storage: Storage, root: str) -> tuple[IncarnationHistory, str]:
         return IncarnationHistory({}), str(error)
 
 
-def _with_facts(
-    one: RunCheckpoint, known: KnownAnnotations, history: IncarnationHistory
+def _with_annotations(
+    info: RunCheckpoint, known: KnownAnnotations, history: IncarnationHistory
 ) -> RunCheckpoint:
-    where = one.where
+    where = info.where
     if where is None:
-        return one
+        return info
     return replace(
-        one,
+        info,
         metrics=known.metrics.get(where, {}),
-        tags=tuple(known.guards.tags.get(where, ())),
-        pin=known.guards.pins.get(where),
-        holds=tuple(known.guards.holds.get(where, ())),
-        guards=known.guards.of(where),
+        tags=tuple(known.protections.tags.get(where, ())),
+        pin=known.protections.pins.get(where),
+        leases=tuple(known.protections.leases.get(where, ())),
+        protected_by=known.protections.of(where),
         is_verified=where in known.verified,
-        is_left_behind=history.is_left_behind(*where),
+        is_orphaned=history.is_orphaned(*where),
     )

@@ -1,11 +1,10 @@
-"""Requests from outside: another process asks the job that writes into a root to save now.
+"""Requests from other processes: ask the job that writes into a root to save now.
 
-    <root>/.requests/request-<id>.json    who asks, and which start of the run
-    <root>/.requests/answer-<id>.json     what became of it, by rank 0 of the job
+    <root>/.requests/request-<id>.json    the requester, and the incarnation of the run
+    <root>/.requests/answer-<id>.json     the outcome, by rank 0 of the job
 
-A start obeys only what was asked of it, so a request that came too late is nobody's, and a later
-start ends it. Nothing here is locked: each record is created once, exclusively, under an id that
-nobody else has.
+An incarnation obeys only its own requests. A request that came too late is ended by a later
+incarnation. Nothing is locked: each record is created once, exclusively, under a unique id.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from dist_ckpt.core.format.run_records import (
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 
-# How often somebody looks who waits for an answer.
+# Seconds between two looks for an answer.
 POLL_S = 0.5
 
-# A start that shows no sign of life for so long has ended by itself, or died before its first one.
+# An incarnation without a heartbeat for this long has ended, or died before its first one.
 LIVENESS_EXPIRED_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestNames:
-    """What lies in a root's folder of requests: ids of requests and of answers, sorted.
+    """The files in a root's folder of requests: ids of requests and of answers, sorted.
 
-    `temporary` are files that were never put in their place, by name.
+    `temporary` are names of files that were not renamed to their final names.
     """
 
     requests: tuple[str, ...]
@@ -58,20 +57,20 @@ class RequestNames:
     temporary: tuple[str, ...]
 
 
-# --- who asks --------------------------------------------------------------------------------
+# --- the requester ---------------------------------------------------------------------------
 
 
 def incarnation_to_ask(storage: Storage, root: str) -> int:
-    """Return the number of the newest start of a run, which is who is asked.
+    """Return the number of the newest incarnation of a run, which gets the requests.
 
     NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
-    record of the newest start cannot be read.
+    record of the newest incarnation cannot be read.
     """
     newest = newest_incarnation(storage, root)
     if newest is None:
         raise NotFoundError(
-            f"{root}: no job is writing here, as no start of a run is recorded: give the root of a "
-            f"dist_ckpt.Checkpointer"
+            f"{root}: no job is writing here, as no incarnation of a run is recorded: give the "
+            f"root of a dist_ckpt.Checkpointer"
         )
     return newest.number
 
@@ -79,33 +78,33 @@ def incarnation_to_ask(storage: Storage, root: str) -> int:
 def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
     """Ask the job that writes into a root to save now, and then to end if it `stops`.
 
-    The request is durable on return; whether a job is alive to see it is not known. Raises what
-    `incarnation_to_ask` does, StorageError if it is not certain that the request is there.
+    The request is durable on return; it is not known whether the job is alive. Raises what
+    `incarnation_to_ask` does, StorageError if it is not certain that the request exists.
     """
-    start = incarnation_to_ask(storage, root)
-    request = RequestRecord(new_id(), start, stops, this_process(), time.time())
+    incarnation = incarnation_to_ask(storage, root)
+    request = RequestRecord(new_id(), incarnation, stops, this_process(), time.time())
     folder = f"{root}/{REQUESTS}"
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
-        with suppress(FileNotFoundError):  # somebody cleans up
+        with suppress(FileNotFoundError):  # another process removed the folder
             put_record(storage, folder, request_file(request.id), encode_request(request))
             return request
-    raise StorageError(f"{folder} is removed again and again: look who does it")
+    raise StorageError(f"{folder} is removed again and again: find out what removes it")
 
 
 def wait_for_answer(
     storage: Storage, root: str, request: RequestRecord, *, timeout_s: float, poll_s: float = POLL_S
 ) -> AnswerRecord | None:
-    """Return what became of a request; None if nobody has answered it after `timeout_s`.
+    """Return the answer to a request; None if there is none after `timeout_s`.
 
-    Sooner if the start it asks has ended: one that takes away its sign of life has answered all it
-    saw. Then the request is taken back: a job that wakes up later does not obey it, unless it has
-    begun to.
+    Returns sooner if the incarnation has ended: one that removes its heartbeat has answered all
+    requests that it saw. Then the request is withdrawn: a job that wakes up later does not obey it,
+    unless it has begun to.
     """
     began = seen_alive = time.monotonic()
     while (answer := read_answer(storage, root, request.id)) is None:
         now = time.monotonic()
-        if last_liveness(storage, root, request.start) is not None:
+        if last_liveness(storage, root, request.incarnation) is not None:
             seen_alive = now
         if (left_s := min(began + timeout_s, seen_alive + LIVENESS_EXPIRED_S) - now) <= 0:
             remove_file(storage, root, request_file(request.id))
@@ -125,11 +124,11 @@ def read_answer(storage: Storage, root: str, own_id: str) -> AnswerRecord | None
     return answer
 
 
-# --- who is asked ----------------------------------------------------------------------------
+# --- the job ---------------------------------------------------------------------------------
 
 
 def list_requests(storage: Storage, root: str) -> RequestNames:
-    """Return what lies in the folder of requests; it costs one listing, also if there is none."""
+    """Return the files in the folder of requests; costs one listing, also without a folder."""
     entries = entries_at(storage, f"{root}/{REQUESTS}")
     names = [entry.name for entry in entries if entry.kind == "file"]
     ours = sorted(filter(None, map(parse_request, names)))
@@ -141,7 +140,7 @@ def list_requests(storage: Storage, root: str) -> RequestNames:
 
 
 def read_request(storage: Storage, root: str, own_id: str) -> RequestRecord | None:
-    """Return a request, None if it was taken back. CorruptError, IncompatibleError."""
+    """Return a request, None if it was withdrawn. CorruptError, IncompatibleError."""
     file = f"{root}/{REQUESTS}/{request_file(own_id)}"
     try:
         request = decode_request(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
@@ -159,9 +158,9 @@ def put_answer(
     why: str,
     saved: Where | None = None,
 ) -> None:
-    """Answer a request, unless somebody has; durable on return. The first answer stands."""
+    """Answer a request, unless it has an answer; durable on return. The first answer counts."""
     answer = AnswerRecord(own_id, outcome, saved, why, this_process(), time.time())
-    with suppress(FileExistsError, FileNotFoundError):  # or somebody has removed the folder
+    with suppress(FileExistsError, FileNotFoundError):  # or the folder was removed
         put_record(storage, f"{root}/{REQUESTS}", answer_file(own_id), encode_answer(answer))
 
 
@@ -171,6 +170,6 @@ def remove_file(storage: Storage, root: str, name: str) -> None:
         storage.remove(f"{root}/{REQUESTS}/{name}")
 
 
-def _check_name(file: str, found: str, own_id: str) -> None:
-    if found != own_id:
-        raise CorruptError(f"{file}: it is the record of request {found}; remove it")
+def _check_name(file: str, recorded: str, own_id: str) -> None:
+    if recorded != own_id:
+        raise CorruptError(f"{file}: it is the record of request {recorded}; remove it")

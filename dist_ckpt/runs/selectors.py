@@ -1,12 +1,12 @@
 """Name a checkpoint of a run by what it is: `runs/a@latest`, `runs/a@min:val/loss`, and so on.
 
-    @latest       the highest step that a run may go on from
+    @latest       the highest step that a run may resume from
     @12000        that step
     @min:<name>   the lowest value of a metric, of two the older; nan is no value
     @max:<name>   the highest
     @tag:<name>   the one that has this tag
 
-What is left behind is found by its step or a tag, and never by the others.
+Orphaned checkpoints are selected by their step or a tag only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     if not isinstance(given, str) or "@" not in given:
         return path
     storage, text = open_storage(given)
-    found = resolve_at(storage, text)
-    return path if found is None else found.path
+    info = resolve_at(storage, text)
+    return path if info is None else info.path
 
 
 def open_resolved(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage and the `real_path` of a checkpoint, for who removes or keeps it."""
+    """Return the storage and the `real_path` of a checkpoint, to remove or protect it."""
     storage, folder = open_storage(resolve(path))
     return storage, real_path(folder)
 
@@ -64,8 +64,8 @@ def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
 def select(listing: Listing, selector: str) -> RunCheckpoint:
     """Return the checkpoint of a run that a selector, without its @, chooses. Pure, but for a log.
 
-    NotFoundError if there is none, ValueError for what is no selector; CorruptError if it is not
-    known what is left behind, unless it is asked for a step or a tag.
+    NotFoundError if there is none, ValueError for a bad selector. CorruptError if it is not known
+    which checkpoints are orphaned, unless the selector is a step or a tag.
     """
     if not is_selector(selector):
         raise ValueError(f"{selector!r} is no selector: there are {_KNOWN}")
@@ -81,24 +81,24 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
 
 def _latest(listing: Listing) -> RunCheckpoint:
     if not listing.alive:
-        states = [f"{one.name} is {_why_not(one)}" for one in listing.checkpoints]
-        told = listed(states) if states else "it holds no checkpoint"
-        raise NotFoundError(f"{listing.root}: nothing here is the latest: {told}. Check the path")
+        states = [f"{info.name} is {_why_not(info)}" for info in listing.checkpoints]
+        why = listed(states) if states else "it has no checkpoint"
+        raise NotFoundError(f"{listing.root}: nothing here is the latest: {why}. Check the path")
     warn_of_unreadable(listing)
     return listing.alive[-1]
 
 
 def warn_of_unreadable(listing: Listing) -> None:
-    """Log what cannot be chosen because nobody can read it."""
-    for one in listing.checkpoints:
-        if one.state in ("damaged", "incompatible"):
-            _log.warning("%s is %s and is no candidate: %s", one.path, one.state, one.problem)
+    """Log the checkpoints that cannot be selected because they cannot be read."""
+    for info in listing.checkpoints:
+        if info.state in ("damaged", "incompatible"):
+            _log.warning("%s is %s and is no candidate: %s", info.path, info.state, info.problem)
 
 
-def _why_not(one: RunCheckpoint) -> str:
-    if one.state != "committed":
-        return one.state
-    return "left behind" if one.is_left_behind else "without a step"
+def _why_not(info: RunCheckpoint) -> str:
+    if info.state != "committed":
+        return info.state
+    return "orphaned" if info.is_orphaned else "without a step"
 
 
 def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheckpoint:
@@ -108,7 +108,7 @@ def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheck
 
 
 def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
-    """Return what has a value of a metric, and may be gone on from. NotFoundError if nothing."""
+    """Return the checkpoints with a value of a metric that are not orphaned. NotFoundError."""
     there = [one for one in listing.alive if not isnan(one.metrics.get(name, float("nan")))]
     if not there:
         known = {metric for one in listing.alive for metric in one.metrics}
@@ -130,19 +130,19 @@ def _tagged(listing: Listing, name: str) -> RunCheckpoint:
 
 
 def _of_step(listing: Listing, step: int) -> RunCheckpoint:
-    # The highest attempt first, and of these what a run may go on from.
+    # The highest attempt first, and of these the ones that a run may resume from.
     there = [one for one in reversed(listing.checkpoints) if one.where and one.step == step]
     if not there:
         steps = sorted({one.where[0] for one in listing.checkpoints if one.where})
         raise NotFoundError(
             f"{listing.root}: no checkpoint of step {step}; {_there('steps', map(str, steps))}"
         )
-    return max(there, key=lambda one: not one.is_left_behind)
+    return max(there, key=lambda one: not one.is_orphaned)
 
 
-def _there(what: str, names: Iterable[str]) -> str:
+def _there(kind: str, names: Iterable[str]) -> str:
     names = list(names)
-    return f"the {what} there are: {listed(names)}" if names else f"there are no {what}"
+    return f"the {kind} there are: {listed(names)}" if names else f"there are no {kind}"
 
 
 def _exists(storage: Storage, path: str) -> bool:

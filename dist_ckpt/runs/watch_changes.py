@@ -1,4 +1,4 @@
-"""What changes in a run's folder, in words: two looks at it, compared."""
+"""Describe what changes in a run's folder: compare two observations of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from dist_ckpt.core.commit.attempts import Status, statuses
 from dist_ckpt.core.commit.records.incarnations import newest_incarnation
 from dist_ckpt.core.commit.records.liveness import last_liveness
-from dist_ckpt.core.commit.records.protections import MARK
+from dist_ckpt.core.commit.records.protections import DELETION_INTENT
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -23,20 +23,20 @@ from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
 class RunObservation:
     """A run as it was at a time of this host's clock.
 
-    `start` is the newest, None if there is none or it cannot be read; `last_liveness` when it was
-    last alive, by the storage's clock, None once it has ended. `writing` are the attempts that are
-    being written, or were left by a crash, by the path of their checkpoint.
+    `incarnation` is the newest, None if there is none or it cannot be read. `last_liveness` is when
+    it was last seen, by the storage's clock, None once it has ended. `writing` has the attempts
+    that are being written, or were left by a crash, by the path of their checkpoint.
     """
 
     at: float
     listing: Listing
-    start: IncarnationRecord | None = None
+    incarnation: IncarnationRecord | None = None
     writing: Mapping[str, Status] = field(default_factory=dict)
     last_liveness: float | None = None
 
     @property
     def newest(self) -> RunCheckpoint | None:
-        """The newest checkpoint that the run may go on from."""
+        """The newest checkpoint that the run may resume from."""
         there = () if self.listing.history_problem else self.listing.alive
         return there[-1] if there else None
 
@@ -48,40 +48,42 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
     if listing.root != root:
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     try:
-        start = newest_incarnation(storage, root)
+        incarnation = newest_incarnation(storage, root)
     except (CorruptError, IncompatibleError):  # the listing says so
-        start = None
+        incarnation = None
     writing: dict[str, Status] = {}
-    for one in listing.checkpoints:
-        if one.state == "open" or one.is_being_replaced:
-            for status in statuses(storage, one.path):
+    for info in listing.checkpoints:
+        if info.state == "open" or info.is_being_replaced:
+            for status in statuses(storage, info.path):
                 if status.state == "open":  # the last counts
-                    writing[one.path] = status
-    alive_at = None if start is None else last_liveness(storage, root, start.number)
-    return RunObservation(now, listing, start, writing, alive_at)
+                    writing[info.path] = status
+    seen_at = None if incarnation is None else last_liveness(storage, root, incarnation.number)
+    return RunObservation(now, listing, incarnation, writing, seen_at)
 
 
 def kept_by(look: RunObservation, keep: RetentionPolicy | None) -> dict[str, tuple[str, ...]]:
-    """Return what keeps each checkpoint, by its path; without `keep` only what no rule says. Pure.
+    """Return the reasons why each checkpoint stays, by its path. Pure.
 
-    Nothing while it is not known what is left behind.
+    Without `keep` there are no reasons of rules. Empty while it is not known what is orphaned.
     """
     if look.listing.history_problem:
         return {}
-    return {one.path: told for one, told in plan_prune(look.listing, keep or RetentionPolicy({}))}
+    decisions = plan_prune(look.listing, keep or RetentionPolicy({}))
+    return {info.path: reasons for info, reasons in decisions}
 
 
 def changes(
     before: RunObservation | None, after: RunObservation, keep: RetentionPolicy | None = None
 ) -> Iterator[str]:
-    """Yield what has changed between two looks, in words; `keep` is what prunes the run. Pure."""
+    """Yield the changes between two observations as texts; `keep` prunes the run. Pure."""
     old = {one.path: one for one in before.listing.checkpoints} if before else {}
-    if after.start and (not before or before.start != after.start):
-        yield describe_incarnation(after.start)
-    elif after.start and before and before.last_liveness and not after.last_liveness:
-        yield f"start {after.start.number} has ended"
+    newest = after.incarnation
+    if newest and (not before or before.incarnation != newest):
+        yield describe_incarnation(newest)
+    elif newest and before and before.last_liveness and not after.last_liveness:
+        yield f"incarnation {newest.number} has ended"
     if before is None:
-        yield _told_first(after)
+        yield _describe_first(after)
         yield from (f"{_named_at(path)} is being written" for path in after.writing)
         return
     for one in after.listing.checkpoints:
@@ -92,20 +94,22 @@ def changes(
         yield f"{_named(gone)} is gone: {_why_gone(gone, before, after, keep)}"
     problem = after.listing.history_problem
     if problem and problem != before.listing.history_problem:
-        yield f"what is left behind is not known: {problem}"
+        yield f"which checkpoints are orphaned is not known: {problem}"
 
 
-def describe_incarnation(start: IncarnationRecord) -> str:
-    """Return who has begun to write, and with what."""
-    done = "begins anew" if start.restored is None else f"goes on from step {start.restored[0]}"
-    return f"start {start.number}, {start.by}, {done}: {start.why}"
+def describe_incarnation(record: IncarnationRecord) -> str:
+    """Return a text about an incarnation: its process, and what it resumed from."""
+    begin = "begins anew"
+    if record.restored is not None:
+        begin = f"resumes from step {record.restored[0]}"
+    return f"incarnation {record.number}, {record.by}, {begin}: {record.why}"
 
 
-def _told_first(look: RunObservation) -> str:
+def _describe_first(look: RunObservation) -> str:
     count = sum(one.state == "committed" for one in look.listing.checkpoints)
     if not count:
         return "no checkpoints yet"
-    newest = "there is none that a run may go on from"
+    newest = "there is none that a run may resume from"
     if look.newest is not None:
         newest = f"the newest is of step {look.newest.step}"
     return f"{count} checkpoint{'s' * (count != 1)}: {newest}"
@@ -121,54 +125,60 @@ def _of_one(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]
         again = " again" if before is not None and before.attempt is not None else ""
         ranks = f"{after.world_size} rank{'s' * (after.world_size != 1)}"
         yield f"{name} is durable{again}: {size(after.nbytes or 0)} by {ranks}"
-        before = replace(after, metrics={}, guards=(), is_verified=False, is_left_behind=False)
-    if new := set(_told_metrics(after)) - set(_told_metrics(before)):
+        before = replace(after, metrics={}, protected_by=(), is_verified=False, is_orphaned=False)
+    if new := set(_metric_texts(after)) - set(_metric_texts(before)):
         yield f"{name}: {', '.join(sorted(new))}"
     if after.is_verified > before.is_verified:
         yield f"{name} was checked in full"
-    if after.is_left_behind > before.is_left_behind:
-        yield f"{name} is left behind: the run does not go on from it"
-    yield from (f"{name} is kept: {why}" for why in after.guards if why not in before.guards)
+    if after.is_orphaned > before.is_orphaned:
+        yield f"{name} is orphaned: the run does not resume from it"
     yield from (
-        f"{name} is not kept any more: {why}" for why in before.guards if why not in after.guards
+        f"{name} is kept: {why}" for why in after.protected_by if why not in before.protected_by
+    )
+    yield from (
+        f"{name} is not kept any more: {why}"
+        for why in before.protected_by
+        if why not in after.protected_by
     )
 
 
-def _told_metrics(one: RunCheckpoint) -> list[str]:
-    """Return what was measured, as text, in which a nan is like another."""
-    return [f"{name}={value:g}" for name, value in one.metrics.items()]
+def _metric_texts(info: RunCheckpoint) -> list[str]:
+    """Return metrics as texts, in which a nan is equal to another."""
+    return [f"{name}={value:g}" for name, value in info.metrics.items()]
 
 
 def _why_gone(
-    one: RunCheckpoint, before: RunObservation, after: RunObservation, keep: RetentionPolicy | None
+    info: RunCheckpoint, before: RunObservation, after: RunObservation, keep: RetentionPolicy | None
 ) -> str:
-    told = []
-    if one.state != "committed":
-        told.append("what was left of a save was removed")
-    elif one.is_left_behind:
-        told.append("it was left behind")
+    reasons = []
+    if info.state != "committed":
+        reasons.append("what was left of a save was removed")
+    elif info.is_orphaned:
+        reasons.append("it was orphaned")
     elif keep is not None:
-        told.append(_why_not_kept(one, after, keep))
-    facts = (*before.listing.facts, *after.listing.facts)
-    marked = {
-        fact.by for fact in facts if fact.name.kind == MARK and fact.attempt.name == one.attempt
+        reasons.append(_why_not_kept(info, after, keep))
+    annotations = (*before.listing.annotations, *after.listing.annotations)
+    removers = {
+        annotation.by
+        for annotation in annotations
+        if annotation.name.kind == DELETION_INTENT and annotation.attempt.name == info.attempt
     }
-    told += [f"removed by {who or 'somebody'}" for who in sorted(marked)]
-    return "; ".join(filter(None, told)) or "it was pruned or deleted"
+    reasons += [f"removed by {name or 'another process'}" for name in sorted(removers)]
+    return "; ".join(filter(None, reasons)) or "it was pruned or deleted"
 
 
-def _why_not_kept(one: RunCheckpoint, after: RunObservation, keep: RetentionPolicy) -> str:
-    """Say whether the rules would keep it beside what there is now."""
-    there: Sequence[RunCheckpoint] = (*after.listing.checkpoints, one)
+def _why_not_kept(info: RunCheckpoint, after: RunObservation, keep: RetentionPolicy) -> str:
+    """Return as text if the rules would keep it among the checkpoints of now."""
+    there: Sequence[RunCheckpoint] = (*after.listing.checkpoints, info)
     listing = replace(after.listing, checkpoints=tuple(sorted(there, key=lambda x: x.step or 0)))
-    told = kept_by(replace(after, listing=listing), keep).get(one.path)
-    if told is None:
+    reasons = kept_by(replace(after, listing=listing), keep).get(info.path)
+    if reasons is None:
         return ""
-    return f"although it was kept by {', '.join(told)}" if told else "no rule keeps it"
+    return f"although it was kept by {', '.join(reasons)}" if reasons else "no rule keeps it"
 
 
-def _named(one: RunCheckpoint) -> str:
-    return _named_at(one.path) if one.step is None else f"step {one.step}"
+def _named(info: RunCheckpoint) -> str:
+    return _named_at(info.path) if info.step is None else f"step {info.step}"
 
 
 def _named_at(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Nothing is restored from memory that a start of the run has left behind, and what is not, is."""
+"""Nothing is restored from memory that a start of the run has orphaned, and what is not, is."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_was_never_committed_and_is_left_behind_is_not_restored(
     begin_from(root, 6, 1)
     caplog.set_level(logging.WARNING)
     assert kept.restore(folder, 2)[0] is None
-    assert "start 2 of the run does not go back to it" in caplog.text
+    assert "incarnation 2 of the run does not go back to it" in caplog.text
 
 
 @pytest.mark.parametrize("step", [7, 6])
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_left_behind_at_the_same_path_is_no_obstacle(root, 
     assert reports is not None
     attempt = parse_attempt(reports[0].attempt)
     assert attempt is not None
-    assert attempt.start == 2
+    assert attempt.incarnation == 2
     assert dc.open(old.path).step == 7
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_a_newer_start_at_the_path_is_never_passed_over(root, fo
     saved = kept.save(root / "step-7", 2, 7, run=first)
     keep(folder, saved, first, unclaimed=(0, 1), details={"overwrite": True, "began_at": 1e12})
     newer = kept.save(root / "step-7", 2, 7, run=begin_from(root, 6, 1))
-    begin_from(root, 7, 1)  # somebody goes back to what the second start had left behind
+    begin_from(root, 7, 1)  # somebody goes back to what the second start had orphaned
     caplog.set_level(logging.WARNING)
     assert kept.restore(folder, 2)[0] is None
     assert f"{newer.attempt} is the checkpoint there" in caplog.text
@@ -173,5 +173,5 @@ def test_a_save_without_a_step_is_left_behind_by_every_later_start(root):
     begin_from(root, None)
     begin_from(root, 6, 1)
     history = read_history(LocalStorage(), str(root))
-    assert memory_restore._is_left_behind(history, None, Attempt(1000, ID))
-    assert not memory_restore._is_left_behind(history, None, Attempt(2000, ID))
+    assert memory_restore._is_orphaned(history, None, Attempt(1000, ID))
+    assert not memory_restore._is_orphaned(history, None, Attempt(2000, ID))

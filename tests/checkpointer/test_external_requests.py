@@ -203,7 +203,7 @@ def test_what_was_asked_of_an_older_start_is_not_obeyed() -> None:
     job = make_job(storage)
     answer = job.answer(request)
     assert (answer.outcome, answer.saved) == ("ended", None)
-    assert answer.why.startswith("start 3 of the run has begun since")
+    assert answer.why.startswith("incarnation 3 of the run has begun since")
     assert job.requests.wants() is None
     job.requests.close(END, 5.0)
 
@@ -405,7 +405,7 @@ def test_a_start_after_one_that_did_not_end_says_when_that_was_last_alive(
     LivenessFile(LocalStorage(), str(tmp_path), 2).renew()
     with open_run(tmp_path, monkeypatch) as ck:
         ck.restore({"x": 1})
-    assert "start 2 has not ended by itself; its last sign of life was at 2" in caplog.text
+    assert "incarnation 2 has not ended by itself; it was last seen at 2" in caplog.text
 
 
 def test_who_only_reads_looks_for_no_requests(

@@ -429,7 +429,7 @@ def test_a_newer_start_ends_the_pruning_of_an_older_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = fresh()
-    with pytest.raises(ConflictError, match="start 2 of this run, another job"):
+    with pytest.raises(ConflictError, match="incarnation 2 of this run, another job"):
         train_until_another(tmp_path, state)
     assert steps_at(tmp_path) == [1, 2]
 
@@ -453,7 +453,7 @@ def test_of_several_saves_under_way_the_only_durable_one_is_kept(tmp_path: Path)
         ck.restore(state)
         train(state, 1)
         ck.step(1)
-        wait_for(lambda: keeper_of(ck).told.durable.startswith("step 1,"))
+        wait_for(lambda: keeper_of(ck).counts.durable.startswith("step 1,"))
         assert ck._run is not None
         assert ck._run.saver is not None
         assert ck._run.saver._job is not None
@@ -507,7 +507,7 @@ def test_a_damaged_newest_one_does_not_cost_the_one_before(
 def test_a_checkpoint_that_somebody_reads_is_not_pruned(tmp_path: Path) -> None:
     """titan #4197, #4152: an evaluation read while its checkpoint was removed."""
     run(tmp_path, 1)
-    with dc.Run(tmp_path).hold("@latest", ttl_s=60) as held:
+    with dc.Run(tmp_path).lease("@latest", ttl_s=60) as held:
         run(tmp_path, 4, keep=dc.keep.last(1))
         assert held.step == 1
         assert steps_at(tmp_path) == [1, 4]

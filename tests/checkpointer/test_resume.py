@@ -53,7 +53,7 @@ def restored(root: Path, at: str | int | None = None, **options: Any) -> int | N
 def why(root: Path) -> str:
     """Return what the record of the newest start says."""
     history = read_history(*open_storage(root))
-    return history.starts[history.newest].why
+    return history.incarnations[history.newest].why
 
 
 # --- which --------------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ def test_a_run_goes_on_from_the_newest_and_every_start_is_recorded(tmp_path: Pat
     assert run(tmp_path / "run", 5) == [4, 5]
     assert why(tmp_path / "run") == "the newest"
     history = read_history(*open_storage(tmp_path / "run"))
-    assert history.starts[1].restored is None
-    assert history.starts[2].restored is not None
-    assert history.starts[2].restored[0] == 3
+    assert history.incarnations[1].restored is None
+    assert history.incarnations[2].restored is not None
+    assert history.incarnations[2].restored[0] == 3
     assert steps_at(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
@@ -219,7 +219,7 @@ def test_a_fresh_run_may_begin_with_several_sources_which_are_held(
     seen: list[tuple[int, ...]] = []
 
     def fill(*arguments: Any) -> Any:
-        seen.append(tuple(len(dc.Run(base).find(step).holds) for step in (1, 3)))
+        seen.append(tuple(len(dc.Run(base).find(step).leases) for step in (1, 3)))
         return real(*arguments)
 
     real = loading._fill
@@ -494,10 +494,10 @@ def test_what_is_loaded_is_held_until_the_start_is_recorded(
     held: list[tuple[str, ...]] = []
 
     def begin(*args: Any, **options: Any) -> Any:
-        held.extend(one.holds for one in dc.checkpoints(tmp_path))
+        held.extend(one.leases for one in dc.checkpoints(tmp_path))
         return incarnations.begin_incarnation(*args, **options)
 
     monkeypatch.setattr(resume, "begin_incarnation", begin)
     assert restored(tmp_path) == 2
     assert [len(one) for one in held] == [0, 1]
-    assert [one.holds for one in dc.checkpoints(tmp_path)] == [(), ()]
+    assert [one.leases for one in dc.checkpoints(tmp_path)] == [(), ()]

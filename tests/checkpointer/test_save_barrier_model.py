@@ -65,10 +65,10 @@ def test_a_line_is_drawn_once_in_a_round() -> None:
     assert line.round == 2
 
 
-def test_a_verdict_that_no_answer_led_to_is_refused() -> None:
+def test_a_decision_that_no_answer_led_to_is_refused() -> None:
     line = SaveBarrier()
-    with pytest.raises(AssertionError, match="the verdict is 3, and the answer was None"):
+    with pytest.raises(AssertionError, match="the decision is 3, and the answer was None"):
         line.learn(3)
     line.draw(4)
-    with pytest.raises(AssertionError, match="the verdict is 3, and the answer was 5"):
+    with pytest.raises(AssertionError, match="the decision is 3, and the answer was 5"):
         line.learn(3)

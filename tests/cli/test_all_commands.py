@@ -40,7 +40,7 @@ WORDS = {
     "verify": "{path}",
     "compare": "{path}",
     "diff": "{path} {path}",
-    "plan": "--from {path}",
+    "estimate": "--from {path}",
     "reshard": "{path} {new} --world-size 2",
     "backup": "{path}",
     "cp": "{path} {new}",
@@ -61,7 +61,7 @@ WORDS = {
 WITHOUT_PATH = {"completion", "schema"}
 # A run's folder, or a checkpoint, that may be another system's: they say themselves what they miss.
 OF_CHECKPOINTS = [
-    *("show", "tree", "tensors", "stats", "layout", "diff", "plan", "reshard", "backup", "cp"),
+    *("show", "tree", "tensors", "stats", "layout", "diff", "estimate", "reshard", "backup", "cp"),
     *("strip", "rm", "export", "pin", "tag"),
 ]
 
@@ -153,7 +153,7 @@ DOCUMENTS = {
     "verify-all": "verify {root}",
     "compare": "compare {root} --min loss",
     "diff": "diff {root}@1 {root}@2 --values",
-    "plan": "plan --from {root}@2 --rate 1GB --steps 100 --save-every 10 --keep 'last(2)'",
+    "estimate": "estimate --from {root}@2 --rate 1GB --steps 100 --save-every 10 --keep 'last(2)'",
     "prune": "prune {root} --keep 'last(1)' --dry-run",
     "gc": "gc {root} --dry-run",
     "pin": "pin {root}@1 --why paper",
@@ -205,7 +205,7 @@ def test_every_document_is_as_its_schema_says(
     with dc.Checkpointer(f"{root}-job", save=dc.every(steps=1)) as job:
         job.restore({"w": torch.ones(1)})
         _, told, errors = run(*shlex.split(command.format(root=root)), "--json")
-    assert not errors or "nobody has answered" in errors
+    assert not errors or "there was no answer" in errors
     assert name != "watch" or told.count("\n") == 1
     document = json.loads(told, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
     _, shown, _ = run("schema", name)

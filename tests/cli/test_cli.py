@@ -62,7 +62,7 @@ def test_ls_as_json_has_a_schema_and_the_metadata(run, checkpoint):
     code, out, _ = run("ls", checkpoint.parent, "--json")
     document = json.loads(out)
     assert code == 0
-    assert document["schema"] == "dist-ckpt.ls/1"
+    assert document["schema"] == "dist-ckpt.ls/2"
     (one,) = document["checkpoints"]
     assert (one["step"], one["state"], one["world_size"]) == (7, "committed", 1)
     assert one["metadata"] == {"loss": 2.5, "note": "first"}
@@ -514,3 +514,9 @@ def test_reading_commands_never_import_torch(checkpoint):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_old_name_of_a_command_is_refused_with_the_new_one(run):
+    code, out, errors = run("plan", "--from", "runs/a@latest")
+    assert (code, out) == (2, "")
+    assert "dist-ckpt plan is called dist-ckpt estimate since 0.2.0" in errors

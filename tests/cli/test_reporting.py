@@ -63,7 +63,7 @@ def test_json_prints_the_facts_and_writes_nothing(run, saved, tmp_path, monkeypa
     for path, about in ((saved, "checkpoint"), (saved.parent, "run")):
         code, out, _ = run("report", path, "--json")
         document = json.loads(out)
-        assert (code, document["schema"], document["about"]) == (0, "dist-ckpt.report/1", about)
+        assert (code, document["schema"], document["about"]) == (0, "dist-ckpt.report/2", about)
     assert not (tmp_path / "report.html").exists()
 
 

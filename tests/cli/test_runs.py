@@ -100,7 +100,7 @@ def test_tags_and_pins_are_put_shown_and_taken_away(run, root):
     assert run("show", f"{root}@tag:release")[1].startswith(f"checkpoint  {root / 's1'}")
     code, _, err = run("rm", f"{root}@tag:release", "--yes")
     assert code == 5
-    assert "is kept: tag 'release'" in err
+    assert "is protected: tag 'release'" in err
     assert run("tag", root / "s2", "release", "--remove")[0] == 3
     assert run("tag", root / "s1", "release", "--remove")[0] == 0
     assert run("pin", root / "s2", "--remove")[0] == 0
@@ -140,8 +140,8 @@ def test_a_link_to_a_checkpoint_stands_for_it(run, root, tmp_path):
     assert not (tmp_path / ".facts").exists()
     code, _, err = run("rm", tmp_path / "second", "--yes")
     assert code == 5
-    assert "is kept: pinned" in err
-    with pytest.raises(ConflictError, match="is kept: pinned"):
+    assert "is protected: pinned" in err
+    with pytest.raises(ConflictError, match="is protected: pinned"):
         dc.delete(tmp_path / "second")
     assert steps(root) == [1, 2, 3, 4]
 
@@ -156,7 +156,7 @@ def test_nan_is_text_in_json(run, root):
     "words",
     [
         *("show {}", "tree {}", "verify {}", "ls {}", "pin {}", "rm {} --yes", "report {} --json"),
-        *("gc {} --dry-run --json", "stats {} --json", "layout {} --json", "plan --from {}"),
+        *("gc {} --dry-run --json", "stats {} --json", "layout {} --json", "estimate --from {}"),
     ],
 )
 def test_every_command_takes_a_selector(run, root, words):
@@ -184,7 +184,7 @@ def test_a_dry_run_of_a_pin_or_a_tag_refuses_what_the_real_one_does(run, root):
     assert run("tag", f"{root}@1", "best", "--dry-run")[1] == (
         f"would be: tag 'best' on {root / 's1'}\n"
     )
-    assert not dc.checkpoints(root)[0].guards
+    assert not dc.checkpoints(root)[0].protected_by
     for words in (("tag", root / "s1", "best", "--remove"), ("pin", root / "none")):
         assert run(*words, "--dry-run") == run(*words)
         assert run(*words)[0] == 3

@@ -94,7 +94,7 @@ def test_in_a_pipe_each_change_is_a_line(root: Path) -> None:
         dc.delete(root / "s1")
         shown.until("step 1 is gone: no rule keeps it")
         start(root)
-        shown.until("start 1, job 7, goes on from step 4: a test\n")
+        shown.until("incarnation 1, job 7, resumes from step 4: a test\n")
         assert interrupted(process) == 0
     assert "\x1b" not in shown.text
     assert all(re.match(r"\d\d:\d\d:\d\d  \S", line) for line in shown.text.splitlines())
@@ -146,15 +146,15 @@ def test_once_prints_what_there_is(run: Callable[..., Result], root: Path) -> No
     assert code == 0
     head, begun, alive, newest, heads, *rows = out.splitlines()
     assert head == str(root)
-    assert begun.startswith("start 1, job 7, goes on from step 3: a test (")
-    assert alive == "no sign of life: it has ended, or has only just begun"
+    assert begun.startswith("incarnation 1, job 7, resumes from step 3: a test (")
+    assert alive == "no heartbeat: it has ended, or has only just begun"
     assert newest.startswith("newest: step 3, saved ")
     assert heads.split() == ["STEP", "STATE", "SIZE", "AGE", "METRICS", "KEPT", "BY"]
     assert [row.split()[:2] for row in rows] == [[n, "committed"] for n in ("1", "2", "3")]
     assert rows[0].endswith("loss=0.5  best(1, min='loss', unmeasured=0)")
     assert rows[2].endswith("last(1); the newest")
     LivenessFile(LocalStorage(), str(root), 1).renew()
-    assert re.search(r"(?m)^last sign of life: \d s ago$", run("watch", root, "--once")[1])
+    assert re.search(r"(?m)^last seen \d s ago$", run("watch", root, "--once")[1])
     assert run("watch", root / "s1", "--once")[0] == 2
     assert run("watch", root / "nowhere", "--once")[0] == 3
     assert run("watch", root, "--once", "--keep", "latest(3)")[0] == 2
@@ -217,18 +217,18 @@ def test_a_request_that_nobody_answers_is_taken_back(
 ) -> None:
     start(root)
     code, out, err = run("request-save", root, "--stop", "--wait", "--dry-run")
-    assert (code, out) == (0, f"would ask start 1 of the run in {root} to save and to end\n")
+    assert (code, out) == (0, f"would ask incarnation 1 of the run in {root} to save and to end\n")
     assert not (root / ".requests").exists()
     code, out, err = run("request-save", root, "--wait", "--timeout", "0.1")
     assert code == 6
-    assert out == f"asked start 1 of the run in {root} to save\n"
+    assert out == f"asked incarnation 1 of the run in {root} to save\n"
     first, second = err.splitlines()
-    assert first == "no sign of life: it has ended, or has only just begun"
-    assert "nobody has answered in 0.1 s, and the request is taken back: the job has e" in second
+    assert first == "no heartbeat: it has ended, or has only just begun"
+    assert "there was no answer in 0.1 s, and the request is withdrawn: the job has e" in second
     assert [*(root / ".requests").iterdir()] == []
     assert run("request-save", root, "--stop")[:2] == (
         0,
-        f"asked start 1 of the run in {root} to save and to end\n",
+        f"asked incarnation 1 of the run in {root} to save and to end\n",
     )
     assert len([*(root / ".requests").iterdir()]) == 1
 
@@ -237,7 +237,7 @@ def test_a_request_that_nobody_answers_is_taken_back(
     ("sign_s", "shows", "told"),
     [
         (60.0, "nothing", "see whether the job is alive, and comes to a step"),
-        (0.01, "nothing", "no sign of life since 2"),
+        (0.01, "nothing", "last seen at 2"),
         (0.01, "a sign", "alive, but has come to no step and no poll"),
         (0.01, "its end", "the job has ended"),
     ],

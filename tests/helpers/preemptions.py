@@ -200,7 +200,7 @@ def newest_in(root: Path) -> int:
     if not root.is_dir():
         return 0
     found = [one for one in dc.checkpoints(root) if one.state == "committed"]
-    return max((one.step for one in found if one.step and not one.is_left_behind), default=0)
+    return max((one.step for one in found if one.step and not one.is_orphaned), default=0)
 
 
 def violations_of(job: Job, expected: set[int]) -> Iterator[str]:

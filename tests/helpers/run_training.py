@@ -46,7 +46,7 @@ def steps_in(state: Mapping[str, Any]) -> set[float]:
 
 def steps_at(root: str | Path) -> list[int | None]:
     """Return the steps of the checkpoints that a run may go on from; each holds its step."""
-    found = [one for one in dc.checkpoints(root) if one.where and not one.is_left_behind]
+    found = [one for one in dc.checkpoints(root) if one.where and not one.is_orphaned]
     for one in found:
         with dc.open(one.path) as checkpoint:
             assert checkpoint.objects == {"progress": {"step": one.step}}, one

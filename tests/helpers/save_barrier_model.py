@@ -22,8 +22,8 @@ from dist_ckpt.checkpointer.coordination.save_barrier import SaveBarrier
 FAULTS = (
     "answer before line",  # the boundary is told, and the line drawn later
     "lowest",  # rank 0 takes the lowest answer
-    "overwritten",  # a later verdict replaces the first
-    "leave by itself",  # who waits at the line goes on without a verdict
+    "overwritten",  # a later decision replaces the first
+    "leave by itself",  # who waits at the line goes on without a decision
     "void only while answers lack",  # nobody ends a round that rank 0 does not decide
     "no void",  # nobody ends a round that is not answered
 )
@@ -68,7 +68,7 @@ class Rank(NamedTuple):
 
 
 class State(NamedTuple):
-    """The ranks, and by round the answers and the verdict (0: void); None once all know it."""
+    """The ranks, and by round the answers and the decision (0: void); None once all know it."""
 
     ranks: tuple[Rank, ...]
     rounds: tuple[_Round, ...] = ()
@@ -247,9 +247,9 @@ def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
     place = line.round - 1
     open_round = rounds[place]
     assert open_round is not None
-    answers, verdict = open_round
+    answers, decision = open_round
 
-    def put(answer: int | None = None, decided: int | None = verdict) -> tuple[_Round, ...]:
+    def put(answer: int | None = None, decided: int | None = decision) -> tuple[_Round, ...]:
         told = answers if answer is None else _with_answer(answers, number, answer)
         return (*rounds[:place], (told, decided), *rounds[place + 1 :])
 
@@ -269,24 +269,24 @@ def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
         case "drawn":
             yield f"answers {line.first}", rank._replace(beside="answered"), put(line.first)
     told = [one for one in answers if one is not None]
-    if number == 0 and verdict is None and len(told) == world.ranks:
+    if number == 0 and decision is None and len(told) == world.ranks:
         go = min(told) if world.fault == "lowest" else max(told)
         yield "decides", rank, put(decided=0 if _CLOSED in told else go)
-    if _may_void(answers, verdict, world.fault):
+    if _may_void(answers, decision, world.fault):
         yield "voids", rank, put(decided=0)
-    if verdict is not None and (rank.beside == "answered" or verdict == 0):
-        line.learn(verdict if verdict and rank.training != "done" else None)
-        wants = rank.wants - (verdict > 0 and rank.wants > 0)
+    if decision is not None and (rank.beside == "answered" or decision == 0):
+        line.learn(decision if decision and rank.training != "done" else None)
+        wants = rank.wants - (decision > 0 and rank.wants > 0)
         learnt = _with(rank, line, beside="answered" if line.is_go else "looks", wants=wants)
-        yield f"learns {verdict or 'void'}", learnt, rounds
+        yield f"learns {decision or 'void'}", learnt, rounds
 
 
-def _may_void(answers: tuple[int | None, ...], verdict: int | None, fault: str) -> bool:
+def _may_void(answers: tuple[int | None, ...], decision: int | None, fault: str) -> bool:
     if fault == "no void":
         return False
     if fault == "overwritten":
-        return verdict != 0
-    return verdict is None and (fault != "void only while answers lack" or None in answers)
+        return decision != 0
+    return decision is None and (fault != "void only while answers lack" or None in answers)
 
 
 def _with_answer(

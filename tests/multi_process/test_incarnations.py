@@ -94,7 +94,7 @@ def test_a_writer_of_an_older_start_that_wakes_up_late_commits_nothing(
         await_end(job, rank)
     with pytest.raises(dc.NotFoundError):
         find(*open_storage(folder_of(root, 2)))
-    # What it has staged is complete in memory, and newer; but it is left behind.
+    # What it has staged is complete in memory, and newer; but it is orphaned.
     assert len(JobFolder(job).present()) == WORLD_SIZE
     for restored, found, attempt in run_ranks(WORLD_SIZE, go_on, root, job, environ=CALM):
         assert (restored, found) == (1, {1.0})
@@ -119,5 +119,5 @@ def test_a_save_of_an_older_start_is_refused_and_says_who_has_taken_over(
     found = run_ranks(WORLD_SIZE, refused, str(tmp_path), job, environ=CALM)
     for kind, told in found:
         assert kind == "ConflictError"
-        assert "start 2 of this run, a job, has taken over" in told
+        assert "incarnation 2 of this run, a job, has taken over" in told
     assert not Path(folder_of(str(tmp_path), 2)).exists()

@@ -157,10 +157,10 @@ def test_a_dead_job_answers_nothing_and_the_next_one_does_not_obey(tmp_path: Pat
     died = try_ranks(2, train, str(root), 3, "dies", options=Options(timeout_s=30))
     assert {one.signal for one in died} == {signal.SIGKILL}
     code, out = ask(root, "--wait", "--timeout", "0.5")
-    assert (code, "nobody has answered in 0.5 s, and the request is taken back" in out) == (6, True)
+    assert (code, "there was no answer in 0.5 s, and the request is withdrawn" in out) == (6, True)
     assert ask(root, "--stop")[0] == 0
     assert run_ranks(2, train, str(root), 20) == [(20, "")] * 2
     assert steps_of(root) == []
     (answer,) = (root / ".requests").glob("answer-*.json")
     assert '"outcome":"ended"' in answer.read_text()
-    assert "start 2 of the run has begun since" in answer.read_text()
+    assert "incarnation 2 of the run has begun since" in answer.read_text()

@@ -737,7 +737,7 @@ def test_the_older_of_two_starts_is_refused_by_name_and_the_newer_loses_nothing(
     background: bool, root: Path
 ) -> None:
     run_ranks(1, train_to, str(root), 2, environ=CALM)
-    with pytest.raises(dc.ConflictError, match=r"start 3 of this run, .* has taken over"):
+    with pytest.raises(dc.ConflictError, match=r"incarnation 3 of this run, .* has taken over"):
         refused(root, background=background)
     assert {one.step: (one.attempt or "")[:6] for one in dc.checkpoints(root)} == {
         1: "a1000-",
@@ -783,7 +783,7 @@ def keep_one(rank: int, root: str) -> list[int | None]:
             train(state, step)
             time.sleep(0.05 * (rank == 0))
         if rank == 0:
-            wait_for(lambda: keeper_of(ck).told.durable.startswith("step 6"))
+            wait_for(lambda: keeper_of(ck).counts.durable.startswith("step 6"))
     return [one.step for one in dc.checkpoints(root) if one.where]
 
 

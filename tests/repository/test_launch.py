@@ -142,8 +142,8 @@ def test_the_example_for_torchrun_stops_and_goes_on(tmp_path: Path) -> None:
     starts = re.findall(r": start \d (.*): ", done.stdout)
     assert starts == [
         "begins anew",
-        f"goes on from step {step}",
-        f"goes on from step {step + 5}",
+        f"resumes from step {step}",
+        f"resumes from step {step + 5}",
     ]
     assert newest_in(tmp_path / "run") == step + 10
 
@@ -226,6 +226,6 @@ def test_a_job_of_slurm_saves_before_its_time_is_over_and_is_queued_again(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"goes on from step {stopped_at}: " in done.stdout
+    assert f"resumes from step {stopped_at}: " in done.stdout
     assert newest_in(tmp_path / "runs" / "run") == stopped_at + 2
     assert (tmp_path / "requeued").read_text() == "requeue 42\n"  # it has come to its end

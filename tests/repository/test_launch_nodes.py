@@ -165,7 +165,7 @@ def test_a_node_that_died_comes_back_and_all_stop_at_one_step(
     left_at = newest_in(root)
     second = start(nodes[1])
     wait_until(lambda: newest_in(root) > left_at, tmp_path)
-    assert f"goes on from step {left_at}: " in log.read_text()
+    assert f"resumes from step {left_at}: " in log.read_text()
 
     os.kill(script_in(first), signal.SIGTERM)
     os.kill(script_in(second), signal.SIGINT)

@@ -106,13 +106,18 @@ def test_pins_holds_and_checks_are_told(storage: MemoryStorage) -> None:
     put(storage, where, "hold", {"1" * 16: 60})
     put(storage, where, "verified", {"level": "full"})
     one = by_step(storage)[5]
-    assert (one.is_pinned, one.pin, one.is_verified, len(one.holds)) == (True, "the paper", True, 1)
-    assert "process" in one.holds[0]
-    assert by_step(storage, now=NOW + 61)[5].holds == ()
+    assert (one.is_pinned, one.pin, one.is_verified, len(one.leases)) == (
+        True,
+        "the paper",
+        True,
+        1,
+    )
+    assert "process" in one.leases[0]
+    assert by_step(storage, now=NOW + 61)[5].leases == ()
     put(storage, where, "pin", {"pinned": False, "why": ""})
     put(storage, where, "hold", {"1" * 16: 0})
     one = by_step(storage)[5]
-    assert (one.is_pinned, one.holds, one.guards) == (False, (), ())
+    assert (one.is_pinned, one.leases, one.protected_by) == (False, (), ())
 
 
 @pytest.mark.parametrize("kind", ["pin", "tag", "hold"])
@@ -121,14 +126,14 @@ def test_a_damaged_fact_that_may_keep_a_checkpoint_keeps_it(storage, kind):
     data = storage.tree()[file]
     storage.remove(file)
     storage.create(file, len(data)).write_at(0, data[:-9])
-    (told,) = by_step(storage)[5].guards
-    assert told.startswith(f"a fact cannot be read: {file}")
-    assert listed(storage).problems == (told.removeprefix("a fact cannot be read: "),)
+    (told,) = by_step(storage)[5].protected_by
+    assert told.startswith(f"an annotation cannot be read: {file}")
+    assert listed(storage).problems == (told.removeprefix("an annotation cannot be read: "),)
 
 
 def test_a_hold_whose_life_is_no_number_has_no_end(storage: MemoryStorage) -> None:
     put(storage, committed(storage, 5), "hold", {"1" * 16: "soon"})
-    assert len(by_step(storage, now=1e12)[5].holds) == 1
+    assert len(by_step(storage, now=1e12)[5].leases) == 1
 
 
 def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage) -> None:
@@ -136,7 +141,7 @@ def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage)
     committed(storage, 9, start=1)
     begin_incarnation(storage, ROOT, restored=None, why="", by="")
     begin_incarnation(storage, ROOT, restored=first, why="", by="")
-    assert {step: one.is_left_behind for step, one in by_step(storage).items()} == {
+    assert {step: one.is_orphaned for step, one in by_step(storage).items()} == {
         5: False,
         9: True,
     }
@@ -178,3 +183,19 @@ def test_the_lost_and_found_of_a_file_system_is_no_checkpoint() -> None:
     storage = Mounted({ROOT: None, f"{ROOT}/lost+found": None})
     committed(storage, 1)
     assert [one.step for one in list_run(storage, ROOT, now=0.0).checkpoints] == [1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("holds", "leases"),
+        ("guards", "protected_by"),
+        ("is_left_behind", "is_orphaned"),
+        ("save", "save_id"),
+    ],
+)
+def test_old_names_of_fields_are_refused_with_the_new_one(old, new):
+    info = RunCheckpoint("step-1", "/runs/step-1", "committed")
+    with pytest.raises(AttributeError, match=f"RunCheckpoint.{old} is called {new} since"):
+        getattr(info, old)
+    assert hasattr(info, new)

@@ -24,7 +24,7 @@ from dist_ckpt.core.storage.wrappers.forwarding import T
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
-from dist_ckpt.runs.retention.deletion import ORPHAN_S, delete_at
+from dist_ckpt.runs.retention.deletion import GONE_S, delete_at
 from dist_ckpt.runs.retention.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
 from dist_ckpt.runs.retention.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
@@ -102,7 +102,7 @@ def test_pins_tags_and_holds_keep_until_they_are_taken_away(storage, clock) -> N
     hold.take()
     told = pruned(storage)
     assert (told[1], told[2]) == ("pinned: the paper", "tag 'release'")
-    assert told[3].startswith("held by process")
+    assert told[3].startswith("leased by process")
     assert steps(storage) == [1, 2, 3, 5]
     tag(subject(storage, wheres[4]), "release")
     unpin(subject(storage, wheres[0]))
@@ -147,7 +147,7 @@ def test_what_was_saved_beside_a_run_is_no_matter_of_its_rules(storage: MemorySt
     committed(storage, 3, name="final")
     found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
     told = {one.name: reasons for one, reasons in found}
-    assert told["final"] == ("no start of the run has saved it: that is for dist-ckpt rm",)
+    assert told["final"] == ("no incarnation of the run has saved it: that is for dist-ckpt rm",)
     assert told["step-1"] == ()
     assert step_at(storage, f"{ROOT}/final") == 3
 
@@ -174,7 +174,7 @@ def test_what_is_not_committed_or_has_no_step_is_left(storage: MemoryStorage) ->
     told = {one.name: reasons for one, reasons in found}
     assert told["step-3"] == ("it is open: that is for dist-ckpt gc, or rm",)
     assert told["final"] == ("it has no step",)
-    assert told["step-2"] == ("a save over it is under way, or died",)
+    assert told["step-2"] == ("a save over it is in progress, or died",)
 
 
 def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: MemoryStorage) -> None:
@@ -184,13 +184,13 @@ def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: Memor
     begin_incarnation(storage, ROOT, restored=(2, Attempt(1001, "0" * 16)), why="", by="b")
     run = Incarnation(ROOT, own.number)
     before = storage.tree()
-    with pytest.raises(ConflictError, match="start 2 of this run, b, has taken over"):
+    with pytest.raises(ConflictError, match="incarnation 2 of this run, b, has taken over"):
         prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
     assert {p: d for p, d in storage.tree().items() if ".facts" not in p} == before
 
 
 def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: MemoryStorage) -> None:
-    """Else all that is left would be what that start has left behind."""
+    """Else all that is left would be what that start has orphaned."""
     first = committed(storage, 1, start=1)
     committed(storage, 2, start=1)
     begin_incarnation(storage, ROOT, restored=None, why="", by="a")
@@ -199,7 +199,9 @@ def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: Memory
         begin_incarnation(storage, ROOT, restored=first, why="", by="b")
         return True
 
-    with pytest.raises(ConflictError, match="start 2 of this run, b, has begun while it was prun"):
+    with pytest.raises(
+        ConflictError, match="incarnation 2 of this run, b, has begun while it was prun"
+    ):
         prune(storage, ROOT, last(1), is_whole=goes_back)
     assert steps(storage) == [1, 2]
 
@@ -208,7 +210,7 @@ def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
     committed(storage, 1, start=2)
     committed(storage, 2, start=1)
     found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
-    assert found[0][1] == ("a newer start saved it",)
+    assert found[0][1] == ("a newer incarnation saved it",)
 
 
 def test_bad_roots_are_refused(storage: MemoryStorage) -> None:
@@ -227,7 +229,7 @@ def test_facts_of_what_is_gone_are_removed_after_a_day(storage, clock) -> None:
     put(storage, (8, open_one), "metrics", {"loss": 1})
     pruned(storage)
     assert {fact.step for fact in read_annotations(storage, ROOT)} == {1, 8, 9}
-    clock.now += ORPHAN_S + 1
+    clock.now += GONE_S + 1
     pruned(storage)
     assert {fact.step for fact in read_annotations(storage, ROOT)} == {1, 8}
 
@@ -236,7 +238,9 @@ def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) 
     older, newer = committed(storage, 1), committed(storage, 2)
     tag(subject(storage, older), "release")
     tag(subject(storage, newer), "release")
-    with pytest.raises(ConflictError, match=r"is kept: tag 'release'\. Take that away first"):
+    with pytest.raises(
+        ConflictError, match=r"is protected: tag 'release'\. Remove the protection first"
+    ):
         delete_at(storage, f"{ROOT}/step-2", force=False)
     delete_at(storage, f"{ROOT}/step-2", force=True)
     assert read_annotations(storage, ROOT) == ()
@@ -265,7 +269,7 @@ def test_what_is_known_of_a_checkpoint_outlives_a_copy_of_it(tmp_path: Path, pru
 def test_what_is_held_is_not_deleted(storage: MemoryStorage) -> None:
     where = committed(storage, 1)
     Lease(subject(storage, where), 60.0).take()
-    with pytest.raises(ConflictError, match="held by process"):
+    with pytest.raises(ConflictError, match="leased by process"):
         delete_at(storage, f"{ROOT}/step-1", force=False)
     assert step_at(storage, f"{ROOT}/step-1") == 1
 
@@ -275,7 +279,7 @@ def test_what_somebody_keeps_is_not_overwritten(storage: MemoryStorage, kind: st
     where = committed(storage, 1)
     fact = put(storage, where, kind, {"pinned": True, "1": 60})
     before = storage.tree()
-    with pytest.raises(ExistsError, match=r"is kept: .* Take that away first"):
+    with pytest.raises(ExistsError, match=r"is protected: .* Remove the protection first"):
         claim(storage, f"{ROOT}/step-1", overwrite=True, by="a save")
     assert storage.tree() == before
     storage.remove(fact)
@@ -326,7 +330,7 @@ def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> N
     committed(storage, 2)
     times = iter([0.0, DELETION_INTENT_S])
     monkeypatch.setattr(leases, "monotonic", lambda: next(times))
-    assert "stood still" in pruned(storage)[1]
+    assert "was delayed" in pruned(storage)[1]
     assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
 
 

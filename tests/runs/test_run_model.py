@@ -52,8 +52,8 @@ class Kept:
     is_pinned: bool = False
     is_verified: bool = False
     is_whole: bool = True
-    held_until: float = 0.0
-    holds: list[Lease] = field(default_factory=list)
+    leased_until: float = 0.0
+    leases: list[Lease] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -129,20 +129,20 @@ class RunMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.there)
     @rule(number=numbers, ttl_s=st.sampled_from([10.0, 100.0]))
-    def hold(self, number: int, ttl_s: float) -> None:
+    def lease(self, number: int, ttl_s: float) -> None:
         one = self.pick(number)
-        hold = Lease(self.subject(one), ttl_s)
-        hold.take()
-        one.holds.append(hold)
-        one.held_until = max(one.held_until, self.now + ttl_s)
+        lease = Lease(self.subject(one), ttl_s)
+        lease.take()
+        one.leases.append(lease)
+        one.leased_until = max(one.leased_until, self.now + ttl_s)
 
     @precondition(lambda self: self.there)
     @rule(number=numbers)
     def release(self, number: int) -> None:
         one = self.pick(number)
-        for hold in one.holds:
-            hold.release()
-        one.holds, one.held_until = [], 0.0
+        for lease in one.leases:
+            lease.release()
+        one.leases, one.leased_until = [], 0.0
 
     @rule(seconds=st.sampled_from([1.0, 20.0, 200.0]))
     def wait(self, seconds: float) -> None:
@@ -155,10 +155,10 @@ class RunMachine(RuleBasedStateMachine):
         try:
             delete_at(self.storage, f"{ROOT}/{one.name}", force=force)
         except ConflictError:
-            assert self.is_guarded(one)
+            assert self.is_protected(one)
             assert not force
         else:
-            assert force or not self.is_guarded(one)
+            assert force or not self.is_protected(one)
             self.forget(one)
 
     @rule(
@@ -195,9 +195,9 @@ class RunMachine(RuleBasedStateMachine):
         for one in self.there.values():
             seen = found[one.name]
             assert step_at(self.storage, f"{ROOT}/{one.name}") == one.step
-            assert seen.is_left_behind == (not one.is_alive)
+            assert seen.is_orphaned == (not one.is_alive)
             assert (seen.is_pinned, seen.is_verified) == (one.is_pinned, one.is_verified)
-            assert bool(seen.holds) == (one.held_until > self.now)
+            assert bool(seen.leases) == (one.leased_until > self.now)
             assert set(seen.tags) == {t for t, name in self.tags.items() if name == one.name}
             assert repr(seen.metrics.get("loss")) == repr(one.loss)
 
@@ -229,14 +229,14 @@ class RunMachine(RuleBasedStateMachine):
         whole = [one for one in alive if one.is_whole]
         checked = [one for one in alive if one.is_verified]
         rules = [*alive[-n:], *ranked[:top], *unknown[max(0, len(unknown) - waiting) :]]
-        guards = [one for one in self.there.values() if self.is_guarded(one)]
+        protected = [one for one in self.there.values() if self.is_protected(one)]
         # Left behind, but no start's: the rules of the run are not about it.
-        others = [o for o in self.there.values() if not o.is_alive and o.where[1].start == 0]
-        kept = [*rules, *guards, *others, *alive[-1:], *whole[-1:], *checked[-1:]]
+        others = [o for o in self.there.values() if not o.is_alive and o.where[1].incarnation == 0]
+        kept = [*rules, *protected, *others, *alive[-1:], *whole[-1:], *checked[-1:]]
         return {one.name for one in kept}
 
-    def is_guarded(self, one: Kept) -> bool:
-        return one.is_pinned or one.held_until > self.now or one.name in self.tags.values()
+    def is_protected(self, one: Kept) -> bool:
+        return one.is_pinned or one.leased_until > self.now or one.name in self.tags.values()
 
     def pick(self, number: int) -> Kept:
         return sorted(self.there.values(), key=lambda one: one.where)[number % len(self.there)]

@@ -46,7 +46,7 @@ def test_a_request_is_read_and_answered(tmp_path: Path) -> None:
     storage = run_of(LocalStorage(), root, starts=2)
     assert list_requests(storage, root) == RequestNames((), (), ())
     asked = request_save(storage, root, stops=True)
-    assert (asked.start, asked.stops) == (2, True)
+    assert (asked.incarnation, asked.stops) == (2, True)
     assert read_request(storage, root, asked.id) == asked
     assert read_answer(storage, root, asked.id) is None
     put_answer(storage, root, asked.id, "saved", "it is durable", SAVED)
@@ -83,7 +83,7 @@ def test_requests_at_once_are_requests_of_their_own(tmp_path: Path) -> None:
 def test_the_first_answer_stands() -> None:
     storage = run_of(MemoryStorage({ROOT: None}))
     asked = request_save(storage, ROOT, stops=False)
-    put_answer(storage, ROOT, asked.id, "ended", "start 2 has begun")
+    put_answer(storage, ROOT, asked.id, "ended", "incarnation 2 has begun")
     put_answer(storage, ROOT, asked.id, "saved", "it is durable", SAVED)
     answer = read_answer(storage, ROOT, asked.id)
     assert answer is not None

@@ -22,7 +22,7 @@ LOSSES: dict[int, Scalar] = {10: 0.5, 20: 0.25, 30: "nan", 40: 0.25, 50: None}
 
 @pytest.fixture
 def storage() -> MemoryStorage:
-    """Return a run with losses; 60 is left behind, and the best of all."""
+    """Return a run with losses; 60 is orphaned, and the best of all."""
     storage = MemoryStorage({ROOT: None})
     for step, loss in LOSSES.items():
         put(
@@ -87,7 +87,7 @@ def test_what_is_not_found_is_told_with_what_there_is(storage, selector, error, 
 
 def test_an_empty_run_has_no_latest() -> None:
     storage = MemoryStorage({ROOT: None})
-    with pytest.raises(NotFoundError, match="nothing here is the latest: it holds no checkpoint"):
+    with pytest.raises(NotFoundError, match="nothing here is the latest: it has no checkpoint"):
         chosen(storage, "latest")
     with pytest.raises(NotFoundError, match="there are no metrics"):
         chosen(storage, "min:loss")

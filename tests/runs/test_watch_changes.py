@@ -48,21 +48,21 @@ def test_a_run_is_told_from_its_start() -> None:
     run = Watched()
     assert run.told() == ["no checkpoints yet"]
     run.start()
-    assert run.told() == ["start 1, job 7, begins anew: a test"]
+    assert run.told() == ["incarnation 1, job 7, begins anew: a test"]
     where = committed(run.storage, 5, start=1)
     assert run.told() == ["step 5 is durable: 4.12 kB by 1 rank"]
     committed(run.storage, 6, start=1)
     run.start(where)
     assert run.told() == [
-        "start 2, job 7, goes on from step 5: a test",
+        "incarnation 2, job 7, resumes from step 5: a test",
         "step 6 is durable: 4.12 kB by 1 rank",
-        "step 6 is left behind: the run does not go on from it",
+        "step 6 is orphaned: the run does not resume from it",
     ]
     sign = LivenessFile(run.storage, ROOT, 2)
     sign.renew()
     assert run.told() == []
     sign.end()
-    assert run.told() == ["start 2 has ended"]
+    assert run.told() == ["incarnation 2 has ended"]
     fresh = [*changes(None, observe_run(run.storage, ROOT))]
     assert fresh[1:] == ["2 checkpoints: the newest is of step 5"]
 
@@ -144,7 +144,7 @@ def test_what_was_left_behind_or_of_a_dead_save_is_gone_for_that() -> None:
     run.storage.remove(f"{ROOT}/step-9")
     assert run.told() == [
         "step-9 is gone: what was left of a save was removed",
-        "step 6 is gone: it was left behind",
+        "step 6 is gone: it was orphaned",
     ]
 
 
@@ -166,7 +166,7 @@ def test_a_start_that_cannot_be_read_is_told_once() -> None:
     damaged = {**run.storage.tree(), f"{ROOT}/.starts/2.json": b"{}"}
     run.storage = MemoryStorage(damaged)
     (told,) = run.told()
-    assert told.startswith("what is left behind is not known: /runs/.starts/2.json: ")
+    assert told.startswith("which checkpoints are orphaned is not known: /runs/.starts/2.json: ")
     look = observe_run(run.storage, ROOT)
     assert (look.newest, kept_by(look, None)) == (None, {})
     run.remove(5)

@@ -224,13 +224,13 @@ def test_what_is_chosen_of_a_run_is_held_until_the_average_is_there(tmp_path):
 
     def look(done: int, nbytes: int) -> None:
         del done, nbytes
-        seen.append([bool(one.holds) for one in run.checkpoints])
+        seen.append([bool(one.leases) for one in run.checkpoints])
 
     dc.average(tmp_path / "run", to=tmp_path / "a", last=2, include="w", progress=look)
     sources = [f"{tmp_path}/run@min:loss", f"{tmp_path}/run@latest"]
     dc.average(sources, to=tmp_path / "b", include="w", progress=look)
     assert (seen[0], seen[-1]) == ([False, True, True], [True, False, True])
-    assert not any(one.holds for one in run.checkpoints)
+    assert not any(one.leases for one in run.checkpoints)
 
 
 # --- what is refused ----------------------------------------------------------------------------

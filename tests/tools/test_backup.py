@@ -135,12 +135,12 @@ def test_what_cannot_be_kept_is_refused_by_name(root: Path) -> None:
 def test_the_source_cannot_be_deleted_while_it_is_kept(root: Path) -> None:
     class Deleting(LocalStorage):
         def link(self, old: str, new: str) -> None:
-            with pytest.raises(ConflictError, match="held by"):
+            with pytest.raises(ConflictError, match="leased by"):
                 dc.delete(root / "s1")
             super().link(old, new)
 
     backup_at(Deleting(), f"{root}/s1", overwrite=False)
-    assert dc.checkpoints(root)[0].holds == ()
+    assert dc.checkpoints(root)[0].leases == ()
     assert number_at(LocalStorage(), f"{root}/backup/s1") == 1
 
 

@@ -32,23 +32,23 @@ def found(run: dc.Run) -> dict[int | None, dc.RunCheckpoint]:
 
 
 def test_a_step_above_another_is_waited_for(run: dc.Run, tmp_path: Path) -> None:
-    assert run.wait_newer() == 3
-    assert run.wait_newer(after=2) == 3
-    assert run.wait_newer(after=3, timeout_s=0.0) is None
+    assert run.wait_for_newer() == 3
+    assert run.wait_for_newer(after=2) == 3
+    assert run.wait_for_newer(after=3, timeout_s=0.0) is None
     timer = threading.Timer(0.05, committed, (LocalStorage(), 7), {"root": str(tmp_path / "run")})
     timer.start()
-    assert run.wait_newer(after=3, timeout_s=30.0, poll_s=0.01) == 7
+    assert run.wait_for_newer(after=3, timeout_s=30.0, poll_s=0.01) == 7
     timer.join()
-    assert dc.Run(tmp_path / "later").wait_newer(timeout_s=0.0) is None
+    assert dc.Run(tmp_path / "later").wait_for_newer(timeout_s=0.0) is None
 
 
 def test_what_is_held_cannot_be_removed_until_the_end(run: dc.Run) -> None:
-    with run.hold("@latest") as checkpoint:
+    with run.lease("@latest") as checkpoint:
         assert checkpoint.step == 3
-        assert len(found(run)[3].holds) == 1
-        with pytest.raises(ConflictError, match="held by process"):
+        assert len(found(run)[3].leases) == 1
+        with pytest.raises(ConflictError, match="leased by process"):
             dc.delete(checkpoint.path)
-    assert found(run)[3].holds == ()
+    assert found(run)[3].leases == ()
     dc.delete(f"{run.root}@latest")
     assert [one.step for one in run.checkpoints] == [1, 2]
 
@@ -57,14 +57,14 @@ def test_a_hold_is_renewed_as_long_as_it_lasts(run: dc.Run) -> None:
     def num_facts() -> int:
         return len(read_annotations(LocalStorage(), run.root))
 
-    with run.hold(2, ttl_s=0.3):
+    with run.lease(2, ttl_s=0.3):
         waited = threading.Event()
         for _ in range(1000):
             if num_facts() > 2:
                 break
             waited.wait(0.01)
         assert num_facts() > 2
-    assert found(run)[2].holds == ()
+    assert found(run)[2].leases == ()
 
 
 def test_a_hold_outlives_a_prune_that_has_seen_it(
@@ -80,12 +80,12 @@ def test_a_hold_outlives_a_prune_that_has_seen_it(
             waited.wait(0.01)
         raise AssertionError
 
-    with run.hold(2, ttl_s=0.6):
-        mark = subject.put(protections.MARK, {"0" * 16: "step-2"})
-        wait_until(lambda: "the hold could not be renewed" in caplog.text)
-        subject.take_back(mark)
-        wait_until(lambda: any(fact.name.number > 1 for fact in subject.facts()))
-        assert len(run.find(2).holds) == 1
+    with run.lease(2, ttl_s=0.6):
+        mark = subject.put(protections.DELETION_INTENT, {"0" * 16: "step-2"})
+        wait_until(lambda: "the lease could not be renewed" in caplog.text)
+        subject.withdraw(mark)
+        wait_until(lambda: any(fact.name.number > 1 for fact in subject.annotations()))
+        assert len(run.find(2).leases) == 1
 
 
 def test_metrics_pins_and_tags_are_put(run: dc.Run) -> None:
@@ -159,10 +159,10 @@ def test_what_is_no_metric_is_refused(run: dc.Run, values: dict[str, float]) -> 
 def test_a_hold_has_an_end(run: dc.Run, ttl_s: float) -> None:
     with (
         pytest.raises(ValueError, match="give a number of seconds above 0"),
-        run.hold(1, ttl_s=ttl_s),
+        run.lease(1, ttl_s=ttl_s),
     ):
         pass
-    assert protections.protections_of(read_annotations(LocalStorage(), run.root), 0.0).holds == {}
+    assert protections.protections_of(read_annotations(LocalStorage(), run.root), 0.0).leases == {}
 
 
 def test_what_has_no_step_has_no_facts(tmp_path: Path) -> None:
@@ -235,3 +235,9 @@ def test_keep_best_removes_a_best_that_is_none_any_more(run: dc.Run) -> None:
         run.prune(dc.keep.best(1, min="loss"))
     assert list(found(run)) == [2, 3]
     assert run.best(min="loss") == run.find(2)
+
+
+@pytest.mark.parametrize(("old", "new"), [("hold", "lease"), ("wait_newer", "wait_for_newer")])
+def test_old_names_of_methods_are_refused_with_the_new_one(tmp_path, old, new):
+    with pytest.raises(AttributeError, match=f"Run.{old} is called {new} since dist_ckpt 0.2.0"):
+        getattr(dc.Run(tmp_path), old)

@@ -12,7 +12,7 @@ import dist_ckpt as dc
 import rank_threads
 from dist_ckpt.core.commit.attempts import find, list_attempts
 from dist_ckpt.core.commit.records.leases import CheckpointRef, tag
-from dist_ckpt.core.commit.records.protections import HOLD, PIN, protections_of
+from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect
 from dist_ckpt.core.format.objects.objects_file import decode
@@ -193,8 +193,8 @@ def test_what_is_kept_is_not_stripped_unless_it_is_forced(root: Path, guard: str
     run = dc.Run(root)
     before = sorted(root.rglob("s1/**/*"))
     if guard == "hold":
-        with run.hold(1):
-            with pytest.raises(ConflictError, match=r"held by .*--force"):
+        with run.lease(1):
+            with pytest.raises(ConflictError, match=r"leased by .*--force"):
                 dc.strip(root / "s1", "optim")
             assert sorted(root.rglob("s1/**/*")) == before
             dc.strip(root / "s1", "optim", force=True)
@@ -291,7 +291,7 @@ def test_neither_a_prune_nor_a_collector_nor_a_delete_takes_the_source_meanwhile
     strip_at(Meeting(storage, others), PATH, OPTIM)
     assert left_at(storage) == "without"
     assert len(list_attempts(storage, PATH)) == 1
-    held = [fact for fact in read_annotations(storage, ROOT) if fact.name.kind == HOLD]
+    held = [fact for fact in read_annotations(storage, ROOT) if fact.name.kind == LEASE]
     assert 0 in held[-1].values.values()
 
 

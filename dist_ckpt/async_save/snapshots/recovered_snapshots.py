@@ -180,15 +180,15 @@ class SaveIdentity(Message, frozen=True):
     world_size: int
     began_at: float
     overwrite: bool
-    start: int = 0
+    incarnation: int = 0
 
     @staticmethod
     def of(snapshot: Snapshot) -> SaveIdentity:
         """Return which save a snapshot is a part of. ValueError if its details make no sense."""
         details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
         told = snapshot.id, snapshot.path, snapshot.step, snapshot.world_size
-        start = 0 if details.run is None else details.run.start
-        return SaveIdentity(*told, details.began_at, details.overwrite, start)
+        incarnation = 0 if details.run is None else details.run.number
+        return SaveIdentity(*told, details.began_at, details.overwrite, incarnation)
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
 `save_barrier.py` has the rules, and what each note is for. The training takes a lock at a boundary,
 and waits only where the rules say so; it makes no call of the store. All keys begin with the name
-of this start of the job, so that a restarted or resized world never reads notes of another.
+of this incarnation of the job, so that a restarted or resized world never reads notes of another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("dist_ckpt")
 POLL_S = 0.25
 MAX_POLLS_PER_S = 2_000
 
-# While a round is open ranks may be waiting for its verdict.
+# While a round is open ranks may be waiting for its decision.
 OPEN_POLL_S = 0.01
 MAX_OPEN_POLLS_PER_S = 20_000
 
@@ -37,8 +37,8 @@ MAX_OPEN_POLLS_PER_S = 20_000
 # request, and SIGKILL 30 s later: before that their training has to come to an error that tells.
 ANSWER_S = 20.0
 
-# A line that is drawn so far ahead is reached after the verdict, mostly: twice the time of a round,
-# which is a pause and so many looks at the store.
+# A line drawn this far ahead is mostly reached after the decision: twice the time of a round, which
+# is a pause and so many looks at the store.
 AHEAD_ROUNDS = 2
 LOOKS_OF_ROUND = 3
 MAX_AHEAD = 10_000
@@ -49,7 +49,7 @@ STEADY_S = 60.0
 # After a round that came to nothing, and after a store that did not answer.
 AGAIN_S = 1.0
 
-_VERDICT = re.compile(r"go ([1-9][0-9]{0,18})|(void|closed): .*", re.DOTALL)
+_DECISION = re.compile(r"go ([1-9][0-9]{0,18})|(void|closed): .*", re.DOTALL)
 
 
 class BarrierProposal(msgspec.Struct, frozen=True):
@@ -100,9 +100,9 @@ class PollPolicy:
 
 @dataclass(frozen=True, slots=True)
 class BarrierMember:
-    """A rank of a start of a job; `start` is a name that no other start has."""
+    """A rank of a job; `key_prefix` is unique to this group of ranks, and begins all its keys."""
 
-    start: str
+    key_prefix: str
     rank: int
     world_size: int
 
@@ -124,7 +124,7 @@ class BarrierRounds:
         pacing: PollPolicy | None = None,
     ) -> None:
         self._notes = notes
-        self._start, self._rank = member.start, member.rank
+        self._key_prefix, self._rank = member.key_prefix, member.rank
         self._world_size = member.world_size
         self._wants = wants
         self._alone = alone
@@ -137,7 +137,7 @@ class BarrierRounds:
         # it does there.
         self._num_turns = 0
         self._inside: tuple[int, str] | None = None
-        self._has_told = False
+        self._has_announced = False
         # Of the thread alone.
         self._seen_at = 0.0
         self._not_before = 0.0
@@ -155,7 +155,7 @@ class BarrierRounds:
 
         `is_due`: all ranks alike save here; `what` says what they do, after which step. After a
         turn call `leave`.
-        Waits only for a verdict, which takes the threads of the other ranks and no training.
+        Waits only for a decision, which takes the threads of the other ranks and no training.
         NoAnswerError if the job's store is gone meanwhile.
         """
         with self._changed:
@@ -167,7 +167,7 @@ class BarrierRounds:
                 return None
             ask = self._ask if arrival == "save" else None
             self._num_turns += 1
-            self._has_told = False
+            self._has_announced = False
             self._inside = self._line.passed, f"{what} (step {step})"
             asked_at = self._seen_at - (0.0 if ask is None else ask.waited_s)
             return Boundary(self._line.passed, ask, asked_at)
@@ -194,7 +194,7 @@ class BarrierRounds:
             try:
                 pause_s = self._look()
             except NoAnswerError as error:
-                # Nobody may wait at a line of which no verdict can come. Where none is drawn the
+                # Nobody may wait at a line of which no decision can come. Where none is drawn the
                 # training goes on: if the store stays away the next save says so.
                 if self._line.first is not None and not self._line.is_go:
                     self._fail(error)
@@ -221,13 +221,13 @@ class BarrierRounds:
         with self._changed:
             line, inside, turn = self._line, self._inside, self._num_turns
             is_open, is_go = line.first is not None, line.is_go
-        self._look_for_lone_turns(inside, turn)
+        self._look_for_unmatched_turns(inside, turn)
         if is_go:  # until the training has come so far
             return self._pacing.poll_s
         if not is_open and not self._look_for_ask(asks=inside is None):
             self._look_s = time.monotonic() - began
             return self._pacing.poll_s
-        if self._look_for_verdict():
+        if self._look_for_decision():
             return self._pacing.poll_s
         return max(OPEN_POLL_S, self._world_size / MAX_OPEN_POLLS_PER_S)
 
@@ -255,18 +255,18 @@ class BarrierRounds:
         self._notes.put(self._of_round(f"answer/{self._rank}"), str(boundary))
         return True
 
-    def _look_for_verdict(self) -> bool:
-        """Look for this round's verdict, or put one; obey it. Return whether there is one."""
-        key, text = self._of_round("verdict"), None
+    def _look_for_decision(self) -> bool:
+        """Look for this round's decision, or put one; obey it. Return whether there is one."""
+        key, text = self._of_round("decision"), None
         if found := self._notes.read([key]):
             (text,) = found
         elif decided := self._decided():
             text = self._notes.put_once(key, decided)
         if text is None:
             return False
-        match = _VERDICT.fullmatch(text)
+        match = _DECISION.fullmatch(text)
         if match is None:
-            raise RankError(f"the verdict of a round is {text[:200]!r}: no rank of ours puts that")
+            raise RankError(f"the decision of a round is {text[:200]!r}: no rank of ours puts that")
         if match[1]:
             self._forget_earlier()
         else:
@@ -285,7 +285,7 @@ class BarrierRounds:
         return True
 
     def _decided(self) -> str | None:
-        """Return the verdict that this rank would put, if it can tell one."""
+        """Return the decision that this rank would put, if it can tell one."""
         waited_s = time.monotonic() - self._seen_at
         if self._rank == COORDINATOR and (answers := self._answers()) is not None:
             return f"go {max(map(int, answers))}"
@@ -312,15 +312,15 @@ class BarrierRounds:
 
     # --- a rank that saves alone -----------------------------------------------------------------
 
-    def _look_for_lone_turns(self, inside: tuple[int, str] | None, turn: int) -> None:
+    def _look_for_unmatched_turns(self, inside: tuple[int, str] | None, turn: int) -> None:
         """Tell of this rank's turn, or see that another's is one that this rank has passed."""
         if self._world_size == 1:
             return
         if inside is not None:
             own = f"{self._rank} {inside[0]} {inside[1]}"
-            if not self._has_told:
+            if not self._has_announced:
                 self._notes.put_once(self._key(f"turn/{turn}"), own)
-                self._has_told = True
+                self._has_announced = True
             if why := self._why_alone(turn):
                 with self._changed:  # not in what this rank does after the turn
                     if self._inside == inside:
@@ -354,8 +354,8 @@ class BarrierRounds:
     def _say_closed(self) -> None:
         self._notes.put_once(self._key("closed"), str(self._rank))
         if self._line.first is not None and not self._line.is_go:
-            verdict = f"closed: rank {self._rank} takes no part any more"
-            self._notes.put_once(self._of_round("verdict"), verdict)
+            decision = f"closed: rank {self._rank} takes no part any more"
+            self._notes.put_once(self._of_round("decision"), decision)
 
     # --- keys ------------------------------------------------------------------------------------
 
@@ -383,11 +383,11 @@ class BarrierRounds:
     def _forget_earlier(self) -> None:
         """Remove the notes of the round before: who has answered this one reads them no more."""
         if self._rank == COORDINATOR and (last := self._line.round - 1):
-            what = ["ask", "verdict", *(f"answer/{rank}" for rank in range(self._world_size))]
+            what = ["ask", "decision", *(f"answer/{rank}" for rank in range(self._world_size))]
             self._notes.remove([self._key(f"{last}/{name}") for name in what])
 
     def _of_round(self, what: str) -> str:
         return self._key(f"{self._line.round}/{what}")
 
     def _key(self, what: str) -> str:
-        return f"{self._start}/{what}"
+        return f"{self._key_prefix}/{what}"

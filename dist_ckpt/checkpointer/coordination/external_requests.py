@@ -1,7 +1,7 @@
 """What other processes ask a run for, as rank 0 sees it: `dist-ckpt request-save`.
 
 A thread of its own looks for requests and answers them: the rounds must not wait for the storage,
-and the keeper may be busy with pruning for minutes. It shows as well that the run is alive.
+and the maintenance may be busy with pruning for minutes. It also writes the run's heartbeat.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ class ExternalRequests:
     # --- the thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        next_look, next_sign = 0.0, 0.0
-        sign = LivenessFile(self._storage, self._run.root, self._run.start)
+        next_look, next_renewal = 0.0, 0.0
+        liveness = LivenessFile(self._storage, self._run.root, self._run.number)
         while self._asked.end is None:
             is_fine = True
-            if time.monotonic() >= next_sign:
-                self._tried(sign.renew)
-                next_sign = time.monotonic() + LIVENESS_INTERVAL_S
+            if time.monotonic() >= next_renewal:
+                self._tried(liveness.renew)
+                next_renewal = time.monotonic() + LIVENESS_INTERVAL_S
             if time.monotonic() >= next_look:
                 is_fine = self._tried(self._look)
                 next_look = time.monotonic() + LOOK_S
@@ -134,7 +134,7 @@ class ExternalRequests:
             with self._changed:
                 if self._asked.end is None:
                     self._changed.wait(SETTLE_S if self._asked.taken and is_fine else LOOK_S)
-        for act in (self._look, self._answer_taken, self._answer_open, sign.end):
+        for act in (self._look, self._answer_taken, self._answer_open, liveness.end):
             self._tried(act)
 
     def _tried(self, act: Callable[[], None]) -> bool:
@@ -175,16 +175,16 @@ class ExternalRequests:
             return None
 
     def _begin(self, one: RequestRecord) -> None:
-        own = self._run.start
-        if one.start == own:
+        own = self._run.number
+        if one.incarnation == own:
             _log.info("%s asks for a save%s", one.by[:MAX_BY], " and the end" * one.stops)
             with self._changed:
                 if self._asked.last is None:
                     self._asked.open[one.id] = one
                 else:
                     self._asked.taken[one.id] = self._asked.last
-        elif one.start < own:
-            why = f"start {own} of the run has begun since: if that is meant as well, ask again"
+        elif one.incarnation < own:
+            why = f"incarnation {own} of the run has begun since: to ask that one, ask again"
             self._answer(one.id, "ended", why)
         else:  # the job that has taken over will see it
             self._done.add(one.id)
@@ -219,7 +219,7 @@ class ExternalRequests:
         with self._changed:
             left, end = [*self._asked.taken, *self._asked.open], self._asked.end
         for own_id in left:
-            self._answer(own_id, "ended", f"{end}. Safe is: {self._keeper.told.durable}")
+            self._answer(own_id, "ended", f"{end}. Safe is: {self._keeper.counts.durable}")
 
     def _answer(self, own_id: str, outcome: Outcome, why: str, saved: Where | None = None) -> None:
         put_answer(self._storage, self._run.root, own_id, outcome, why, saved)

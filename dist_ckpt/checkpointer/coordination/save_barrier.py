@@ -1,15 +1,15 @@
-"""The line: how ranks agree on a boundary at which all save, while none waits when nothing is due.
+"""The save barrier: ranks agree on a boundary at which all save, and wait only if a save is due.
 
 A boundary is each `step()` or `poll()` of the training; all ranks make the same sequence of them.
-Whoever wants a save that no step policy calls for opens a round, by one note that all can read:
+A rank that needs a save outside the step policy opens a round, by one note that all can read:
 
 1. A thread of each rank sees the note. It draws a line before a boundary that its rank has not
    passed, and only then answers with that boundary's number.
-2. With all answers rank 0 puts the verdict "go k", k being the highest of them. So no rank has
-   passed k, nor will before it knows the verdict.
-3. A rank that comes to its line waits for the verdict, and saves at k. Any rank may put the verdict
-   "void" instead, at any time: the first verdict stands. Then there is no line, and who asked asks
-   again.
+2. With all answers rank 0 writes the decision "go k"; k is the highest of them. So no rank has
+   passed k, nor will before it has the decision.
+3. A rank at its line waits for the decision, and saves at k. Any rank may write the decision "void"
+   instead, at any time: the first decision counts. Then there is no line, and the rank that opened
+   the round opens another.
 
 So a rank at its line waits only for the threads of others, which answer whatever their training
 does. Other orders split the ranks or stop them for ever: decision 15 has them, and
@@ -30,8 +30,8 @@ class SaveBarrier:
 
     Boundaries and rounds are counted from 1. `passed` is how many boundaries this rank has passed;
     `round` is the round that is open here, or will be next; `first` is the first boundary that it
-    does not pass in this round, None while none is open. `is_go`: the verdict is known, and `first`
-    is where all save.
+    does not pass in this round, None while none is open. `is_go`: the decision is known, and all
+    save at `first`.
     """
 
     passed: int = 0
@@ -57,20 +57,20 @@ class SaveBarrier:
     def draw(self, lookahead: int) -> int:
         """Draw the line of this round, so many boundaries ahead; return the boundary to answer.
 
-        A line that lies further ahead is reached after the verdict, mostly, and stops nobody.
+        A line that lies further ahead is reached after the decision, mostly, and stops nobody.
         """
         if self.first is None:
             self.first = self.passed + 1 + lookahead
         return self.first
 
-    def learn(self, verdict: int | None) -> None:
-        """Take a verdict: the boundary at which all save, or None if the round is void."""
-        if verdict is None:
+    def learn(self, decision: int | None) -> None:
+        """Take a decision: the boundary at which all save, or None if the round is void."""
+        if decision is None:
             self._next_round()
             return
-        if self.first is None or verdict < self.first:
-            raise AssertionError(f"the verdict is {verdict}, and the answer was {self.first}")
-        self.first, self.is_go = verdict, True
+        if self.first is None or decision < self.first:
+            raise AssertionError(f"the decision is {decision}, and the answer was {self.first}")
+        self.first, self.is_go = decision, True
 
     def _next_round(self) -> None:
         self.first, self.is_go = None, False

@@ -148,7 +148,7 @@ def cp(
 @click.argument("components", nargs=-1, required=True, shell_complete=components_in)
 @shared_options.yes
 @shared_options.dry_run
-@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
+@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or leased.")
 @shared_options.json
 def strip(
     path: str, components: tuple[str, ...], *, yes: bool, dry_run: bool, force: bool, as_json: bool
@@ -191,12 +191,12 @@ def _print_left(left: tuple[str, int, int], num_linked: int | None, *, as_json: 
 @shared_options.path
 @shared_options.yes
 @shared_options.dry_run
-@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or held.")
+@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or leased.")
 @shared_options.json
 def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> None:
     """Delete the checkpoint at PATH. There is no way back.
 
-    One that is pinned, tagged or held is not deleted without --force.
+    One that is pinned, tagged or leased is not deleted without --force.
 
     \b
     dist-ckpt rm runs/a@12000 --dry-run

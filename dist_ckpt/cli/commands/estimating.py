@@ -1,4 +1,4 @@
-"""The command that tells what checkpoints will cost: plan."""
+"""The command that computes what checkpoints will cost: estimate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.reports import size
 from dist_ckpt.runs.retention import retention_policy as policies
-from dist_ckpt.tools.inspect.estimate import Estimate, estimate, measured_rate
+from dist_ckpt.tools.inspect.estimate import Estimate, measured_rate
+from dist_ckpt.tools.inspect.estimate import estimate as compute
 
 
 @click.command()
@@ -36,7 +37,7 @@ from dist_ckpt.tools.inspect.estimate import Estimate, estimate, measured_rate
 @click.option("--rate", type=shared_options.Bytes(), help="Bytes a second that the storage writes.")
 @click.option("--measure", is_flag=True, help="Measure that: write 256 MiB to the folder.")
 @shared_options.json
-def plan(  # noqa: PLR0913 - those of dc.estimate
+def estimate(  # noqa: PLR0913 - those of dc.estimate
     *,
     source: str,
     world_size: int | None,
@@ -49,14 +50,14 @@ def plan(  # noqa: PLR0913 - those of dc.estimate
     measure: bool,
     as_json: bool,
 ) -> None:
-    """Tell size, time and space of the checkpoints of a job before it is started.
+    """Compute size, time and space of the checkpoints of a job before it is started.
 
     Metrics are taken to be as costly as can be: the best are the oldest. Exit code 1 if the folder
     has not the space now.
 
     \b
-    dist-ckpt plan --from runs/a@latest --world-size 64 --rate 2GB
-    dist-ckpt plan --from runs/a@latest --steps 10000 --save-every 500 --keep 'last(3)'
+    dist-ckpt estimate --from runs/a@latest --world-size 64 --rate 2GB
+    dist-ckpt estimate --from runs/a@latest --steps 10000 --save-every 500 --keep 'last(3)'
     """  # noqa: D301 - click knows the backspace
     if rate is not None and measure:
         raise click.UsageError("--rate and --measure are given: give one of them")
@@ -64,32 +65,32 @@ def plan(  # noqa: PLR0913 - those of dc.estimate
         raise click.UsageError("--rate is 0: give the bytes a second, such as 2GB")
     keep = None if policy is None else policies.parse(policy)
     given = {"world_size": world_size, "steps": steps, "save_every": save_every}
-    found = estimate(source, **given, step_s=step_s, keep=keep, rate=rate, folder=folder)
+    costs = compute(source, **given, step_s=step_s, keep=keep, rate=rate, folder=folder)
     if measure:
-        at = measured_rate(found.folder)
-        found = estimate(source, **given, step_s=step_s, keep=keep, rate=at, folder=folder)
-    with output.exit_with(output.FINE if found.fits else output.FINDING):
+        at = measured_rate(costs.folder)
+        costs = compute(source, **given, step_s=step_s, keep=keep, rate=at, folder=folder)
+    with output.exit_with(output.FINE if costs.fits else output.FINDING):
         if as_json:
-            more = {"nbytes_peak": found.nbytes_peak, "save_s": found.save_s, "fits": found.fits}
-            output.print_json("plan", {**asdict(found), **more})
+            more = {"nbytes_peak": costs.nbytes_peak, "save_s": costs.save_s, "fits": costs.fits}
+            output.print_json("estimate", {**asdict(costs), **more})
         else:
-            _print(found)
+            _print(costs)
 
 
-def _print(found: Estimate) -> None:
-    ranks = f"{found.world_size} ranks"
+def _print(costs: Estimate) -> None:
+    ranks = f"{costs.world_size} ranks"
     lines = [
-        ("like", found.path),
-        ("size", f"{size(found.nbytes)} in {found.num_files} files"),
-        ("by", f"{ranks}, of which the fullest writes {size(found.nbytes_rank)}"),
-        ("saves", f"{found.num_saves}, of which {found.num_kept} are kept"),
+        ("like", costs.path),
+        ("size", f"{size(costs.nbytes)} in {costs.num_files} files"),
+        ("by", f"{ranks}, of which the fullest writes {size(costs.nbytes_rank)}"),
+        ("saves", f"{costs.num_saves}, of which {costs.num_kept} are kept"),
     ]
-    if found.rate is not None and found.save_s is not None:
-        lines.append(("a save", f"{found.save_s:.3g} s at {size(found.rate)}/s"))
-    fits = "it fits" if found.fits else "it does NOT fit"
+    if costs.rate is not None and costs.save_s is not None:
+        lines.append(("a save", f"{costs.save_s:.3g} s at {size(costs.rate)}/s"))
+    fits = "it fits" if costs.fits else "it does NOT fit"
     lines += [
-        ("peak", f"{size(found.nbytes_peak)}: {found.num_at_once} at once"),
-        ("free", f"{size(found.nbytes_free)} at {found.folder}: {fits}"),
+        ("peak", f"{size(costs.nbytes_peak)}: {costs.num_at_once} at once"),
+        ("free", f"{size(costs.nbytes_free)} at {costs.folder}: {fits}"),
     ]
     for name, text in lines:
         click.echo(f"{name:<7} {output.printable(text)}")

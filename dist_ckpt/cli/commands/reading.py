@@ -38,8 +38,8 @@ def ls(path: str, *, as_json: bool) -> None:
 
     PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
     "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left). Metrics,
-    tags, pins and holds are shown where there are any (of many metrics the first few, all with
-    --json), and "left behind" what a run has saved above the step that it was started from again.
+    tags, pins and leases are shown where there are any (of many metrics the first few, all with
+    --json). "orphaned" is what a run has saved above the step from which it was resumed later.
 
     \b
     dist-ckpt ls runs/a
@@ -83,9 +83,9 @@ def ls(path: str, *, as_json: bool) -> None:
 
 
 def _notes(one: RunCheckpoint) -> list[str]:
-    """Return what else is known of a checkpoint, in words."""
-    notes = ["left behind"] * one.is_left_behind + ["checked"] * one.is_verified
-    return [*notes, *one.guards]
+    """Return more about a checkpoint, as texts."""
+    notes = ["orphaned"] * one.is_orphaned + ["checked"] * one.is_verified
+    return [*notes, *one.protected_by]
 
 
 def _runs_in(path: str) -> list[str]:

@@ -48,7 +48,7 @@ def report(
 
     PATH is one checkpoint, or a run's folder. Of a checkpoint the page has its sizes by name, who
     stores what, what is damaged, what is attached, configuration and metadata. Of a run it has what
-    was saved when and how long it took, metrics with what is kept, left behind or damaged, and
+    was saved when and how long it took, metrics with what is kept, orphaned or damaged, and
     sizes. An older report is replaced. Exit code 1 if anything is damaged, 5 if something could not
     be checked. With --json no page is written.
 
@@ -90,20 +90,20 @@ def _told(facts: Mapping[str, Any]) -> str:
         failed = sum(one["has_failed"] for one in facts["checkpoints"])
         more = f", {failed} could not be checked" if failed else ""
         return f"{num} checkpoint{'s' * (num != 1)}{checked}{more}"
-    verdict = facts["verdict"]
-    if verdict["result"] == "not checked":
-        why = f": {verdict['why']}" if verdict["has_failed"] else ""
+    check = facts["verification"]
+    if check["result"] == "not checked":
+        why = f": {check['why']}" if check["has_failed"] else ""
         return f"one checkpoint, not checked{why}"
-    return f"one checkpoint, {verdict['num_problems']} problems by the {verdict['level']} check"
+    return f"one checkpoint, {check['num_problems']} problems by the {check['level']} check"
 
 
 def _code(facts: Mapping[str, Any]) -> int:
     """Return the exit code, as `dist-ckpt verify` has it."""
     is_run = facts["about"] == "run"
-    if facts["num_damaged"] if is_run else facts["unreadable"] or facts["verdict"]["problems"]:
+    if facts["num_damaged"] if is_run else facts["unreadable"] or facts["verification"]["problems"]:
         return output.FINDING
     failed = [one for one in facts["checkpoints"] if one["has_failed"]] if is_run else []
     if any(one["state"] == "incompatible" for one in failed):
         return output.INCOMPATIBLE
-    has_failed = bool(failed) if is_run else facts["verdict"]["has_failed"]
+    has_failed = bool(failed) if is_run else facts["verification"]["has_failed"]
     return output.IO_ERROR if has_failed else output.FINE

@@ -38,7 +38,7 @@ ANSWER_S = 600.0
 @click.command()
 @click.argument("root", type=shared_options.PATH)
 @click.option("--keep", "policy", required=True, help="What to keep: rules, joined by |.")
-@click.option("--explain", is_flag=True, help="Say of each checkpoint what keeps it.")
+@click.option("--explain", is_flag=True, help="Print for each checkpoint why it stays.")
 @shared_options.yes
 @shared_options.dry_run
 @shared_options.json
@@ -54,7 +54,7 @@ def prune(
     within(days=7)                what was saved in the week before the newest
 
     Whatever the rules say, these stay: the newest, the newest that passes a quick check, the newest
-    that was checked in full, and what is pinned, tagged or held.
+    that was checked in full, and what is pinned, tagged or leased.
 
     \b
     dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
@@ -96,8 +96,8 @@ def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[st
 
 @click.command()
 @_path
-@click.option("--why", default="", help="Shown by ls, and by who would remove it.")
-@click.option("--remove", is_flag=True, help="Take the pin away.")
+@click.option("--why", default="", help="Shown by ls, and by commands that refuse to remove it.")
+@click.option("--remove", is_flag=True, help="Remove the pin.")
 @shared_options.dry_run
 @shared_options.json
 def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> None:
@@ -124,13 +124,13 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
 @click.command()
 @_path
 @click.argument("name")
-@click.option("--remove", is_flag=True, help="Take the tag away from it.")
+@click.option("--remove", is_flag=True, help="Remove the tag from it.")
 @shared_options.dry_run
 @shared_options.json
 def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> None:
-    """Give the checkpoint PATH the tag NAME; it is kept as long as it has one.
+    """Give the checkpoint PATH the tag NAME, which protects it as a pin does.
 
-    Of a run one checkpoint has a tag: another that had it loses it. Then "runs/a@tag:NAME" is this
+    One checkpoint of a run has a tag: another that had it loses it. Then "runs/a@tag:NAME" is this
     one, for every command.
 
     \b
@@ -202,10 +202,10 @@ def request_save(
 ) -> None:
     """Ask the job that writes into ROOT to save now.
 
-    It does so at its next step, or where it polls, on all ranks; with --stop it then ends as it
-    does on a signal. Nothing is asked of jobs that begin later. With --wait the exit code is 0 once
-    what was trained is durable, 1 if it cannot be, and 6 if nobody has answered: then the request
-    is taken back.
+    All ranks save at their next step, or where they poll; with --stop the job then ends as on a
+    signal. Jobs that begin later do not get the request. With --wait the exit code is 0 once what
+    was trained is durable, 1 if it cannot be, and 6 without an answer: then the request is
+    withdrawn.
 
     \b
     dist-ckpt request-save runs/a --stop --wait --timeout 300
@@ -213,13 +213,13 @@ def request_save(
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout says how long to wait: give --wait as well")
     storage, where = open_storage(root)
-    start = asking.incarnation_to_ask(storage, where)
+    incarnation = asking.incarnation_to_ask(storage, where)
     request = None if dry_run else asking.request_save(storage, where, stops=stops)
-    start = start if request is None else request.start
-    before = last_liveness(storage, where, start)
-    what = f"start {start} of the run in {where} to save{' and to end' * stops}"
+    incarnation = incarnation if request is None else request.incarnation
+    before = last_liveness(storage, where, incarnation)
+    text = f"incarnation {incarnation} of the run in {where} to save{' and to end' * stops}"
     if not as_json:
-        click.echo(f"{'would ask' if dry_run else 'asked'} {output.printable(what)}")
+        click.echo(f"{'would ask' if dry_run else 'asked'} {output.printable(text)}")
     if before is None and not as_json:
         click.echo(NO_LIVENESS, err=True)
     answer, why = None, ""
@@ -227,8 +227,8 @@ def request_save(
         waits_s = ANSWER_S if timeout_s is None else timeout_s
         answer, why = _wait_for_answer((storage, where), request, before, waits_s)
     if as_json:
-        facts = {"root": where, "start": start, "stops": stops, "wait": wait, "dry_run": dry_run}
-        document = {**facts, "last_sign": before, **_answered(answer, why)}
+        document = {"root": where, "incarnation": incarnation, "stops": stops, "wait": wait}
+        document |= {"dry_run": dry_run, "last_liveness": before, **_answered(answer, why)}
         output.print_json("request-save", document)
     elif answer is not None and answer.saved is not None:
         click.echo(f"saved: step {answer.saved[0]}, attempt {answer.saved[1]}")
@@ -238,23 +238,23 @@ def request_save(
 
 
 def _wait_for_answer(
-    place: tuple[Storage, str], request: RequestRecord, before: float | None, timeout_s: float
+    at: tuple[Storage, str], request: RequestRecord, before: float | None, timeout_s: float
 ) -> tuple[AnswerRecord | None, str]:
     """Return the answer to a request, if there is one, and why nothing is saved, if so."""
     began = time.monotonic()
-    answer = asking.wait_for_answer(*place, request, timeout_s=timeout_s)
+    answer = asking.wait_for_answer(*at, request, timeout_s=timeout_s)
     if answer is not None:
         return answer, "" if answer.saved else f"not saved, {answer.outcome}: {answer.why}"
     waited_s = min(timeout_s, round(time.monotonic() - began, 1))
-    after = last_liveness(*place, request.start)
+    after = last_liveness(*at, request.incarnation)
     return None, (
-        f"nobody has answered in {waited_s:g} s, and the request is taken back: "
-        f"{_told_life(before, after, waited_s)}"
+        f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
+        f"{_describe_life(before, after, waited_s)}"
     )
 
 
 def _answered(answer: AnswerRecord | None, why: str) -> dict[str, object]:
-    """Return what became of a request, if anything has."""
+    """Return the outcome of a request, if there is one, as fields of the document."""
     step, attempt = (None, None) if answer is None or answer.saved is None else answer.saved
     return {
         "outcome": None if answer is None else answer.outcome,
@@ -264,15 +264,15 @@ def _answered(answer: AnswerRecord | None, why: str) -> dict[str, object]:
     }
 
 
-def _told_life(before: float | None, after: float | None, waited_s: float) -> str:
-    """Say what the last signs of life before and after waiting tell of a job."""
+def _describe_life(before: float | None, after: float | None, waited_s: float) -> str:
+    """Return as text if a job lives, by its last heartbeats before and after waiting."""
     if after is None:
         return "the job has ended, or has died as it began"
     if after != before:
         return "the job is alive, but has come to no step and no poll() in that time"
     if waited_s > 2 * LIVENESS_INTERVAL_S:
         return (
-            f"the job has shown no sign of life since {utc(after)}: it was killed, stands still, "
-            f"or cannot write into the root"
+            f"the job was last seen at {utc(after)}: it was killed, is stalled, or cannot write "
+            f"into the root"
         )
     return "see whether the job is alive, and comes to a step or a poll() in that time"

@@ -115,5 +115,5 @@ def _print(report: VerifyReport | _NotChecked) -> None:
         click.echo(f"note     {output.printable(note)}")
     checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
     num = len(report.problems)
-    verdict = "ok" if report.ok else f"{num} problem{'s' * (num != 1)}; load an older one"
-    click.echo(f"{output.printable(report.path)}: {checked}: {verdict}")
+    result = "ok" if report.ok else f"{num} problem{'s' * (num != 1)}; load an older one"
+    click.echo(f"{output.printable(report.path)}: {checked}: {result}")

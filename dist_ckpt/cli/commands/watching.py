@@ -130,7 +130,7 @@ def _facts(
 ) -> dict[str, object]:
     """Return what there is, if the folder is there, and what has changed."""
     if look is None:
-        empty: dict[str, object] = {"start": None, "last_sign": None, "step": None}
+        empty: dict[str, object] = {"incarnation": None, "last_liveness": None, "step": None}
         at = {"root": root, "at": time.time(), "changes": list(told)}
         return {**at, **empty, "problem": "", "checkpoints": []}
     kept, newest = kept_by(look, keep), look.newest
@@ -139,8 +139,8 @@ def _facts(
         "root": root,
         "at": look.at,
         "changes": list(told),
-        "start": None if look.start is None else look.start.number,
-        "last_sign": look.last_liveness,
+        "incarnation": None if look.incarnation is None else look.incarnation.number,
+        "last_liveness": look.last_liveness,
         "step": None if newest is None else newest.step,
         "problem": look.listing.history_problem,
         "checkpoints": [
@@ -151,7 +151,7 @@ def _facts(
                 "nbytes": one.nbytes,
                 "saved_at": one.saved_at,
                 "metrics": as_plain_json(one.metrics),
-                "is_left_behind": one.is_left_behind,
+                "is_orphaned": one.is_orphaned,
                 "nbytes_written": written.get(one.path),
                 "kept_by": list(kept.get(one.path, ())),
             }
@@ -165,13 +165,13 @@ def lines(
 ) -> list[str]:
     """Return what is to be shown of a run, in so many lines: of its checkpoints the newest."""
     told = [output.printable(look.listing.root)]
-    if look.start is not None:
-        began = output.age(look.at - look.start.at)
-        told.append(output.printable(f"{describe_incarnation(look.start)} ({began} ago)"))
-        sign = NO_LIVENESS
+    if look.incarnation is not None:
+        began = output.age(look.at - look.incarnation.at)
+        told.append(output.printable(f"{describe_incarnation(look.incarnation)} ({began} ago)"))
+        last_seen = NO_LIVENESS
         if look.last_liveness is not None:
-            sign = f"last sign of life: {output.age(look.at - look.last_liveness)} ago"
-        told.append(sign)
+            last_seen = f"last seen {output.age(look.at - look.last_liveness)} ago"
+        told.append(last_seen)
     if (newest := look.newest) is not None:
         saved = output.age(look.at - (newest.saved_at or 0.0))
         told.append(f"newest: step {newest.step}, saved {saved} ago")
@@ -195,7 +195,7 @@ def _table(look: RunObservation, keep: RetentionPolicy | None, most: int | None)
     rows = [
         (
             one.name if one.step is None else str(one.step),
-            "left behind" if one.is_left_behind else one.state,
+            "orphaned" if one.is_orphaned else one.state,
             "-" if one.nbytes is None else size(one.nbytes),
             "-" if one.saved_at is None else output.age(look.at - one.saved_at),
             output.metrics_cell(one.metrics),

@@ -68,14 +68,14 @@ _LISTED = record(
     metadata=or_null(by_name(ANY)),
     problem=or_null(TEXT),
     attempt=or_null(TEXT),
-    save=or_null(TEXT),
+    save_id=or_null(TEXT),
     metrics=by_name(NUMBER),
     tags=list_of(TEXT),
     pin=or_null(TEXT),
-    holds=list_of(TEXT),
-    guards=list_of(TEXT),
+    leases=list_of(TEXT),
+    protected_by=list_of(TEXT),
     is_verified=BOOL,
-    is_left_behind=BOOL,
+    is_orphaned=BOOL,
     is_being_replaced=BOOL,
 )
 
@@ -133,6 +133,15 @@ _SHOWN: Keys = {
     **each("mesh attached nbytes_by_component nbytes_by_dtype per_rank", by_name(INT)),
     "metadata": by_name(ANY),
 }
+
+# Versions of the documents above the first; 0.2.0 has renamed fields in these.
+_VERSIONS = {"ls": 2, "watch": 2, "request-save": 2, "report": 2}
+
+
+def title_of(name: str) -> str:
+    """Return the value of `schema` in a document: its name and version."""
+    return f"dist-ckpt.{name}/{_VERSIONS.get(name, 1)}"
+
 
 # By name: the keys of the document besides `schema`.
 KEYS: Mapping[str, Keys] = {
@@ -234,7 +243,7 @@ KEYS: Mapping[str, Keys] = {
             )
         ),
     },
-    "plan": {
+    "estimate": {
         "path": TEXT,
         "folder": TEXT,
         "world_size": INT,
@@ -280,26 +289,26 @@ KEYS: Mapping[str, Keys] = {
         **each("root problem", TEXT),
         "at": FLOAT,
         "changes": list_of(TEXT),
-        **each("start step", or_null(INT)),
-        "last_sign": or_null(FLOAT),
+        **each("incarnation step", or_null(INT)),
+        "last_liveness": or_null(FLOAT),
         "checkpoints": list_of(
             record(
                 **each("name state", TEXT),
                 **each("step nbytes nbytes_written", or_null(INT)),
                 saved_at=or_null(FLOAT),
                 metrics=by_name(NUMBER),
-                is_left_behind=BOOL,
+                is_orphaned=BOOL,
                 kept_by=list_of(TEXT),
             )
         ),
     },
     "request-save": {
         **each("root why", TEXT),
-        "start": INT,
+        "incarnation": INT,
         **each("stops wait dry_run", BOOL),
         "outcome": {"enum": ["saved", "failed", "ended", None]},
         "step": or_null(INT),
         "attempt": or_null(TEXT),
-        "last_sign": or_null(FLOAT),
+        "last_liveness": or_null(FLOAT),
     },
 }

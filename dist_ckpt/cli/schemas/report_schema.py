@@ -18,7 +18,7 @@ from dist_ckpt.cli.schemas.documents import (
     record,
 )
 
-_VERDICT = record(
+_VERIFICATION = record(
     result={"enum": ["ok", "damaged", "not checked"]},
     level=or_null({"enum": ["full", "quick"]}),
     why=TEXT,
@@ -52,7 +52,7 @@ OF_UNREADABLE: Keys = {
     "unreadable": TEXT,
     "metrics": pairs(NUMBER),
     "notes": list_of(TEXT),
-    "verdict": _VERDICT,
+    "verification": _VERIFICATION,
 }
 OF_CHECKPOINT: Keys = {
     **OF_UNREADABLE,
@@ -92,14 +92,16 @@ OF_RUN: Keys = {
             **each("step nbytes world_size num_tensors slowest_rank", or_null(INT)),
             **each("saved_at stalled_s slowest_s", or_null(FLOAT)),
             metrics=by_name(NUMBER),
-            **each("guards tags", list_of(TEXT)),
-            **each("is_pinned is_held is_verified is_left_behind is_being_replaced", BOOL),
+            **each("protected_by tags", list_of(TEXT)),
+            **each("is_pinned is_leased is_verified is_orphaned is_being_replaced", BOOL),
             has_failed=BOOL,
             num_problems=INT,
             seconds=by_name(FLOAT),
         )
     ),
-    "starts": list_of(record(number=INT, at=FLOAT, by=TEXT, restored_step=or_null(INT), why=TEXT)),
+    "incarnations": list_of(
+        record(number=INT, at=FLOAT, by=TEXT, restored_step=or_null(INT), why=TEXT)
+    ),
     "metrics": list_of(
         record(name=TEXT, num_values=INT, **each("newest lowest highest", _MEASURED))
     ),

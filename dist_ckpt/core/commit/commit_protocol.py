@@ -108,7 +108,7 @@ def claim(
     ConflictError if a higher attempt is; whatever it raises, nothing is left behind.
 
     `run` is the start of a run that saves: its caller saves only above the step that it restored,
-    so that what older starts have there is left behind, and is replaced without `overwrite`.
+    so that what older incarnations have there is orphaned, and is replaced without `overwrite`.
     ConflictError if a newer start is there, StorageError if this one has no attempts left here.
     """
     made: list[str] = []

@@ -74,8 +74,8 @@ class Attempt:
         return f"a{self.number}-{self.id}"
 
     @property
-    def start(self) -> int:
-        """The start of a run that it is of, by its number; 0 if it is of none."""
+    def incarnation(self) -> int:
+        """The number of the incarnation that it belongs to; 0 if it belongs to no run."""
         return self.number // ATTEMPTS_PER_INCARNATION
 
     def __str__(self) -> str:

@@ -76,13 +76,13 @@ class IncarnationRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Somebody asks the start of this number to save now, and to end the run if it `stops`.
+    """A request to the incarnation of this number to save now, and to end the run if it `stops`.
 
     `id` is random, and in the names of both records.
     """
 
     id: str
-    start: int
+    incarnation: int
     stops: bool
     by: str
     at: float
@@ -165,7 +165,7 @@ def encode_request(request: RequestRecord) -> bytes:
     return _encode(
         {
             "request": request.id,
-            "start": request.start,
+            "start": request.incarnation,
             "stop": request.stops,
             "by": request.by,
             "at": request.at,

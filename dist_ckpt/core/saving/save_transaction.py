@@ -74,7 +74,7 @@ class SaveRequest:
             attached=self.attached,
             chosen=self.chosen,
             root="" if self.run is None else self.run.root,
-            start=0 if self.run is None else self.run.start,
+            start=0 if self.run is None else self.run.number,
             boundary=self.boundary,
             last="" if last is None else last.save_name,
             bulk=bulk_epoch,

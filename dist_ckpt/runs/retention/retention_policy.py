@@ -39,7 +39,7 @@ class Candidate:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# Which of the checkpoints, given by step, a rule keeps: their places. There is at least one.
+# Which of the checkpoints, given by step, a rule keeps: their positions. There is at least one.
 _Choose = Callable[[Sequence[Candidate]], Sequence[int]]
 
 
@@ -65,17 +65,17 @@ class RetentionPolicy:
         return " | ".join(self.rules)
 
     def reasons(self, there: Sequence[Candidate]) -> list[tuple[str, ...]]:
-        """Return of each checkpoint the rules that keep it, by their texts.
+        """Return for each checkpoint the texts of the rules that keep it.
 
-        Of one step only the highest attempt may be given: that is the checkpoint.
+        Give only the highest attempt of each step: that is the checkpoint.
         """
-        order = sorted(range(len(there)), key=lambda place: there[place].step)
-        told: list[list[str]] = [[] for _ in there]
-        by_step = [there[place] for place in order]
+        order = sorted(range(len(there)), key=lambda index: there[index].step)
+        reasons: list[list[str]] = [[] for _ in there]
+        by_step = [there[index] for index in order]
         for text, choose in self.rules.items() if there else ():
-            for number in choose(by_step):
-                told[order[number]].append(text)
-        return [tuple(texts) for texts in told]
+            for position in choose(by_step):
+                reasons[order[position]].append(text)
+        return [tuple(texts) for texts in reasons]
 
 
 def last(n: int) -> RetentionPolicy:
@@ -111,8 +111,8 @@ def best(
         unknown = [i for i, value in enumerate(values) if value is None]
         return [*ranked[:count], *(unknown[-waiting:] if waiting else ())]
 
-    told = None if unmeasured == 2 else waiting
-    return _rule(text_of("best", count, min=min, max=max, unmeasured=told), choose)
+    shown = None if unmeasured == 2 else waiting
+    return _rule(text_of("best", count, min=min, max=max, unmeasured=shown), choose)
 
 
 def every(*, steps: int | None = None, hours: float | None = None) -> RetentionPolicy:
@@ -154,11 +154,11 @@ _MAKERS: Mapping[str, Callable[..., object]] = {
 
 def parse(text: str) -> RetentionPolicy:
     """Return the policy that a text says, such as `last(3) | best(2, min="val/loss")`."""
-    found = RetentionPolicy({})
-    for one in made_of(text, _MAKERS):
-        assert isinstance(one, RetentionPolicy)
-        found |= one
-    return found
+    policy = RetentionPolicy({})
+    for rule in made_of(text, _MAKERS):
+        assert isinstance(rule, RetentionPolicy)
+        policy |= rule
+    return policy
 
 
 def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:

@@ -21,7 +21,7 @@ def best_measured(
     NotFoundError if what is known to be better is not there any more.
     """
     there = {one.where: one for one in listing.alive}
-    measured = annotations_of(listing.facts, time.time()).metrics
+    measured = annotations_of(listing.annotations, time.time()).metrics
     values = {where: found[metric] for where, found in measured.items() if metric in found}
     history = read_history(storage, listing.root)
 
@@ -29,7 +29,7 @@ def best_measured(
         if where in there:
             return True
         replaced = any(found and found[0] == where[0] and found > where for found in there)
-        return not (replaced or history.is_left_behind(*where))
+        return not (replaced or history.is_orphaned(*where))
 
     known = [where for where, value in values.items() if not isnan(value) and counts(where)]
     if not known:

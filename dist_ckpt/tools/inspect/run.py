@@ -1,4 +1,4 @@
-"""`dc.Run`: a run's checkpoints, for who evaluates them, and for tools; it owns nothing."""
+"""`dc.Run`: read-only view of a run's checkpoints, for evaluation jobs and tools."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
 from dist_ckpt.core.checkpoint.verify import verify
 from dist_ckpt.core.commit.attempts import entries_at
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.runtime.renamed import refuse_old_attributes
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.runs.annotations import put_metrics
@@ -26,14 +28,19 @@ _POLL_S = 2.0
 
 
 class Run:
-    """The checkpoints of a run in a folder, which need not be there yet. Needs no torch or ranks.
+    """The checkpoints of a run in a folder, which need not exist yet. Needs no torch or ranks.
 
     It installs no handlers and keeps nothing open: any process may have one, also while the run
-    goes on. `which` is a step, or a selector: "@latest", "@12000", "@min:val/loss",
-    "@max:accuracy", "@tag:release". What has no step, or is not committed, cannot be held, pinned,
-    tagged or measured.
+    continues. `which` is a step, or a selector: "@latest", "@12000", "@min:val/loss",
+    "@max:accuracy", "@tag:release". A checkpoint that has no step, or is not committed, cannot be
+    leased, pinned, tagged or measured.
     Threads may share it.
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_attributes(
+            "Run", {"hold": "lease", "wait_newer": "wait_for_newer"}
+        )
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._storage, self._root = open_storage(root)
@@ -67,7 +74,7 @@ class Run:
     ) -> RunCheckpoint | None:
         """Return the checkpoint with the best value of a metric; None if it was never measured.
 
-        Of two that are equal the older. What is left behind, or was replaced, does not count. If a
+        Of two that are equal the older. An orphaned or replaced checkpoint does not count. If a
         better value is known of a step whose checkpoint is gone or damaged, that is a
         NotFoundError, which names it. (What a pruner removes is forgotten with what was measured of
         it: let `keep.best` be among its rules.) Give `min` or `max`.
@@ -76,13 +83,13 @@ class Run:
             raise ValueError('give min= or max=, the name of a metric: best(min="val/loss")')
         return best_measured(self._storage, self._list(), min or max or "", is_max=min is None)
 
-    def wait_newer(
+    def wait_for_newer(
         self, after: int | None = None, *, timeout_s: float = 3600.0, poll_s: float = _POLL_S
     ) -> int | None:
         """Wait for a checkpoint above the step `after`; return its step, or None after `timeout_s`.
 
-        It is one that the run may go on from: committed, and not left behind. A folder that is not
-        there yet is waited for as well. The storage is asked every `poll_s` seconds.
+        It is one that the run may resume from: committed, and not orphaned. The folder need not
+        exist yet. The storage is read every `poll_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -90,26 +97,26 @@ class Run:
             newest = alive[-1].step if alive else None
             if newest is not None and (after is None or newest > after):
                 return newest
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
                 return None
-            time.sleep(min(poll_s, left))
+            time.sleep(min(poll_s, remaining_s))
 
     @contextmanager
-    def hold(self, which: int | str, *, ttl_s: float = TTL_S) -> Iterator[Checkpoint]:
-        """Keep a checkpoint from being pruned or deleted inside a `with`, which has it open.
+    def lease(self, which: int | str, *, ttl_s: float = TTL_S) -> Iterator[Checkpoint]:
+        """Open a checkpoint inside a `with`, and protect it there from prune and delete.
 
-        It is renewed meanwhile. A process that dies, or stands still, holds it for `ttl_s` seconds
-        by the storage's clock, and no longer. NotFoundError if there is none, or if it is about to
-        be removed; StorageError if the folder cannot be written.
+        The lease is renewed meanwhile. That of a process that dies, or stalls, expires after
+        `ttl_s` seconds by the storage's clock. NotFoundError if there is no such checkpoint, or if
+        it is about to be removed; StorageError if the folder cannot be written.
         """
         with ExitStack() as stack:
-            one = lease_selected(self._storage, lambda: self.find(which), ttl_s, stack)
-            yield stack.enter_context(open_at(self._storage, one.path))
+            info = lease_selected(self._storage, lambda: self.find(which), ttl_s, stack)
+            yield stack.enter_context(open_at(self._storage, info.path))
 
     def metrics(self, which: int | str, values: Mapping[str, float]) -> None:
-        """Add what was measured of a checkpoint, under any names; durable on return.
+        """Add metrics to a checkpoint, under any names; durable on return.
 
-        A later value of a name counts. nan and infinities are taken, and nan is never the best.
+        The last value of a name counts. nan and infinities are allowed; nan is never the best.
         """
         subject = self._subject(which)
         put_metrics(self._storage, subject.root, subject.where, values)
@@ -119,18 +126,18 @@ class Run:
         leases.pin(self._subject(which), _text(why, "why"))
 
     def unpin(self, which: int | str) -> None:
-        """Take the pin from a checkpoint; fine if it has none."""
+        """Remove the pin of a checkpoint; fine if it has none."""
         leases.unpin(self._subject(which))
 
     def tag(self, which: int | str, name: str) -> None:
-        """Give a tag to a checkpoint, which is kept as long as it has it; durable on return.
+        """Give a tag to a checkpoint, which protects it; durable on return.
 
-        Of a run one checkpoint has a tag: another that had it loses it.
+        One checkpoint of a run has a tag: another that had it loses it.
         """
         leases.tag(self._subject(which), _text(name, "name", least=1))
 
     def untag(self, name: str) -> None:
-        """Take a tag away from the checkpoint that has it. NotFoundError if none has."""
+        """Remove a tag from the checkpoint that has it. NotFoundError if none has."""
         leases.untag(self._subject(f"@tag:{_text(name, 'name', least=1)}"), name)
 
     def prune(
@@ -140,20 +147,19 @@ class Run:
         among: Collection[RunCheckpoint] | None = None,
         dry_run: bool = False,
     ) -> list[Decision]:
-        """Remove what no rule and no guard keeps; return of each checkpoint what keeps it.
+        """Remove what no rule and no protection keeps; return for each why it stays.
 
-        With nothing that keeps it, it is gone, or would be without `dry_run`. Never removed are the
-        newest, the newest that passes a quick check, the newest that was checked in full, and what
-        is pinned, tagged or held. `among` are checkpoints, as of an earlier dry run, out of which
-        some may go, where they are: all others stay. NotFoundError if a rule names a metric that no
-        checkpoint has.
+        A checkpoint without reasons is removed, or would be without `dry_run`. Never removed are
+        the newest, the newest that passes a quick check, the newest that was checked in full, and
+        what is pinned, tagged or leased. With `among`, checkpoints that an earlier dry run
+        returned, all others stay. NotFoundError if a rule names a metric that no checkpoint has.
         """
         if not isinstance(keep, RetentionPolicy):
             raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
         among = None if among is None else tuple(among)
-        for one in among or ():
-            if not isinstance(one, RunCheckpoint):
-                raise TypeError(f"among has {one!r}: give checkpoints that a dry run returned")
+        for info in among or ():
+            if not isinstance(info, RunCheckpoint):
+                raise TypeError(f"among has {info!r}: give checkpoints that a dry run returned")
         self._check_metrics(keep)
         return prune(
             self._storage,
@@ -166,9 +172,9 @@ class Run:
 
     def _check_metrics(self, keep: RetentionPolicy) -> None:
         listing = self._list()
-        known = {name for one in listing.checkpoints for name in one.metrics}
+        known = {name for info in listing.checkpoints for name in info.metrics}
         unknown = sorted(metrics_of(keep) - known)
-        if unknown and any(not told for _, told in plan_prune(listing, keep)):
+        if unknown and any(not reasons for _, reasons in plan_prune(listing, keep)):
             there = f"there are {listed(sorted(known))}" if known else "there are none"
             raise NotFoundError(
                 f"{self._root}: no checkpoint has the metric {unknown[0]!r}, so nothing is "
@@ -185,10 +191,10 @@ class Run:
         return f"Run({self._root!r})"
 
 
-def is_complete(one: RunCheckpoint) -> bool:
-    """Say whether a checkpoint passes a quick check now."""
+def is_complete(info: RunCheckpoint) -> bool:
+    """Return True if a checkpoint passes a quick check now."""
     try:
-        return verify(one.path, level="quick").ok
+        return verify(info.path, level="quick").ok
     except CheckpointError:
         return False
 

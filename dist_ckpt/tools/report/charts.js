@@ -165,8 +165,8 @@
   const stepAxis = (more) => ({ title: { text: "step", standoff: 6 }, tickformat: ",d", ...more });
 
   function notes(one) {
-    const told = [...one.guards];
-    if (one.is_left_behind) told.push("left behind");
+    const told = [...one.protected_by];
+    if (one.is_orphaned) told.push("orphaned");
     if (one.result === "damaged") told.push("damaged");
     return told.map((text) => "<br>" + plain(brief(text, 80))).join("");
   }
@@ -223,15 +223,15 @@
   function marks(found, values) {
     const shapes = found.map((one, number) => {
       if (one.result === "damaged") return "x";
-      if (one.is_left_behind) return "circle-open";
+      if (one.is_orphaned) return "circle-open";
       const value = values && values[number];
       if (values && value === values.low) return "triangle-down";
       if (values && value === values.high) return "triangle-up";
       return "circle";
     });
-    const inks = found.map((one) => (one.result === "damaged" ? colour("--bad") : one.is_left_behind ? colour("--soft")
-      : one.guards.length ? colour("--good") : colour("--accent")));
-    const sizes = found.map((one, number) => (one.guards.length || shapes[number].startsWith("triangle") || shapes[number] === "x" ? 11 : 7));
+    const inks = found.map((one) => (one.result === "damaged" ? colour("--bad") : one.is_orphaned ? colour("--soft")
+      : one.protected_by.length ? colour("--good") : colour("--accent")));
+    const sizes = found.map((one, number) => (one.protected_by.length || shapes[number].startsWith("triangle") || shapes[number] === "x" ? 11 : 7));
     return { symbol: shapes, color: inks, size: sizes, line: { width: 1.5, color: inks } };
   }
 
@@ -242,7 +242,7 @@
     where.hidden = !found.length;
     if (!found.length) return;
     found.sort((a, b) => a.saved_at - b.saved_at);
-    const starts = facts.starts.map((one) => ({
+    const incarnations = facts.incarnations.map((one) => ({
       type: "line", xref: "x", yref: "paper", x0: when(one.at), x1: when(one.at), y0: 0, y1: 1,
       line: { color: colour("--warn"), width: 1, dash: "dot" },
     }));
@@ -252,7 +252,7 @@
       text: found.map((one) => nameOf(one) + "<br>" + when(one.saved_at) + " UTC<br>" + size(one.nbytes || 0) + notes(one)),
       hovertemplate: "%{text}<extra></extra>",
     }], {
-      height: 280, shapes: starts,
+      height: 280, shapes: incarnations,
       xaxis: { type: "date", title: { text: "UTC", standoff: 6 } }, yaxis: { title: { text: "step", standoff: 6 }, tickformat: ",d" },
     });
   }
@@ -261,10 +261,10 @@
     const metric = facts.metrics[Number(where.dataset.number)];
     const found = withStep().filter((one) => metric.name in one.metrics);
     const values = numbers(found.map((one) => one.metrics[metric.name]));
-    const alive = values.filter((value, number) => !found[number].is_left_behind && Number.isFinite(value));
+    const alive = values.filter((value, number) => !found[number].is_orphaned && Number.isFinite(value));
     values.low = Math.min(...alive);
     values.high = Math.max(...alive);
-    const onLine = found.map((one, number) => (one.is_left_behind ? null : values[number]));
+    const onLine = found.map((one, number) => (one.is_orphaned ? null : values[number]));
     const texts = found.map((one, number) => nameOf(one) + "<br>" + plain(brief(metric.name, 60)) + ": " + Number(values[number].toPrecision(6)) + notes(one));
     draw(where, [
       {

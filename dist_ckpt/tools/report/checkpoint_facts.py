@@ -31,7 +31,7 @@ def checkpoint_facts(
     """Return what there is to say of the checkpoint at `path`; `known` is what a run knows of it.
 
     One that is damaged so far that it cannot be opened has `unreadable`, which says why, and no
-    more than the verdict. NotFoundError if there is none.
+    more than the result of the check. NotFoundError if there is none.
     """
     try:
         with checkpoint.open(path) as ck:
@@ -42,9 +42,9 @@ def checkpoint_facts(
             "about": "checkpoint",
             "unreadable": bounded(str(error)),
             **_known(known),
-            "verdict": checked(path, check, progress).to_json(),
+            "verification": checked(path, check, progress).to_json(),
         }
-    verdict = (
+    verification = (
         checked(path, check, progress)
         if has_digests
         else CheckResult(why="it is files of another system, which have no checksums")
@@ -54,14 +54,14 @@ def checkpoint_facts(
         "unreadable": None,
         **facts,
         **_known(known),
-        "verdict": verdict.to_json(),
+        "verification": verification.to_json(),
     }
 
 
 def _known(one: RunCheckpoint | None) -> dict[str, Json]:
     """Return what became known of it since: nothing of one that is not in a run."""
     metrics = [] if one is None else sorted(one.metrics.items())
-    told = [] if one is None else [*one.guards, *["left behind"] * one.is_left_behind]
+    told = [] if one is None else [*one.protected_by, *["orphaned"] * one.is_orphaned]
     return {
         "metrics": [[bounded(name), as_json(value)] for name, value in metrics],
         "notes": [bounded(text) for text in told],
@@ -97,7 +97,7 @@ def _facts_of(ck: Checkpoint) -> dict[str, Json]:
 def _parameters(ck: Checkpoint) -> dict[str, Json]:
     try:
         return {"num_parameters": ck.num_parameters, "num_trainable": ck.num_trainable}
-    except CheckpointError:  # what is damaged is told by the verdict
+    except CheckpointError:  # the verification reports the damage
         return {"num_parameters": None, "num_trainable": None}
 
 

@@ -26,7 +26,7 @@ class CheckResult:
 
     @property
     def result(self) -> str:
-        """The verdict: "ok", "damaged" or "not checked"."""
+        """The result: "ok", "damaged" or "not checked"."""
         if self.report is None:
             return "not checked"
         return "ok" if self.report.ok else "damaged"

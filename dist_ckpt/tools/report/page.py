@@ -118,17 +118,17 @@ def _is_grouped(tree: list[Mapping[str, Json]]) -> bool:
 
 def _notes(one: Mapping[str, Json]) -> list[Json]:
     """Return what there is to know of a checkpoint of a run besides, in words."""
-    guards, why = one["guards"], one["why"]
-    assert isinstance(guards, list)
-    told = (("left behind", "is_left_behind"), ("checked in full earlier", "is_verified"))
+    protections, why = one["protected_by"], one["why"]
+    assert isinstance(protections, list)
+    told = (("orphaned", "is_orphaned"), ("checked in full earlier", "is_verified"))
     replaced = ["being replaced"] if one["is_being_replaced"] else []
     notes = [text for text, is_so in told if one[is_so]]
     tells = why and (one["has_failed"] or one["state"] != "committed")
-    return [*notes, *replaced, *guards, *([why] if tells else [])]
+    return [*notes, *replaced, *protections, *([why] if tells else [])]
 
 
 def _newest(checkpoints: list[Mapping[str, Json]]) -> Mapping[str, Json] | None:
-    alive = [one for one in checkpoints if one["step"] is not None and not one["is_left_behind"]]
+    alive = [one for one in checkpoints if one["step"] is not None and not one["is_orphaned"]]
     return alive[-1] if alive else None
 
 

@@ -31,13 +31,13 @@ def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Jso
     storage, folder = open_storage(root)
     listing = list_run(storage, folder, now=time.time())
     shown = listing.checkpoints[-MAX_CHECKPOINTS:]
-    times = save_times(listing.facts)
+    times = save_times(listing.annotations)
     rows = [_row(one, times, check, progress_of) for one in shown]
     problems, _ = first_of(map(bounded, listing.problems))
     try:
-        starts = _starts(listing)
+        incarnations = _incarnations(listing)
     except (CorruptError, IncompatibleError):
-        starts = []  # `history_problem` says why
+        incarnations = []  # `history_problem` says why
     return {
         "about": "run",
         "check": check,
@@ -46,7 +46,7 @@ def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Jso
         "nbytes": sum(one.nbytes or 0 for one in listing.checkpoints),
         "checkpoints": list(rows),
         "num_damaged": sum(one["result"] == "damaged" for one in rows),
-        "starts": starts,
+        "incarnations": incarnations,
         **_metrics(shown),
         **_times(shown, times),
         "history_problem": bounded(listing.history_problem),
@@ -59,10 +59,10 @@ def _row(
 ) -> dict[str, Json]:
     took = times.get(one.where) if one.where else None
     if one.state in ("open", "abandoned"):
-        verdict = CheckResult(why=f"it is not committed: {one.state}")
+        verification = CheckResult(why=f"it is not committed: {one.state}")
     else:
-        verdict = checked(one.path, check, progress_of(one.name))
-    problems = [problem.what for problem in verdict.problems]
+        verification = checked(one.path, check, progress_of(one.name))
+    problems = [problem.what for problem in verification.problems]
     # Where the index cannot be read that is known without any check.
     is_damaged = one.state == "damaged" or bool(problems)
     return {
@@ -74,17 +74,17 @@ def _row(
         "num_tensors": one.num_tensors,
         "saved_at": one.saved_at,
         "metrics": {bounded(name): as_json(value) for name, value in sorted(one.metrics.items())},
-        "guards": [bounded(text) for text in one.guards],
+        "protected_by": [bounded(text) for text in one.protected_by],
         "tags": [bounded(name) for name in one.tags],
         "is_pinned": one.is_pinned,
-        "is_held": bool(one.holds),
+        "is_leased": bool(one.leases),
         "is_verified": one.is_verified,
-        "is_left_behind": one.is_left_behind,
+        "is_orphaned": one.is_orphaned,
         "is_being_replaced": one.is_being_replaced,
         "problem": bounded(one.problem or (problems[0] if problems else "")),
-        "result": "damaged" if is_damaged else verdict.result,
-        "why": bounded(verdict.why),
-        "has_failed": verdict.has_failed,
+        "result": "damaged" if is_damaged else verification.result,
+        "why": bounded(verification.why),
+        "has_failed": verification.has_failed,
         "num_problems": max(len(problems), int(is_damaged)),
         "seconds": {bounded(phase): s for phase, s in sorted(took.seconds.items())} if took else {},
         "stalled_s": took.stalled_s if took else None,
@@ -93,10 +93,10 @@ def _row(
     }
 
 
-def _starts(listing: Listing) -> list[Json]:
+def _incarnations(listing: Listing) -> list[Json]:
     storage, root = open_storage(listing.root)
     history = read_history(storage, root)
-    newest = sorted(history.starts.values(), key=lambda one: one.number)[-MAX_ROWS:]
+    newest = sorted(history.incarnations.values(), key=lambda one: one.number)[-MAX_ROWS:]
     return [
         {
             "number": one.number,
@@ -110,9 +110,9 @@ def _starts(listing: Listing) -> list[Json]:
 
 
 def _metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
-    """Return of each metric the newest, lowest and highest value; of what is not left behind."""
+    """Return of each metric the newest, lowest and highest value; of what is not orphaned."""
     names = sorted({name for one in shown for name in one.metrics})
-    alive = [one for one in shown if one.where and not one.is_left_behind]
+    alive = [one for one in shown if one.where and not one.is_orphaned]
     return {
         "metrics": [_metric(name, alive) for name in names[:MAX_METRICS]],
         "num_more_metrics": max(len(names) - MAX_METRICS, 0),

@@ -1,4 +1,4 @@
-"""A start of a run claims by its own numbers, replaces what is left behind, and gives way."""
+"""A start of a run claims by its own numbers, replaces what is orphaned, and gives way."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_what_a_newer_start_has_at_the_path_refuses_a_claim(name: str) -> None:
     run = started(storage)
     storage.make_folder(PATH)
     storage.make_folder(f"{PATH}/{name}")
-    with pytest.raises(ConflictError, match="start 2 of this run saves here, and this is start 1"):
+    with pytest.raises(
+        ConflictError, match="incarnation 2 of this run saves here, and this is incarnation 1"
+    ):
         claimed(storage, run, overwrite=True)
     assert [entry.name for entry in storage.list(PATH)] == [name]
 
@@ -99,7 +101,7 @@ def test_a_start_has_a_thousand_attempts_at_a_path() -> None:
     claim = claimed(storage, run)
     assert claim.attempt.number == 1999
     assert attempts.abandon(storage, PATH, claim.attempt, by="a test", reason="to see")
-    with pytest.raises(StorageError, match="start 1 of this run has made 1000 attempts"):
+    with pytest.raises(StorageError, match="incarnation 1 of this run has made 1000 attempts"):
         claimed(storage, run)
     assert claimed(storage, None).attempt.number == 2000  # who records no start goes on
 
@@ -110,11 +112,11 @@ def test_an_older_start_claims_and_commits_nothing() -> None:
     claim = claimed(storage, older)
     write_rank(storage, claim.folder, 1, 0)
     started(storage)
-    with pytest.raises(ConflictError, match="start 2 of this run, a job, has taken over"):
+    with pytest.raises(ConflictError, match="incarnation 2 of this run, a job, has taken over"):
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
     assert attempts.abandon(storage, PATH, claim.attempt, by="a test", reason="refused")
     before = storage.tree()
-    with pytest.raises(ConflictError, match="start 2 of this run, a job, has taken over"):
+    with pytest.raises(ConflictError, match="incarnation 2 of this run, a job, has taken over"):
         claimed(storage, older, f"{ROOT}/another")
     assert storage.tree() == before
 
@@ -131,7 +133,7 @@ def test_an_older_start_leaves_what_its_save_replaces(caplog: pytest.LogCaptureF
         removal.supersede(storage, PATH, claim.attempt, older)
     assert len(attempts.list_attempts(storage, PATH)) == 2
     assert "could not be removed yet" in caplog.text
-    assert "start 2 of this run, a job, has taken over" in caplog.text
+    assert "incarnation 2 of this run, a job, has taken over" in caplog.text
 
 
 def test_who_cannot_read_the_newest_start_commits_nothing() -> None:
@@ -151,7 +153,9 @@ def test_what_a_start_went_back_to_is_not_replaced_by_a_late_save() -> None:
     write_rank(storage, late.folder, 1, 0)
     run = started(storage)
     secure_incarnation(storage, PATH, restored, run, by="a job")
-    with pytest.raises(ConflictError, match=f"abandoned by a job: start 2 went on from {restored}"):
+    with pytest.raises(
+        ConflictError, match=f"abandoned by a job: incarnation 2 resumed from {restored}"
+    ):
         commit_protocol.commit(
             storage,
             commit_protocol.Claim(PATH, late.attempt, late.folder, "", ()),
@@ -169,9 +173,7 @@ def test_a_start_is_told_that_what_it_went_back_to_is_replaced(is_gone: bool) ->
         found = "nothing"
     else:
         found = finish(storage, claimed(storage, started(storage)), 1).name
-    with pytest.raises(
-        ConflictError, match=f"restored, and {found} is the checkpoint there by now"
-    ):
+    with pytest.raises(ConflictError, match=f"restored, and {found} is the checkpoint there now"):
         secure_incarnation(storage, PATH, restored, started(storage), by="a job")
 
 

@@ -1,4 +1,4 @@
-"""A start is recorded once, durably; what older ones have above it is left behind."""
+"""A start is recorded once, durably; what older ones have above it is orphaned."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path)
     start(LocalStorage(), str(tmp_path))
     record = tmp_path / ".starts" / "1.json"
     (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes())
-    with pytest.raises(CorruptError, match=r"5\.json: it is the record of start 1; remove it"):
+    with pytest.raises(
+        CorruptError, match=r"5\.json: it is the record of incarnation 1; remove it"
+    ):
         start(LocalStorage(), str(tmp_path))
     (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes()[:-9])
     with pytest.raises(CorruptError):
@@ -119,14 +121,14 @@ def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
     data = (tmp_path / ".starts" / "1.json").read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(incarnations, "MAX_INCARNATION", 1)
-        with pytest.raises(StorageError, match="there are 1 starts: use another root"):
+        with pytest.raises(StorageError, match="there are 1 incarnations: use another root"):
             start(LocalStorage(), str(tmp_path))
     assert (tmp_path / ".starts" / "1.json").read_bytes() == data
 
 
 def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> None:
     storage = MemoryStorage({ROOT: None})
-    assert not read_history(storage, ROOT).is_left_behind(9, ATTEMPT)
+    assert not read_history(storage, ROOT).is_orphaned(9, ATTEMPT)
 
     def begin_from(step: int | None, start: int = 0) -> None:
         restored = None if step is None else (step, Attempt(1000 * start + 3, ATTEMPT.id))
@@ -135,7 +137,7 @@ def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> No
     def kept() -> dict[int, list[int]]:
         history, steps = read_history(storage, ROOT), (0, 200, 201, 500, 501)
         return {
-            start: [n for n in steps if not history.is_left_behind(n, attempt)]
+            start: [n for n in steps if not history.is_orphaned(n, attempt)]
             for start in range(history.newest + 2)
             for attempt in [Attempt(1000 * start + 999, ATTEMPT.id)]
         }
@@ -147,7 +149,7 @@ def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> No
     assert kept() == {0: [], 1: [0, 200, 201, 500], 2: everything, 3: everything}
     begin_from(200, 1)
     assert kept() == {0: [], 1: [0, 200], 2: [], 3: everything, 4: everything}
-    begin_from(501, 2)  # back to what was left behind
+    begin_from(501, 2)  # back to what was orphaned
     assert kept()[1] == [0, 200, 201, 500]
     assert kept()[2] == everything
     assert kept()[3] == []
@@ -156,14 +158,14 @@ def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> No
 
 
 def test_without_going_back_left_behind_is_what_lies_above_the_step_of_a_later_start() -> None:
-    """Choose at random, but only what is not left behind: then the shorter rule says the same."""
+    """Choose at random, but only what is not orphaned: then the shorter rule says the same."""
     random = Random(13)
     for _ in range(300):
         records: dict[int, IncarnationRecord] = {}
         saved = [(step, Attempt(7, ATTEMPT.id)) for step in (1, 2, 3)]
         for number in range(1, 7):
             history = IncarnationHistory(dict(records))
-            good = [one for one in saved if not history.is_left_behind(*one)]
+            good = [one for one in saved if not history.is_orphaned(*one)]
             restored = random.choice([*good, None])
             records[number] = IncarnationRecord(number, ATTEMPT.id, restored, "", "", 0.0)
             first = 1 + (restored[0] if restored else 0)
@@ -171,10 +173,10 @@ def test_without_going_back_left_behind_is_what_lies_above_the_step_of_a_later_s
             saved += [(step, mine) for step in range(first, first + random.randint(0, 4))]
         for step, attempt in saved:
             is_below = any(
-                number > attempt.start and (one.restored is None or one.restored[0] < step)
+                number > attempt.incarnation and (one.restored is None or one.restored[0] < step)
                 for number, one in records.items()
             )
-            assert IncarnationHistory(records).is_left_behind(step, attempt) == is_below
+            assert IncarnationHistory(records).is_orphaned(step, attempt) == is_below
 
 
 def test_a_start_is_above_that_of_what_it_restored() -> None:
@@ -185,19 +187,21 @@ def test_a_start_is_above_that_of_what_it_restored() -> None:
     )
     assert made.number == 6
     history = read_history(storage, ROOT)
-    assert not history.is_left_behind(500, copied)
-    assert history.is_left_behind(501, copied)
+    assert not history.is_orphaned(500, copied)
+    assert history.is_orphaned(501, copied)
     # What the starts before have saved, of which nothing is known, may be all that there is.
-    assert not history.is_left_behind(400, Attempt(2001, ATTEMPT.id))
-    assert not history.is_left_behind(400, Attempt(1, ATTEMPT.id))
-    assert history.is_left_behind(501, Attempt(2001, ATTEMPT.id))
+    assert not history.is_orphaned(400, Attempt(2001, ATTEMPT.id))
+    assert not history.is_orphaned(400, Attempt(1, ATTEMPT.id))
+    assert history.is_orphaned(501, Attempt(2001, ATTEMPT.id))
 
 
 def test_a_start_is_refused_that_chose_before_another_began() -> None:
     storage = MemoryStorage({ROOT: None})
     assert read_history(storage, ROOT).newest == 0
     start(storage, by="job 1 on a")
-    with pytest.raises(ConflictError, match=r"start 1 of this run, job 1 on a, has begun while"):
+    with pytest.raises(
+        ConflictError, match=r"incarnation 1 of this run, job 1 on a, has begun while"
+    ):
         begin_incarnation(storage, ROOT, restored=None, why="", by="job 2", after=0)
     assert begin_incarnation(storage, ROOT, restored=None, why="", by="job 2", after=1).number == 2
 
@@ -208,7 +212,9 @@ def test_an_older_start_is_refused_once_a_newer_one_has_begun() -> None:
     older.check(storage)
     newer = Incarnation(ROOT, start(storage, by="job 2 on b").number)
     newer.check(storage)
-    with pytest.raises(ConflictError, match="start 2 of this run, job 2 on b, has taken over"):
+    with pytest.raises(
+        ConflictError, match="incarnation 2 of this run, job 2 on b, has taken over"
+    ):
         older.check(storage)
     assert (older.first, newer.first) == (1000, 2000)
 
@@ -218,7 +224,7 @@ def test_a_history_with_a_start_that_cannot_be_read_is_no_history(tmp_path: Path
         start(LocalStorage(), str(tmp_path))
     (tmp_path / ".starts" / "1.json").write_bytes(b"{}")
     with pytest.raises(
-        (CorruptError, IncompatibleError), match=r"1\.json.*what start 1 of this run"
+        (CorruptError, IncompatibleError), match=r"1\.json.*what incarnation 1 of this run"
     ):
         read_history(LocalStorage(), str(tmp_path))
     newest_incarnation(LocalStorage(), str(tmp_path))

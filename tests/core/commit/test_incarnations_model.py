@@ -50,7 +50,7 @@ STARTS = {"Z": 0, "A": 1, "B": 1, "C": 2, "D": 2, "E": 3, "F": 3}
 
 
 REPLACED = "an older start has replaced what a newer one was told is saved"
-GONE = "the newest checkpoint that is not left behind is gone"
+GONE = "the newest checkpoint that is not orphaned is gone"
 
 
 def path_of(step: int) -> str:
@@ -168,14 +168,14 @@ def securing(start: int, restored: tuple[int, Attempt]) -> Program:
 
 
 def choose(storage: Storage, _: object = None) -> tuple[int, int, Attempt] | None:
-    """Return the newest start, and the newest checkpoint that is not left behind."""
+    """Return the newest start, and the newest checkpoint that is not orphaned."""
     history = starts.read_history(storage, ROOT)
     for step in STEPS:
         if isinstance(storage, Replay):
-            storage.forget_answers((step, *history.starts.values()))
+            storage.forget_answers((step, *history.incarnations.values()))
         with suppress(NotFoundError):
             found, _ = attempts.find(storage, path_of(step))
-            if not history.is_left_behind(step, found):
+            if not history.is_orphaned(step, found):
                 return history.newest, step, found
     return None
 
@@ -284,7 +284,7 @@ class Root:
                     found[step] = attempt
         return Root(found, records)
 
-    def is_left_behind(self, step: int, attempt: Attempt) -> bool:
+    def is_orphaned(self, step: int, attempt: Attempt) -> bool:
         """Say it by the words of the format."""
         return not any(
             owner(attempt) == start and (until is None or step <= until)
@@ -300,7 +300,7 @@ class Root:
     @property
     def resumable(self) -> int:
         """The step that the next start goes on from, 0 for none."""
-        steps = [step for step, one in self.found.items() if not self.is_left_behind(step, one)]
+        steps = [step for step, one in self.found.items() if not self.is_orphaned(step, one)]
         return max(steps, default=0)
 
 
@@ -336,8 +336,8 @@ def _wrong_with(outcome: Outcome, root: Root, files: Files) -> str | None:
     if outcome.what.startswith("resumed from"):
         step, last = int(outcome.what.split()[-1]), max(root.starts)
         before = Root(root.found, {n: one for n, one in root.starts.items() if n < last})
-        if before.is_left_behind(step, _attempt_of(outcome)):
-            return "a start went on from what is left behind"
+        if before.is_orphaned(step, _attempt_of(outcome)):
+            return "a start went on from what is orphaned"
         if step < restored_by(before.starts[last - 1]):
             return "a start went back behind what the one before it went on from"
     return None
@@ -603,19 +603,19 @@ def open_attempts_are_secured_and_nothing_else(patch: pytest.MonkeyPatch) -> Non
 
 
 def every_later_start_leaves_behind(patch: pytest.MonkeyPatch) -> None:
-    """Forget that a start may go back to what an earlier one has left behind."""
+    """Forget that a start may go back to what an earlier one has orphaned."""
 
-    def is_left_behind(self: IncarnationHistory, step: int, attempt: Attempt) -> bool:
+    def is_orphaned(self: IncarnationHistory, step: int, attempt: Attempt) -> bool:
         return any(
-            number > attempt.start and (start.restored is None or start.restored[0] < step)
-            for number, start in self.starts.items()
+            number > attempt.incarnation and (start.restored is None or start.restored[0] < step)
+            for number, start in self.incarnations.items()
         )
 
-    patch.setattr(IncarnationHistory, "is_left_behind", is_left_behind)
+    patch.setattr(IncarnationHistory, "is_orphaned", is_orphaned)
 
 
 def nothing_is_left_behind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(IncarnationHistory, "is_left_behind", lambda *_: False)
+    patch.setattr(IncarnationHistory, "is_orphaned", lambda *_: False)
 
 
 def what_is_restored_is_let_go_before_the_start_is_recorded(patch: pytest.MonkeyPatch) -> None:

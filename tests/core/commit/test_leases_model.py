@@ -1,8 +1,8 @@
-"""Hold against prune: the order of steps, in every interleaving, with deaths and clocks.
+"""Lease against prune: the order of steps, in every interleaving, with deaths and clocks.
 
-First the protocol by itself, with two who hold and two who remove, of whom any may die and be
-replaced, and with marks and holds that expire. Then the real code, one storage call at a time.
-Each planted mistake is found.
+First the protocol by itself, with two holders and two removers, of which any may die and be
+replaced, and with deletion intents and leases that expire. Then the real code, one storage call at
+a time. Each planted mistake is found.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import pytest
 from commit_cases import PATH, save
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.attempts import list_attempts
-from dist_ckpt.core.commit.records import leases as holds
-from dist_ckpt.core.commit.records import record_store
+from dist_ckpt.core.commit.records import leases, record_store
 from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, forget, remove_if_unprotected
 from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import AnnotationName, Attempt
@@ -36,11 +35,11 @@ from model import Call, Model, Outcome, Program, Replay, State
 
 @dataclass(frozen=True)
 class World:
-    """What is stored, and where everybody is. Marks: "", "new", "old"; holds: there or not."""
+    """What is stored, and where everybody is. Marks: "", "new", "old"; leases: there or not."""
 
     there: bool = True
     marks: tuple[str, str] = ("", "")
-    holds: tuple[bool, bool] = (False, False)
+    leases: tuple[bool, bool] = (False, False)
     holders: tuple[str, str] = ("begin", "begin")
     removers: tuple[str, str] = ("begin", "begin")
     replaced: int = 0
@@ -51,7 +50,7 @@ def put(values: tuple[Any, Any], who: int, value: object) -> tuple[Any, Any]:
 
 
 def holder_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]:
-    """Put the hold, look for marks, look for the checkpoint; then hold, and release."""
+    """Write the lease, look for deletion intents, look for the checkpoint; then release."""
 
     def at(place: str, world: World = w) -> World:
         return replace(world, holders=put(world.holders, who, place))
@@ -59,9 +58,9 @@ def holder_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]:
     place, seen = w.holders[who], "new" in w.marks
     if place == "begin":
         if fault == "the holder does not look again":
-            yield "looks", at("held" if w.there else "refused", put_hold(w, who, on=w.there))
+            yield "looks", at("held" if w.there else "refused", put_lease(w, who, on=w.there))
         else:
-            yield "puts its hold", at("put", put_hold(w, who, on=True))
+            yield "puts its lease", at("put", put_lease(w, who, on=True))
     elif place == "put":
         first = w.there if fault == "the checkpoint before the marks" else not seen
         if fault == "no look for marks":
@@ -71,16 +70,16 @@ def holder_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]:
         second = not seen if fault == "the checkpoint before the marks" else w.there
         yield "looks twice", at("held" if second else "refused")
     elif place == "held":
-        yield "releases", at("done", put_hold(w, who, on=False))
+        yield "releases", at("done", put_lease(w, who, on=False))
     elif place == "refused":
-        yield "takes it back", at("done", put_hold(w, who, on=False))
-    if w.holds[who] and place != "done":
-        # Who waits for longer than the hold lasts does not take it for one: it looks at its clock.
-        yield "'s hold expires", at("done", put_hold(w, who, on=False))
+        yield "takes it back", at("done", put_lease(w, who, on=False))
+    if w.leases[who] and place != "done":
+        # A holder that waits longer than the lease lasts does not trust it: it reads its clock.
+        yield "'s lease expires", at("done", put_lease(w, who, on=False))
 
 
-def put_hold(w: World, who: int, *, on: bool) -> World:
-    return replace(w, holds=put(w.holds, who, on))
+def put_lease(w: World, who: int, *, on: bool) -> World:
+    return replace(w, leases=put(w.leases, who, on))
 
 
 def remover_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]:
@@ -94,7 +93,7 @@ def remover_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]
 
     place = w.removers[who]
     marked = at("marked", mark("new"))
-    looked = at("kept" if any(w.holds) else "free")
+    looked = at("kept" if any(w.leases) else "free")
     if place == "begin":
         begins = {"the removal looks before it marks": looked, "no mark": at("marked")}
         yield "begins", begins.get(fault, marked)
@@ -114,8 +113,8 @@ def remover_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]
     elif place == "bare":
         yield "renames", at("renamed", replace(w, there=False))
     elif place == "renamed":
-        yield "removes the holds", replace(w, holds=(False, False))
-        yield "removes the marks", at("done", replace(w, holds=(False, False), marks=("", "")))
+        yield "removes the leases", replace(w, leases=(False, False))
+        yield "removes the marks", at("done", replace(w, leases=(False, False), marks=("", "")))
     yield from accidents(w, who, at, mark)
 
 
@@ -182,7 +181,7 @@ def test_each_mistake_in_the_protocol_is_found(fault: str) -> None:
 
 # --- the real code ---------------------------------------------------------------------------
 
-kept_by = holds._kept_by
+protections_of = leases._protections_of
 
 STEP = 7
 ATTEMPT = Attempt(1, "a" * 16)
@@ -241,38 +240,40 @@ class _Names:
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
     made = _Names()
-    for module in (attempts, holds, record_store):
+    for module in (attempts, leases, record_store):
         monkeypatch.setattr(module, "new_id", made.new)
-    monkeypatch.setattr(holds, "new_annotation", _fact)
-    monkeypatch.setattr(holds, "put_annotation", _put_fact)
-    monkeypatch.setattr(holds, "_kept_by", _kept_by)
+    monkeypatch.setattr(leases, "new_annotation", _annotation)
+    monkeypatch.setattr(leases, "put_annotation", _put_annotation)
+    monkeypatch.setattr(leases, "_protections_of", _protections_of)
     decode = functools.cache(decode_annotation)
     monkeypatch.setattr(record_store, "decode_annotation", decode)
     return made
 
 
-def _fact(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Annotation:
+def _annotation(step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]) -> Annotation:
     return Annotation(step, attempt, kind, values, "a test", 1.0)
 
 
-def _put_fact(storage: Storage, root: str, fact: Annotation, *, above: int = 0) -> AnnotationName:
-    name = record_store.put_annotation(storage, root, fact, above=above)
+def _put_annotation(
+    storage: Storage, root: str, annotation: Annotation, *, above: int = 0
+) -> AnnotationName:
+    name = record_store.put_annotation(storage, root, annotation, above=above)
     if isinstance(storage, Replay):
         storage.forget_answers(name)  # nothing else of what it has seen counts any more
     return name
 
 
-def _kept_by(
-    subject: CheckpointRef, others: Iterable[StoredAnnotation], mark: AnnotationName
+def _protections_of(
+    subject: CheckpointRef, others: Iterable[StoredAnnotation], intent: AnnotationName
 ) -> tuple[str, ...]:
-    told = kept_by(subject, others, mark)
+    protections = protections_of(subject, others, intent)
     if isinstance(subject.storage, Replay):
-        subject.storage.forget_answers((mark, told))
-    return told
+        subject.storage.forget_answers((intent, protections))
+    return protections
 
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
-    """Return the files of a checkpoint, without data, and a folder for its facts."""
+    """Return the files of a checkpoint, without data, and a folder for its annotations."""
     storage = MemoryStorage({"/runs": None, "/runs/.facts": None, f"/runs/.facts/{STEP}": None})
     with monkeypatch.context() as patch:
         patch.setattr("dist_ckpt.core.commit.commit_protocol.new_id", lambda: "a" * 16)
@@ -313,7 +314,7 @@ def is_private(call: Call) -> bool:
 
 
 def is_private_of_three(call: Call) -> bool:
-    """Take facts as read when they are listed, and what lies in the trash as gone at once."""
+    """Take annotations as read when they are listed, and what lies in the trash as gone at once."""
     return is_private(call) or call[0] == "open" or ".trash-" in call[1]
 
 
@@ -340,13 +341,13 @@ def check_backwards(subject: CheckpointRef, name: object) -> None:
     """Look for the checkpoint first, as the real code must not."""
     if not subject.is_there():
         raise NotFoundError("gone")
-    if any(fact.name.kind == "mark" for fact in subject.facts()):
+    if any(annotation.name.kind == "mark" for annotation in subject.annotations()):
         raise NotFoundError("marked")
 
 
 def test_a_mistake_in_the_real_steps_is_found(names, monkeypatch):
     files = begun(monkeypatch)
-    monkeypatch.setattr(holds, "_check_kept", check_backwards)
+    monkeypatch.setattr(leases, "_check_protected", check_backwards)
     programs = {"holder 1": holder(), "remover 2": remover()}
     assert explore(programs, files, names)[1]
     monkeypatch.undo()
@@ -355,7 +356,7 @@ def test_a_mistake_in_the_real_steps_is_found(names, monkeypatch):
 def test_the_files_of_the_search_are_those_of_the_real_code(monkeypatch) -> None:
     storage = MemoryStorage(begun(monkeypatch))
     Lease(subject(storage), 60.0).take()
-    assert [fact.name.kind for fact in read_annotations(storage, "/runs")] == ["hold"]
-    assert remove_if_unprotected(subject(storage), lambda: None)[0].startswith("held by process")
+    assert [annotation.name.kind for annotation in read_annotations(storage, "/runs")] == ["hold"]
+    assert remove_if_unprotected(subject(storage), lambda: None)[0].startswith("leased by process")
     assert list_attempts(storage, PATH) == [ATTEMPT]
     assert FACTS in storage.tree()

@@ -68,14 +68,14 @@ def test_signs_are_no_starts(tmp_path: Path) -> None:
     newest = newest_incarnation(storage, root)
     assert newest is not None
     assert newest.number == 1
-    assert [*read_history(storage, root).starts] == [1]
+    assert [*read_history(storage, root).incarnations] == [1]
 
 
 def test_who_is_refused_is_told_when_the_other_was_last_alive() -> None:
     storage = Clocked()
     started(storage)
     started(storage).renew()
-    with pytest.raises(ConflictError, match=r"; its last sign of life was at 1970-01-01 00:16:40"):
+    with pytest.raises(ConflictError, match=r"; it was last seen at 1970-01-01 00:16:40"):
         Incarnation(ROOT, 1).check(storage)
 
 

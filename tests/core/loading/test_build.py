@@ -139,12 +139,12 @@ def test_what_a_selector_names_is_held_until_the_model_is_filled(path: Path) -> 
     run.metrics(3, {"loss": 0.5})
 
     def late(config: dict[str, Any]) -> nn.Module:
-        seen.extend(run.checkpoints[0].holds)
+        seen.extend(run.checkpoints[0].leases)
         return Ddl(config)
 
     assert same(dc.build(f"{path.parent}@min:loss", {"ddl": late}), trained())
     assert len(seen) == 1
-    assert not run.checkpoints[0].holds
+    assert not run.checkpoints[0].leases
 
 
 def test_the_counts_are_those_of_the_component(tmp_path: Path, path: Path) -> None:

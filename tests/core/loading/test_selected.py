@@ -49,14 +49,14 @@ def test_where_a_run_keeps_records_it_is_held_and_noted(root: Path, monkeypatch)
     seen: list[str] = []
 
     def fill(*arguments: Any) -> Any:
-        seen.extend(run.find(1).holds)
+        seen.extend(run.find(1).leases)
         return real(*arguments)
 
     real = loading._fill
     monkeypatch.setattr(loading, "_fill", fill)
     dc.load({"x": 0}, f"{root}@min:loss")
     assert len(seen) == 1
-    assert (run.find(1).holds, run.find(1).is_verified) == ((), True)
+    assert (run.find(1).leases, run.find(1).is_verified) == ((), True)
 
 
 def test_a_load_of_a_part_is_no_check(root: Path) -> None:

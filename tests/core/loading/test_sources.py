@@ -532,7 +532,7 @@ def test_all_that_selectors_name_is_held_and_a_part_is_no_check(
     seen: list[int] = []
 
     def fill(*arguments: Any) -> Any:
-        seen.extend(len(dc.Run(root).find(1).holds) for root in roots)
+        seen.extend(len(dc.Run(root).find(1).leases) for root in roots)
         return real(*arguments)
 
     real = loading._fill
@@ -542,7 +542,7 @@ def test_all_that_selectors_name_is_held_and_a_part_is_no_check(
     assert seen == [1, 1]
     for root in roots:
         found = dc.Run(root).find(1)
-        assert (found.holds, found.is_verified) == ((), False)
+        assert (found.leases, found.is_verified) == ((), False)
     dc.load(trained(9), dc.Source(one, exclude="model"))
     assert not dc.Run(roots[0]).find(1).is_verified
     dc.load(trained(9), dc.Source(one))
@@ -555,7 +555,7 @@ def test_what_was_found_is_let_go_if_another_source_is_not(tmp_path: Path) -> No
     run.metrics(1, {"loss": 1.0})
     with pytest.raises(dc.NotFoundError):
         dc.load({"x": 1}, [f"{tmp_path}@latest", tmp_path / "no"])
-    assert run.find(1).holds == ()
+    assert run.find(1).leases == ()
 
 
 def test_a_load_from_several_opens_each_index_once(places, monkeypatch) -> None:

@@ -27,7 +27,7 @@ WORLD_SIZE = 2
 
 def started(root: Path) -> Incarnation:
     storage = LocalStorage()
-    newest = read_history(storage, str(root)).starts.get(1)
+    newest = read_history(storage, str(root)).incarnations.get(1)
     restored = None if newest is None else (0, find(storage, f"{root}/step-0")[0])
     return Incarnation(
         str(root),
@@ -106,7 +106,7 @@ def test_an_older_start_is_refused_on_all_ranks_and_leaves_nothing(tmp_path: Pat
     before = sorted(tmp_path.rglob("*"))
     for found in try_save(tmp_path, 1, {"run": older}):
         assert isinstance(found.error, ConflictError)
-        assert "start 2 of this run, a job, has taken over" in str(found.error)
+        assert "incarnation 2 of this run, a job, has taken over" in str(found.error)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -125,7 +125,7 @@ def test_a_start_that_is_replaced_while_it_writes_commits_nothing(
     monkeypatch.setattr(commit_protocol, "check_files", begin_meanwhile)
     for found in try_save(tmp_path, 1, {"run": older}):
         assert isinstance(found.error, ConflictError)
-        assert "start 2 of this run, a job, has taken over" in str(found.error)
+        assert "incarnation 2 of this run, a job, has taken over" in str(found.error)
     assert sorted(tmp_path.rglob("*.safetensors")) == before
     with pytest.raises(CheckpointError, match="no checkpoint is here"):
         find(LocalStorage(), f"{tmp_path}/step-1")
@@ -146,4 +146,4 @@ def test_a_start_that_is_replaced_after_its_commit_removes_nothing(
     monkeypatch.setattr(commit_protocol, "commit", commit_and_begin)
     assert save(tmp_path, 1, run=older, overwrite=True).attempt.startswith("a1001-")
     assert len(list_attempts(LocalStorage(), f"{tmp_path}/step-1")) == 2
-    assert "start 2 of this run, a job, has taken over" in caplog.text
+    assert "incarnation 2 of this run, a job, has taken over" in caplog.text

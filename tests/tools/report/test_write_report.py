@@ -111,8 +111,8 @@ def test_the_facts_of_a_checkpoint(saved: Path) -> None:
     assert facts["attached"] == [["notes.txt", 10]]
     assert facts["config"] == [["lr", "0.1"], ["deep.n", "2"]]
     assert facts["metadata"] == [["by", "'us'"]]
-    assert facts["verdict"]["result"] == "ok"
-    assert facts["verdict"]["level"] == "quick"
+    assert facts["verification"]["result"] == "ok"
+    assert facts["verification"]["level"] == "quick"
     assert facts["ranks"]["imbalance"] == 1.0
     assert sum(one["nbytes"] for one in facts["ranks"]["components"]) == facts["nbytes"]
     json.dumps(facts, allow_nan=False)
@@ -139,10 +139,10 @@ def test_it_says_which_check_was_done(check: Any, saved: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    verdict: Any = report_facts(saved, check=check)["verdict"]
+    verification: Any = report_facts(saved, check=check)["verification"]
     found = {"none": ("not checked", None), "quick": ("ok", "quick"), "full": ("damaged", "full")}
-    assert (verdict["result"], verdict["level"]) == found[check]
-    assert [one["tensor"] for one in verdict["problems"]] == ["optim.m"] * (check == "full")
+    assert (verification["result"], verification["level"]) == found[check]
+    assert [one["tensor"] for one in verification["problems"]] == ["optim.m"] * (check == "full")
 
 
 def test_a_check_that_is_none_is_refused(saved: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_damaged_index_is_told_of(saved: Path, tmp_path: Path) -> None:
     (index,) = saved.glob("a*/index.json")
     index.write_bytes(index.read_bytes()[:-100])
     facts: Any = write_report(saved, tmp_path / "page.html")
-    assert facts["verdict"]["result"] == "damaged"
+    assert facts["verification"]["result"] == "damaged"
     assert "index.json" in facts["unreadable"]
     assert "It cannot be opened" in (tmp_path / "page.html").read_text()
 
@@ -166,7 +166,7 @@ def test_files_of_another_system_have_a_report_without_a_check(tmp_path: Path) -
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     for place in (tmp_path, tmp_path / "model.safetensors"):
         facts: Any = report_facts(place)
-        assert (facts["num_tensors"], facts["verdict"]["result"]) == (1, "not checked")
+        assert (facts["num_tensors"], facts["verification"]["result"]) == (1, "not checked")
 
 
 def test_the_facts_of_a_run(root: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_facts_of_a_run(root: Path) -> None:
     assert (facts["about"], facts["num_checkpoints"], facts["num_damaged"]) == ("run", 5, 1)
     results = {one["name"]: one["result"] for one in facts["checkpoints"]}
     assert results == {"s5": "not checked", "s1": "ok", "s2": "ok", "s3": "damaged", "s4": "ok"}
-    assert of(facts, 1)["guards"] == ["pinned: the paper"]
+    assert of(facts, 1)["protected_by"] == ["pinned: the paper"]
     assert of(facts, 2)["tags"] == ["release"]
     assert "the index says" in of(facts, 3)["problem"]
     loss, odd = facts["metrics"]
@@ -212,7 +212,7 @@ def test_a_run_remembers_how_long_its_saves_took(tmp_path: Path) -> None:
     assert facts["stalled_s"] == pytest.approx(
         sum(one["stalled_s"] for one in facts["checkpoints"])
     )
-    assert [one["number"] for one in facts["starts"]] == [1]
+    assert [one["number"] for one in facts["incarnations"]] == [1]
 
 
 def test_of_a_save_in_the_background_only_the_trainers_phases_are_a_stall() -> None:
@@ -220,7 +220,7 @@ def test_of_a_save_in_the_background_only_the_trainers_phases_are_a_stall() -> N
     assert attempt is not None
     seconds = {"ready": 1.0, "agree": 2.0, "stage": 4.0, "claim": 8.0, "write": 16.0}
     put_saved(storage, "/run", (1, attempt), a_report(seconds))
-    (times,) = save_times(list_run(storage, "/run", now=0.0).facts).values()
+    (times,) = save_times(list_run(storage, "/run", now=0.0).annotations).values()
     assert (times.seconds, times.stalled_s) == (seconds, 7.0)
     assert (times.slowest_rank, times.slowest_s) == (3, 0.5)
 
@@ -252,11 +252,11 @@ def test_what_was_left_behind_says_so_and_is_the_best_of_nothing(tmp_path: Path)
     with dc.Checkpointer(tmp_path, save=save, background=False) as ck:
         ck.restore(state, "@2")
     facts: Any = report_facts(tmp_path)
-    assert [one["is_left_behind"] for one in facts["checkpoints"]] == [False, False, True]
+    assert [one["is_orphaned"] for one in facts["checkpoints"]] == [False, False, True]
     (loss,) = facts["metrics"]
     assert loss["lowest"] == loss["newest"] == {"value": 0.5, "step": 2}
-    assert [one["restored_step"] for one in facts["starts"]] == [None, 2]
-    assert "left behind" in report_facts(tmp_path / "step-00000003")["notes"]
+    assert [one["restored_step"] for one in facts["incarnations"]] == [None, 2]
+    assert "orphaned" in report_facts(tmp_path / "step-00000003")["notes"]
 
 
 def test_of_very_many_checkpoints_the_newest_are_shown(

@@ -1,1 +1,1 @@
-"""What a run's root records beside its checkpoints, and what keeps and fences them."""
+"""Records in a run's root: annotations, protections and leases of checkpoints; incarnations."""

@@ -1,15 +1,15 @@
-"""Starts of runs: each has a number, and what an older one writes later never gets in its way.
+"""Incarnations of a run: each start of a job has a number, which fences older ones.
 
-    <root>/.starts/<number>.json    who writes into this root from now on, and what it went on from
+    <root>/.starts/<number>.json    which job writes into this root, and what it resumed from
 
-A start's attempts have numbers from 1000 times its own on, so those of a newer start are higher.
-A run goes on from what its newest start has saved, from what the start before that had saved up to
-the step that the newest one restored, and so on back. All else is left behind: nothing goes on from
-it any more, and a replay replaces it.
+The attempts of an incarnation have numbers from 1000 times its own on, so a newer incarnation has
+higher ones. A run resumes from what its newest incarnation has saved; from what the one before
+saved, up to the step that the newest restored; and so on back. All other checkpoints are orphaned:
+nothing resumes from them, and a replay replaces them.
 
-A process of an older start may wake up at any point of a save. It looks for newer starts before it
-claims, commits and removes; what it does between such a look and the next call is harmless, as
-`tests/core/commit/test_incarnations_model.py` shows: it is lower than what newer starts have at
+A process of an older incarnation may wake up at any point of a save. It looks for newer ones before
+it claims, commits and removes. What it does between such a look and the next call is harmless, as
+`tests/core/commit/test_incarnations_model.py` shows: its attempt is lower than the newer ones at
 that path.
 """
 
@@ -53,83 +53,85 @@ from dist_ckpt.errors import ConflictError, CorruptError, NotFoundError, Storage
 
 
 class Incarnation(Message, frozen=True):
-    """Whose attempt a claim is: that of a start of the run in `root`, a path of the storage."""
+    """One start of the run in `root`, a path of the storage. Its number is a fencing token."""
 
     root: str
-    start: int
+    number: int
 
     @property
     def first(self) -> int:
-        """The lowest number of its attempts; those of newer starts begin with `first` of these."""
-        return self.start * ATTEMPTS_PER_INCARNATION
+        """The lowest number of its attempts; attempts of newer incarnations have higher ones."""
+        return self.number * ATTEMPTS_PER_INCARNATION
 
     def check(self, storage: Storage) -> None:
-        """Raise ConflictError if a newer start writes into the root."""
+        """Raise ConflictError if a newer incarnation writes into the root."""
         newest = newest_incarnation(storage, self.root)
-        if newest is not None and newest.number > self.start:
+        if newest is not None and newest.number > self.number:
             alive = describe_liveness(storage, self.root, newest.number)
             raise ConflictError(
-                f"{self.root}: start {newest.number} of this run, {newest.by}, has taken over at "
-                f"{utc(newest.at)}, and this is start {self.start}: it saves and removes nothing "
-                f"more here. End this job; if it is the one to go on, start it again{alive}"
+                f"{self.root}: incarnation {newest.number} of this run, {newest.by}, has taken "
+                f"over at {utc(newest.at)}, and this is incarnation {self.number}: it saves and "
+                f"removes nothing more here. End this job; if it shall continue, start it "
+                f"again{alive}"
             )
 
     def next_attempt(self, highest: int, path: str) -> int:
         """Return the number of its next attempt at `path`, where `highest` is the highest so far.
 
-        ConflictError if that is a newer start's, StorageError if all of its own are used up.
+        ConflictError if that belongs to a newer incarnation, StorageError if all numbers are used.
         """
         last = self.first + ATTEMPTS_PER_INCARNATION - 1
         if highest > last:
             raise ConflictError(
-                f"{path}: start {highest // ATTEMPTS_PER_INCARNATION} of this run saves here, and "
-                f"this is start {self.start}: it saves nothing more here. End this job; if it is "
-                f"the one to go on, start it again"
+                f"{path}: incarnation {highest // ATTEMPTS_PER_INCARNATION} of this run saves "
+                f"here, and this is incarnation {self.number}: it saves nothing more here. End "
+                f"this job; if it shall continue, start it again"
             )
         if highest == last:
             raise StorageError(
-                f"{path}: start {self.start} of this run has made {ATTEMPTS_PER_INCARNATION} "
-                f"attempts to save here: see why they fail, then start the job again"
+                f"{path}: incarnation {self.number} of this run has made "
+                f"{ATTEMPTS_PER_INCARNATION} attempts to save here: see why they fail, then start "
+                f"the job again"
             )
         return max(self.first, highest + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class IncarnationHistory:
-    """The starts of a run, by number."""
+    """The incarnations of a run, by number."""
 
-    starts: Mapping[int, IncarnationRecord]
+    incarnations: Mapping[int, IncarnationRecord]
 
     @property
     def newest(self) -> int:
-        """The number of the newest start; 0 if there is none."""
-        return max(self.starts, default=0)
+        """The number of the newest incarnation; 0 if there is none."""
+        return max(self.incarnations, default=0)
 
-    def is_left_behind(self, step: int, attempt: Attempt) -> bool:
-        """Say whether the newest start does not go back to this attempt.
+    def is_orphaned(self, step: int, attempt: Attempt) -> bool:
+        """Return True if the newest incarnation does not descend from this attempt.
 
-        Not if that is its own, or a still newer one's. If starts only ever go on from what is not
-        left behind, that is: if a later start than the attempt's restored a step below this one.
-        Of a start that has no record, as in a copy of a root, it is not known what it went on from:
-        what is not above that may be all that there is.
+        An attempt of the newest incarnation, or of a still newer one, is not orphaned. If no
+        incarnation resumed from an orphan, the rule is: an attempt is orphaned if an incarnation
+        after its own restored a step below this one. An incarnation without a record, as in a copy
+        of a root, may have resumed from anything: what is not above it may be all that is left.
         """
         number, until = self.newest, step
-        while attempt.start < number:
-            start = self.starts.get(number)
-            if start is None:
+        while attempt.incarnation < number:
+            record = self.incarnations.get(number)
+            if record is None:
                 return step > until
-            if start.restored is None or start.restored[1].start >= number:
+            if record.restored is None or record.restored[1].incarnation >= number:
                 return True  # it began anew
-            until, number = start.restored[0], start.restored[1].start
-        if attempt.start > self.newest:
+            until, number = record.restored[0], record.restored[1].incarnation
+        if attempt.incarnation > self.newest:
             return False
-        return attempt.start != number or step > until
+        return attempt.incarnation != number or step > until
 
 
 def read_history(storage: Storage, root: str) -> IncarnationHistory:
-    """Return the starts of a run; none if there is no such root.
+    """Return the incarnations of a run; none if there is no such root.
 
-    CorruptError or IncompatibleError if one cannot be read: what it has left behind is not known.
+    CorruptError or IncompatibleError if one cannot be read: what it has orphaned is not known.
     """
     numbers = (parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
     return IncarnationHistory(
@@ -146,16 +148,15 @@ def begin_incarnation(
     by: str,
     after: int | None = None,
 ) -> IncarnationRecord:
-    """Record a start, above all that are there and that of `restored`; it is durable on return.
+    """Record a new incarnation, above all that exist and that of `restored`; durable on return.
 
-    `after` is the number of the newest start that was known when `restored` was chosen, 0 for none;
-    ConflictError if there is a newer one: it may have left behind what was chosen. What is restored
-    is to be held until this returns, else a late pruner of an older start may have removed it; see
-    `secure` for what to do then.
+    `after` is the number of the newest incarnation that was known when `restored` was chosen, 0 for
+    none. ConflictError if there is a newer one: it may have orphaned `restored`. Hold a lease of
+    what is restored until this returns, or a late pruner of an older incarnation may remove it; see
+    `secure_incarnation` for what to do then.
 
-    Folders that are missing are made, the root as well. CorruptError or IncompatibleError if the
-    newest start cannot be read: it is never passed over. StorageError if it is not certain that the
-    record is there.
+    Missing folders are made, the root too. CorruptError or IncompatibleError if the newest record
+    cannot be read: it is never skipped. StorageError if it is not certain that the record exists.
     """
     folder = f"{root}/{STARTS}"
     own_id = new_id()
@@ -164,47 +165,51 @@ def begin_incarnation(
         newest = newest_incarnation(storage, root)
         if newest is not None and after is not None and newest.number > after:
             raise ConflictError(
-                f"{root}: start {newest.number} of this run, {newest.by}, has begun while this one "
-                f"restored: see that only one job uses this root, then start again"
+                f"{root}: incarnation {newest.number} of this run, {newest.by}, has begun while "
+                f"this one restored: make sure that only one job uses this root, then start again"
             )
-        # Not below that of a root which this one was copied from, without its records.
-        below = 0 if restored is None else restored[1].start
+        # Not below those of a root from which this one was copied without its records.
+        below = 0 if restored is None else restored[1].incarnation
         number = 1 + max(below, newest.number if newest else 0)
         if number > MAX_INCARNATION:
-            raise StorageError(f"{folder}: there are {MAX_INCARNATION} starts: use another root")
-        start = IncarnationRecord(number, own_id, restored, why, by, time.time())
-        with suppress(FileExistsError, FileNotFoundError):  # another took it; somebody cleans up
-            put_record(storage, folder, incarnation_file(number), encode_incarnation(start))
-            return start
-    raise StorageError(f"{folder}: others start again and again: end the other jobs that use it")
+            raise StorageError(
+                f"{folder}: there are {MAX_INCARNATION} incarnations: use another root"
+            )
+        record = IncarnationRecord(number, own_id, restored, why, by, time.time())
+        with suppress(FileExistsError, FileNotFoundError):  # the number or the folder was taken
+            put_record(storage, folder, incarnation_file(number), encode_incarnation(record))
+            return record
+    raise StorageError(f"{folder}: other jobs start again and again: end those that use this root")
 
 
 def secure_incarnation(
     storage: Storage, path: str, restored: Attempt, run: Incarnation, *, by: str
 ) -> None:
-    """Keep late saves of older starts from replacing what a start that is recorded went on from.
+    """Prevent late saves of older incarnations from replacing what a new one has restored.
 
-    Abandons what they have open at `path`, above the attempt that was restored there; what they
-    claim later they do not commit, as they look for newer starts before that. ConflictError if one
-    has replaced it already. It is one only where somebody went back to what was left behind.
+    Abandons their open attempts at `path` above the attempt that was restored there. What they
+    claim later they do not commit, as they look for newer incarnations before that. ConflictError
+    if one has replaced it already. That happens only after a restore of an orphan.
     """
-    reason = f"start {run.start} went on from {restored}"
+    reason = f"incarnation {run.number} resumed from {restored}"
     for other in list_attempts(storage, path):
         if restored < other and other.number < run.first and not has_index(storage, path, other):
             abandon(storage, path, other, by=by, reason=reason)
     try:
-        found, _ = find(storage, path)
+        current, _ = find(storage, path)
     except NotFoundError:
-        found = None
-    if found is None or (found.start != restored.start and found.number < run.first):
+        current = None
+    if current is None or (
+        current.incarnation != restored.incarnation and current.number < run.first
+    ):
         raise ConflictError(
-            f"{path}: {restored} was restored, and {found or 'nothing'} is the checkpoint there by "
+            f"{path}: {restored} was restored, and {current or 'nothing'} is the checkpoint there "
             f"now: end the job that saves or removes here, then start again"
         )
 
 
 def newest_incarnation(storage: Storage, root: str) -> IncarnationRecord | None:
-    """Return the start with the highest number, or None if there is none."""
+    """Return the incarnation with the highest number, or None if there is none."""
     names = (parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
     highest = max(filter(None, names), default=None)
     if highest is None:
@@ -215,16 +220,16 @@ def newest_incarnation(storage: Storage, root: str) -> IncarnationRecord | None:
 def _read(storage: Storage, root: str, number: int) -> IncarnationRecord:
     file = f"{root}/{STARTS}/{incarnation_file(number)}"
     try:
-        start = decode_incarnation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        record = decode_incarnation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except FileNotFoundError:
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:
         raise CorruptError(
-            f"{str(error).removesuffix(REMEDY)}: what start {number} of this run went on from is "
-            f"not known. Restore the file from a copy; if there is none, end the job of that "
-            f"start, remove the file, and start again, with restore(at=...) if that start was to "
-            f"go back to an older step"
+            f"{str(error).removesuffix(REMEDY)}: what incarnation {number} of this run resumed "
+            f"from is not known. Restore the file from a copy; if there is none, end the job of "
+            f"that incarnation, remove the file, and start again, with restore(at=...) if that "
+            f"incarnation went back to an older step"
         ) from error
-    if start.number != number:
-        raise CorruptError(f"{file}: it is the record of start {start.number}; remove it")
-    return start
+    if record.number != number:
+        raise CorruptError(f"{file}: it is the record of incarnation {record.number}; remove it")
+    return record

@@ -1,12 +1,13 @@
-"""Hold a checkpoint, pin it, tag it; and remove one that nobody keeps so.
+"""Lease, pin and tag a checkpoint; remove a checkpoint that has no protection.
 
-Who removes: puts a mark, looks for what keeps the checkpoint, then renames it, or takes the mark
-back. Who keeps: puts the pin, tag or hold, looks for marks, and then for the checkpoint; if there
-is a mark, or no checkpoint, takes it back and says so. So of the two at least one sees the other,
-whoever dies where. Marks go last of all, for who keeps looks for them first.
+To remove: write a deletion intent, look for protections, then rename the checkpoint, or withdraw
+the intent. To protect: write the pin, tag or lease, look for deletion intents, and then for the
+checkpoint. If there is an intent, or no checkpoint, withdraw the protection and raise. So at least
+one of the two sees the other, even if one of them dies. Deletion intents are removed last, as
+protectors look for them first.
 
-`protections.py` says what the facts mean, `docs/decisions/0016-holds-against-prune.md` why it is
-so.
+`protections.py` defines the annotations; `docs/decisions/0016-holds-against-prune.md` has the
+reasons.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from time import monotonic
 
 from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
 from dist_ckpt.core.commit.records.protections import (
+    DELETION_INTENT,
     DELETION_INTENT_S,
-    HOLD,
-    MARK,
+    LEASE,
     PIN,
     TAG,
     Where,
@@ -52,7 +53,7 @@ from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, Storag
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
-    """A committed attempt in a root: what facts are about. `path` is its checkpoint's."""
+    """A committed attempt in a root: what annotations refer to. `path` is its checkpoint's."""
 
     storage: Storage
     root: str
@@ -60,87 +61,90 @@ class CheckpointRef:
     where: Where
 
     def put(self, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> AnnotationName:
-        """Put a fact about it; durable on return."""
-        fact = new_annotation(*self.where, kind, values)
-        return put_annotation(self.storage, self.root, fact, above=above)
+        """Write an annotation of it; durable on return."""
+        annotation = new_annotation(*self.where, kind, values)
+        return put_annotation(self.storage, self.root, annotation, above=above)
 
-    def facts(self) -> tuple[StoredAnnotation, ...]:
-        """Return the facts about it."""
+    def annotations(self) -> tuple[StoredAnnotation, ...]:
+        """Return its annotations."""
         return read_annotations_of(self.storage, self.root, *self.where)
 
-    def take_back(self, name: AnnotationName) -> None:
-        """Remove a fact that was put just now and means nothing any more; never raises."""
+    def withdraw(self, name: AnnotationName) -> None:
+        """Withdraw an annotation that was written just now; never raises."""
         file = f"{annotations_folder(self.root, *self.where)}/{name}"
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             self.storage.remove(file)
 
     def is_there(self) -> bool:
-        """Say whether it is not removed yet."""
+        """Return True if it is not removed yet."""
         return is_there(self.storage, self.path, self.where[1])
 
 
-# --- keeping ---------------------------------------------------------------------------------
+# --- protect ---------------------------------------------------------------------------------
 
 
 def pin(subject: CheckpointRef, why: str) -> None:
     """Keep a checkpoint until it is unpinned; durable on return. NotFoundError if it is gone."""
-    _keep(subject, PIN, {"pinned": True, "why": why})
+    _protect(subject, PIN, {"pinned": True, "why": why})
 
 
 def unpin(subject: CheckpointRef) -> None:
-    """Take the pin from a checkpoint, if it has one."""
+    """Remove the pin of a checkpoint, if it has one."""
     subject.put(PIN, {"pinned": False, "why": ""})
 
 
 def tag(subject: CheckpointRef, name: str) -> None:
-    """Give a checkpoint a tag, which another may have had before; it is kept as long as it has it.
+    """Give a checkpoint a tag, which protects it. Another checkpoint that had it loses it.
 
     Durable on return. NotFoundError if the checkpoint is gone.
     """
-    _keep(subject, TAG, {name: True}, above=_highest_tag(subject))
+    _protect(subject, TAG, {name: True}, above=_highest_tag(subject))
 
 
 def untag(subject: CheckpointRef, name: str) -> None:
-    """Take a tag from a checkpoint, which is the one that has it."""
+    """Remove a tag from the checkpoint that has it."""
     subject.put(TAG, {name: False}, above=_highest_tag(subject))
 
 
 def _highest_tag(subject: CheckpointRef) -> int:
-    facts = read_annotations(subject.storage, subject.root)
-    return max((fact.name.number for fact in facts if fact.name.kind == TAG), default=0)
+    annotations = read_annotations(subject.storage, subject.root)
+    return max(
+        (annotation.name.number for annotation in annotations if annotation.name.kind == TAG),
+        default=0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A checkpoint that is kept for `ttl_s` seconds, by the storage's clock, and then again."""
+    """Protection of a checkpoint for `ttl_s` seconds of the storage's clock; it can be renewed."""
 
     subject: CheckpointRef
     ttl_s: float
     id: str = field(default_factory=new_id)
 
     def take(self) -> None:
-        """Hold it from now on for `ttl_s`; durable on return, and may be called again to hold on.
+        """Take or renew the lease, for `ttl_s` from now on; durable on return.
 
-        NotFoundError if it is gone, or about to be: then it is not held. StorageError if that took
-        longer than the hold would last.
+        NotFoundError if the checkpoint is removed, or about to be: then there is no lease.
+        StorageError if that took longer than the lease would last.
         """
         began = monotonic()
-        _keep(self.subject, HOLD, {self.id: self.ttl_s})
+        _protect(self.subject, LEASE, {self.id: self.ttl_s})
         if monotonic() - began >= self.ttl_s:
             raise StorageError(
-                f"{self.subject.path}: to hold it took longer than the {self.ttl_s:g} s for which "
-                f"it is held: hold it for longer"
+                f"{self.subject.path}: to take the lease took longer than the {self.ttl_s:g} s for "
+                f"which it lasts: give a longer ttl_s"
             )
 
     def release(self) -> None:
-        """Hold it no more. If that cannot be put down, the hold ends by itself."""
+        """End the lease. If that cannot be written, it expires by itself."""
         with suppress(CheckpointError):
             if self.subject.is_there():
-                self.subject.put(HOLD, {self.id: 0})
+                self.subject.put(LEASE, {self.id: 0})
 
 
 def checked_ttl(ttl_s: float) -> float:
-    """Return for how long to hold something. ValueError or TypeError if that makes no sense."""
+    """Return the duration of a lease in seconds. ValueError or TypeError for a bad one."""
     if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool):
         raise TypeError(f"ttl_s={ttl_s!r}: give a number of seconds")
     if not (isfinite(ttl_s) and ttl_s > 0):
@@ -148,24 +152,25 @@ def checked_ttl(ttl_s: float) -> float:
     return float(ttl_s)
 
 
-def _keep(
+def _protect(
     subject: CheckpointRef, kind: str, values: Mapping[str, Scalar], *, above: int = 0
 ) -> None:
     name = subject.put(kind, values, above=above)
     try:
-        _check_kept(subject, name)
+        _check_protected(subject, name)
     except BaseException:
-        subject.take_back(name)
+        subject.withdraw(name)
         raise
 
 
-def _check_kept(subject: CheckpointRef, name: AnnotationName) -> None:
-    """Look for marks, then for the checkpoint: in this order, for who removes it does so too."""
-    facts = subject.facts()
-    own = [fact for fact in facts if fact.name == name]
-    for who in deletion_intents_of(facts, own[0].modified_at if own else 0.0):
-        raise NotFoundError(f"{subject.path} is about to be removed by {who}: choose another")
-    if not own or not subject.is_there():
+def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
+    """Look for deletion intents, then for the checkpoint: removal writes them in this order."""
+    annotations = subject.annotations()
+    written = [annotation for annotation in annotations if annotation.name == name]
+    now = written[0].modified_at if written else 0.0
+    for owner in deletion_intents_of(annotations, now):
+        raise NotFoundError(f"{subject.path} is about to be removed by {owner}: choose another")
+    if not written or not subject.is_there():
         raise NotFoundError(f"{subject.path}: {subject.where[1]} was removed: choose another")
 
 
@@ -175,26 +180,26 @@ def protections_at(
     those: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> dict[Attempt, tuple[str, ...]]:
-    """Return which of the attempts at a path are pinned, tagged or held, and how, in words.
+    """Return the protections of attempts at a path, as texts; only of those that have some.
 
-    `clock` tells the storage's time at a folder. Where a run keeps no facts that costs one listing,
-    and none if there are no such attempts.
+    `clock` returns the storage's time at a folder. A root without annotations costs one listing.
+    Without attempts there is none.
     """
     if not those:
         return {}
     root = posixpath.dirname(real_path(path))
     if all(entry.name != FACTS for entry in entries_at(storage, root)):
         return {}
-    facts = read_annotations(storage, root)
-    places = {
-        (fact.step, fact.attempt)
-        for fact in facts
-        if fact.attempt in those and fact.name.kind in (PIN, TAG, HOLD)
+    annotations = read_annotations(storage, root)
+    subjects = {
+        (annotation.step, annotation.attempt)
+        for annotation in annotations
+        if annotation.attempt in those and annotation.name.kind in (PIN, TAG, LEASE)
     }
-    if not places:
+    if not subjects:
         return {}
-    guards = protections_of(facts, clock(storage, root))
-    return {place[1]: told for place in places if (told := guards.of(place))}
+    protections = protections_of(annotations, clock(storage, root))
+    return {where[1]: texts for where in subjects if (texts := protections.of(where))}
 
 
 def check_unprotected(
@@ -203,15 +208,15 @@ def check_unprotected(
     those: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> None:
-    """Raise ExistsError if an attempt that a save would replace is pinned, tagged or held."""
-    for attempt, told in sorted(protections_at(storage, path, those, clock).items()):
+    """Raise ExistsError if an attempt that a save would replace is pinned, tagged or leased."""
+    for attempt, texts in sorted(protections_at(storage, path, those, clock).items()):
         raise ExistsError(
-            f"{path}: the checkpoint that is here ({attempt}) is kept: {'; '.join(told)}. Take "
-            f"that away first, or choose another path"
+            f"{path}: the checkpoint there ({attempt}) is protected: {'; '.join(texts)}. Remove "
+            f"the protection first, or choose another path"
         )
 
 
-# --- removing --------------------------------------------------------------------------------
+# --- remove ----------------------------------------------------------------------------------
 
 
 def remove_if_unprotected(
@@ -222,53 +227,61 @@ def remove_if_unprotected(
     force: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
-    """Remove a checkpoint, unless something keeps it: then return what, and touch nothing.
+    """Remove a checkpoint, unless it is protected: then return its protections as texts.
 
-    `others` are facts about others, by which tags may have moved. `check` raises what forbids the
-    removal, right before it. `remove` begins with the rename. What it raises leaves the mark, by
-    which `finish` goes on, unless nothing is removed yet.
+    `others` are annotations of other checkpoints, by which tags may have moved. `check` raises
+    what forbids the removal, right before it. `remove` begins with the rename. If it raises, the
+    deletion intent stays, so that `finish` can complete the removal, unless nothing is removed yet.
     """
     began = monotonic()
-    mark = subject.put(MARK, {new_id(): subject.path.rpartition("/")[2]})
+    intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
     try:
-        told = () if force else _kept_by(subject, others, mark)
-        if not told:
+        protections = () if force else _protections_of(subject, others, intent)
+        if not protections:
             check()
-        if not told and monotonic() - began > DELETION_INTENT_S / 2:
-            told = ("its removal stood still for so long that others may hold it by now",)
+        if not protections and monotonic() - began > DELETION_INTENT_S / 2:
+            protections = ("its removal was delayed for so long that others may lease it by now",)
     except BaseException:
-        subject.take_back(mark)
+        subject.withdraw(intent)
         raise
-    if told:
-        subject.take_back(mark)
-        return told
+    if protections:
+        subject.withdraw(intent)
+        return protections
     try:
         remove()
     except BaseException:
         with suppress(CheckpointError):
             if subject.is_there():
-                subject.take_back(mark)
+                subject.withdraw(intent)
         raise
     return ()
 
 
-def _kept_by(
-    subject: CheckpointRef, others: Iterable[StoredAnnotation], mark: AnnotationName
+def _protections_of(
+    subject: CheckpointRef, others: Iterable[StoredAnnotation], intent: AnnotationName
 ) -> tuple[str, ...]:
-    facts = subject.facts()
-    # The mark was put just now: so this is the time. Without it somebody else has removed all.
-    now = max((fact.modified_at for fact in facts if fact.name == mark), default=0.0)
-    own = [one for one in others if (one.step, one.attempt) != subject.where]
-    return protections_of([*own, *facts], now).of(subject.where)
+    annotations = subject.annotations()
+    # The intent was written just now: so this is the time. Without it another has removed all.
+    now = max(
+        (annotation.modified_at for annotation in annotations if annotation.name == intent),
+        default=0.0,
+    )
+    of_others = [other for other in others if (other.step, other.attempt) != subject.where]
+    return protections_of([*of_others, *annotations], now).of(subject.where)
 
 
-def forget(storage: Storage, root: str, where: Where, facts: Sequence[StoredAnnotation]) -> None:
-    """Remove what is known of a checkpoint that is gone; `facts` are those of the root.
+def forget(
+    storage: Storage, root: str, where: Where, annotations: Sequence[StoredAnnotation]
+) -> None:
+    """Remove the annotations of a checkpoint that is gone; `annotations` are those of the root.
 
-    Marks go last, so that what is left after a crash is known to be left.
+    Deletion intents are removed last, so that remains of a crash are recognised.
     """
-    for fact in _outdone(where, facts):
-        _remove(storage, f"{annotations_folder(root, fact.step, fact.attempt)}/{fact.name}")
+    for annotation in _outdated_tags(where, annotations):
+        _remove(
+            storage,
+            f"{annotations_folder(root, annotation.step, annotation.attempt)}/{annotation.name}",
+        )
     folder = annotations_folder(root, *where)
     names = [entry.name for entry in entries_at(storage, folder) if entry.kind == "file"]
     ours = [
@@ -276,27 +289,27 @@ def forget(storage: Storage, root: str, where: Where, facts: Sequence[StoredAnno
         for name in names
         if is_temporary_record(name) or parse_annotation_name(name) is not None
     ]
-    for name in sorted(ours, key=lambda name: (name.startswith(MARK), name)):
+    for name in sorted(ours, key=lambda name: (name.startswith(DELETION_INTENT), name)):
         _remove(storage, f"{folder}/{name}")
-    with suppress(StorageError):  # somebody has put something there
+    with suppress(StorageError):  # another process has written something there
         _remove(storage, folder)
         _remove(storage, f"{root}/{FACTS}/{where[0]}")
 
 
-def _outdone(where: Where, facts: Sequence[StoredAnnotation]) -> list[StoredAnnotation]:
-    """Return the facts that have put elsewhere a tag that the checkpoint has, or had last.
+def _outdated_tags(where: Where, annotations: Sequence[StoredAnnotation]) -> list[StoredAnnotation]:
+    """Return older annotations, of other checkpoints, of tags that this checkpoint has or had last.
 
-    Without the newest fact about a tag, which goes with the checkpoint, the one before would count
-    again, and another checkpoint have the tag.
+    Without the newest annotation of a tag, which is removed with the checkpoint, the one before
+    would count again, and another checkpoint would have the tag.
     """
-    names = {name for name, (place, _) in newest_tagged(facts).items() if place == where}
+    names = {name for name, (last, _) in newest_tagged(annotations).items() if last == where}
     return [
-        fact
-        for fact in facts
-        if fact.name.kind == TAG
-        and (fact.step, fact.attempt) != where
-        and fact.values
-        and names >= fact.values.keys()
+        annotation
+        for annotation in annotations
+        if annotation.name.kind == TAG
+        and (annotation.step, annotation.attempt) != where
+        and annotation.values
+        and names >= annotation.values.keys()
     ]
 
 

@@ -1,11 +1,11 @@
-"""What keeps a checkpoint from being removed: pins, tags and holds, each a fact about it.
+"""Protections of checkpoints against removal: pins, tags and leases. Each is an annotation.
 
     pin   {"pinned": true, "why": "..."}
-    tag   {"release": true}         of all facts of a root, the newest says where a tag is
-    hold  {"<its id>": 3600}        for so many seconds of the storage's clock; 0 once released
-    mark  {"<its id>": "step-100"}  somebody is about to remove it, the folder of that name
+    tag   {"release": true}         the newest annotation of the root says where a tag is
+    hold  {"<its id>": 3600}        a lease: seconds by the storage's clock; 0 once released
+    mark  {"<its id>": "step-100"}  a deletion intent: the folder of that name will be removed
 
-How they are put, and how that is kept apart from a removal, is in `leases.py`.
+`leases.py` writes them, in an order that is safe against a removal at the same time.
 """
 
 from __future__ import annotations
@@ -19,107 +19,108 @@ from dist_ckpt.core.commit.records.record_store import StoredAnnotation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.strict_json import Scalar
 
-PIN, TAG, HOLD, MARK = "pin", "tag", "hold", "mark"
+PIN, TAG, LEASE, DELETION_INTENT = "pin", "tag", "hold", "mark"
 
-# So long a mark counts. Who put it renames within half of that, or not at all.
+# A deletion intent counts for this long. Its owner renames within half of that, or not at all.
 DELETION_INTENT_S = 3600.0
 
-# A checkpoint that facts are about: its step, and its attempt.
+# The key of a checkpoint in annotations: its step, and its attempt.
 Where = tuple[int, Attempt]
 
-# What a fact of a kind says, and the fact that says so.
+# The value of each name in the annotations of one kind, and the annotation that it comes from.
 _Newest = Mapping[tuple[Where, str], tuple[Scalar, StoredAnnotation]]
 
 
 @dataclass(frozen=True, slots=True)
 class Protections:
-    """What keeps which checkpoints: why they are pinned, their tags, and who holds them.
+    """The protections of each checkpoint: reasons of pins, tags, and owners of leases.
 
-    `unreadable` are those with a pin, tag or hold that is damaged, or of a newer version.
+    `unreadable` has errors of protections that are damaged, or of a newer version.
     """
 
     pins: Mapping[Where, str]
     tags: Mapping[Where, Sequence[str]]
-    holds: Mapping[Where, Sequence[str]]
+    leases: Mapping[Where, Sequence[str]]
     unreadable: Mapping[Where, Sequence[str]]
 
     def of(self, where: Where) -> tuple[str, ...]:
-        """Return all that keeps a checkpoint, in words; nothing if it may be removed."""
-        pinned = self.pins.get(where)
-        told = [] if pinned is None else [f"pinned: {pinned}" if pinned else "pinned"]
-        told += [f"tag {name!r}" for name in self.tags.get(where, ())]
-        told += [f"held by {who}" for who in self.holds.get(where, ())]
-        told += [f"a fact cannot be read: {why}" for why in self.unreadable.get(where, ())]
-        return tuple(told)
+        """Return the protections of a checkpoint as texts; nothing if it may be removed."""
+        why = self.pins.get(where)
+        texts = [] if why is None else [f"pinned: {why}" if why else "pinned"]
+        texts += [f"tag {name!r}" for name in self.tags.get(where, ())]
+        texts += [f"leased by {owner}" for owner in self.leases.get(where, ())]
+        texts += [f"an annotation cannot be read: {why}" for why in self.unreadable.get(where, ())]
+        return tuple(texts)
 
 
-def protections_of(facts: Iterable[StoredAnnotation], now: float) -> Protections:
-    """Return what keeps which checkpoints at a time of the storage's clock. Pure."""
-    facts = tuple(facts)
+def protections_of(annotations: Iterable[StoredAnnotation], now: float) -> Protections:
+    """Return the protections that count at a time of the storage's clock. Pure."""
+    annotations = tuple(annotations)
     pins = {
-        where: _text(fact.values.get("why"))
-        for (where, name), (value, fact) in newest_values(facts, PIN).items()
+        where: _text(annotation.values.get("why"))
+        for (where, name), (value, annotation) in newest_values(annotations, PIN).items()
         if name == "pinned" and _is_set(value)
     }
     tags: dict[Where, list[str]] = defaultdict(list)
-    for name, where in tagged(facts).items():
+    for name, where in tagged(annotations).items():
         tags[where].append(name)
-    holds: dict[Where, list[str]] = defaultdict(list)
-    for (where, _), (value, fact) in newest_values(facts, HOLD).items():
-        if fact.modified_at + _life_s(value) > now:
-            holds[where].append(fact.by)
+    leases: dict[Where, list[str]] = defaultdict(list)
+    for (where, _), (value, annotation) in newest_values(annotations, LEASE).items():
+        if annotation.modified_at + _duration_s(value) > now:
+            leases[where].append(annotation.by)
     unreadable: dict[Where, list[str]] = defaultdict(list)
-    for fact in facts:
-        if fact.problem and fact.name.kind in (PIN, TAG, HOLD):
-            unreadable[fact.step, fact.attempt].append(fact.problem)
-    return Protections(pins, tags, holds, unreadable)
+    for annotation in annotations:
+        if annotation.problem and annotation.name.kind in (PIN, TAG, LEASE):
+            unreadable[annotation.step, annotation.attempt].append(annotation.problem)
+    return Protections(pins, tags, leases, unreadable)
 
 
-def newest_values(facts: Iterable[StoredAnnotation], kind: str) -> _Newest:
-    """Return the value of each name of each checkpoint; that of the newest fact counts. Pure."""
-    found: dict[tuple[Where, str], tuple[Scalar, StoredAnnotation]] = {}
-    for fact in _of_kind(facts, kind):
-        for name, value in fact.values.items():
-            found[(fact.step, fact.attempt), name] = value, fact
-    return found
+def newest_values(annotations: Iterable[StoredAnnotation], kind: str) -> _Newest:
+    """Return the newest value of each name, for each checkpoint. Pure."""
+    newest: dict[tuple[Where, str], tuple[Scalar, StoredAnnotation]] = {}
+    for annotation in _of_kind(annotations, kind):
+        for name, value in annotation.values.items():
+            newest[(annotation.step, annotation.attempt), name] = value, annotation
+    return newest
 
 
-def tagged(facts: Iterable[StoredAnnotation]) -> dict[str, Where]:
-    """Return where each tag of a root is: where the newest fact about it puts it. Pure."""
-    newest = newest_tagged(facts)
+def tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, Where]:
+    """Return the checkpoint that has each tag of a root. Pure."""
+    newest = newest_tagged(annotations)
     return {name: where for name, (where, value) in sorted(newest.items()) if _is_set(value)}
 
 
-def newest_tagged(facts: Iterable[StoredAnnotation]) -> dict[str, tuple[Where, Scalar]]:
-    """Return what the newest fact about each tag of a root says, also that nobody has it. Pure."""
-    found: dict[str, tuple[Where, Scalar]] = {}
-    for fact in _of_kind(facts, TAG):
-        for name, value in fact.values.items():
-            found[name] = (fact.step, fact.attempt), value
-    return found
+def newest_tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, tuple[Where, Scalar]]:
+    """Return the newest annotation of each tag of a root; a tag may be removed by it. Pure."""
+    newest: dict[str, tuple[Where, Scalar]] = {}
+    for annotation in _of_kind(annotations, TAG):
+        for name, value in annotation.values.items():
+            newest[name] = (annotation.step, annotation.attempt), value
+    return newest
 
 
-def _of_kind(facts: Iterable[StoredAnnotation], kind: str) -> list[StoredAnnotation]:
-    """Return the facts of a kind, the newest last."""
-    own = [fact for fact in facts if fact.name.kind == kind]
-    return sorted(own, key=lambda fact: (fact.name.number, fact.name.id))
+def _of_kind(annotations: Iterable[StoredAnnotation], kind: str) -> list[StoredAnnotation]:
+    """Return the annotations of a kind, the newest last."""
+    chosen = [annotation for annotation in annotations if annotation.name.kind == kind]
+    return sorted(chosen, key=lambda annotation: (annotation.name.number, annotation.name.id))
 
 
-def deletion_intents_of(facts: Iterable[StoredAnnotation], now: float) -> tuple[str, ...]:
-    """Return who is about to remove the checkpoint that the facts are about. Pure.
+def deletion_intents_of(annotations: Iterable[StoredAnnotation], now: float) -> tuple[str, ...]:
+    """Return the owners of deletion intents among the annotations of a checkpoint. Pure.
 
-    A mark that cannot be read counts. One that is old does not: who put it has died, or will not
+    An intent that cannot be read counts. An old one does not: its owner has died, or will not
     remove anything any more.
     """
     return tuple(
-        fact.by or "somebody"
-        for fact in facts
-        if fact.name.kind == MARK and now - fact.modified_at < DELETION_INTENT_S
+        annotation.by or "another process"
+        for annotation in annotations
+        if annotation.name.kind == DELETION_INTENT
+        and now - annotation.modified_at < DELETION_INTENT_S
     )
 
 
 def _is_set(value: Scalar) -> bool:
-    # What is neither yes nor no protects: who put it meant something by it.
+    # A value that is neither true nor false protects: its writer had a reason for it.
     return value is not None and value is not False
 
 
@@ -127,8 +128,8 @@ def _text(value: Scalar) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _life_s(value: Scalar) -> float:
-    """Return for how many seconds a hold keeps; without end if that cannot be understood."""
+def _duration_s(value: Scalar) -> float:
+    """Return the seconds for which a lease lasts; infinity if the value has no meaning."""
     if value is None:
         return 0.0
     if isinstance(value, str | bool):

@@ -1,8 +1,8 @@
-"""Facts about checkpoints, in their root: put once, durable, never changed.
+"""Annotations of checkpoints, in their root: written once, durable, never changed.
 
-A committed attempt never changes, so what becomes known of it later lies beside it, as
+A committed attempt never changes, so what is added about it later is stored in the root, as
 
-    <root>/.facts/<step>/<attempt>/<kind>-<number>-<id>.json    metrics, tags, pins, ...
+    <root>/.annotations/<step>/<attempt>/<kind>-<number>-<id>.json    metrics, tags, pins, ...
 
 Each file is written under another name and renamed, which never replaces: so it is whole or not
 there, on every storage that keeps the protocol. So are the records of `incarnations.py`.
@@ -46,15 +46,14 @@ from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
 
-# --- facts -----------------------------------------------------------------------------------
+# --- annotations -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnnotation:
-    """A fact in its file, which was made at `modified_at` by the storage's clock.
+    """An annotation in its file, which was created at `modified_at` by the storage's clock.
 
-    `by` says who put it. `problem` says why it cannot be read; then only its name and place tell of
-    it.
+    `by` names its writer. `problem` is why it cannot be read; then only its name and path count.
     """
 
     step: int
@@ -67,24 +66,26 @@ class StoredAnnotation:
 
 
 def put_annotation(
-    storage: Storage, root: str, fact: Annotation, *, above: int = 0
+    storage: Storage, root: str, annotation: Annotation, *, above: int = 0
 ) -> AnnotationName:
-    """Add a fact to what is known of a checkpoint; it is durable on return.
+    """Add an annotation to a checkpoint; it is durable on return.
 
-    Its number is above those of its kind there, and `above`. Folders that are missing are made, the
-    root as well. StorageError if it is not certain that the fact is there.
+    Its number is above those of its kind there, and above `above`. Missing folders are made, the
+    root too. StorageError if it is not certain that the annotation exists.
     """
-    data = encode_annotation(fact)
-    folder = annotations_folder(root, fact.step, fact.attempt)
+    data = encode_annotation(annotation)
+    folder = annotations_folder(root, annotation.step, annotation.attempt)
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
         there = (parse_annotation_name(entry.name) for entry in entries_at(storage, folder))
-        numbers = [name.number for name in there if name is not None and name.kind == fact.kind]
+        numbers = [
+            name.number for name in there if name is not None and name.kind == annotation.kind
+        ]
         number = 1 + max([above, *numbers])
         if number > MAX_FACT:
             raise StorageError(f"{folder}: no number is left above {number - 1}: who wrote that?")
-        name = AnnotationName(fact.kind, number, new_id())
-        # Who prunes what is known of checkpoints that are gone may have taken the folder.
+        name = AnnotationName(annotation.kind, number, new_id())
+        # A pruner of annotations of checkpoints that are gone may have removed the folder.
         with suppress(FileNotFoundError):
             put_record(storage, folder, str(name), data)
             return name
@@ -92,11 +93,13 @@ def put_annotation(
 
 
 def read_annotations(storage: Storage, root: str) -> tuple[StoredAnnotation, ...]:
-    """Return all facts of a root, by step, attempt and name; none if there is no such folder."""
-    return tuple(sorted(_facts(storage, root), key=lambda one: (one.step, one.attempt, one.name)))
+    """Return all annotations of a root, by step, attempt and name; none without such a folder."""
+    return tuple(
+        sorted(_annotations(storage, root), key=lambda one: (one.step, one.attempt, one.name))
+    )
 
 
-def _facts(storage: Storage, root: str) -> Iterator[StoredAnnotation]:
+def _annotations(storage: Storage, root: str) -> Iterator[StoredAnnotation]:
     for entry in entries_at(storage, f"{root}/{FACTS}"):
         step = parse_step(entry.name)
         if step is None:
@@ -108,7 +111,7 @@ def _facts(storage: Storage, root: str) -> Iterator[StoredAnnotation]:
 def read_annotations_of(
     storage: Storage, root: str, step: int, attempt: Attempt
 ) -> tuple[StoredAnnotation, ...]:
-    """Return the facts about one attempt, by name."""
+    """Return the annotations of one attempt, by name."""
     folder = annotations_folder(root, step, attempt)
     found = []
     for file in entries_at(storage, folder):
@@ -123,33 +126,37 @@ def read_annotations_of(
 def new_annotation(
     step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]
 ) -> Annotation:
-    """Return a fact of this process."""
+    """Return an annotation that this process is to write."""
     return Annotation(step, attempt, kind, values, this_process(), time.time())
 
 
 def this_process() -> str:
-    """Return who puts a record, for people."""
+    """Return the name of this process as writer of a record, for people."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
-    """Return where the facts about an attempt lie."""
+    """Return the folder of the annotations of an attempt."""
     return f"{root}/{FACTS}/{step}/{attempt}"
 
 
 def _read(storage: Storage, file: str, one: StoredAnnotation) -> StoredAnnotation:
-    """Return a fact with what its file says, or why that cannot be read."""
+    """Return an annotation with the values in its file, or with the reason that it has none."""
     try:
-        fact = decode_annotation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        annotation = decode_annotation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except (CorruptError, IncompatibleError) as error:
         return replace(one, problem=str(error))
-    if (fact.step, fact.attempt, fact.kind) != (one.step, one.attempt, one.name.kind):
-        found = f"{fact.kind} of {fact.attempt}, step {fact.step}"
+    if (annotation.step, annotation.attempt, annotation.kind) != (
+        one.step,
+        one.attempt,
+        one.name.kind,
+    ):
+        found = f"{annotation.kind} of {annotation.attempt}, step {annotation.step}"
         return replace(one, problem=f"{file}: it has {found}; remove it")
-    return replace(one, values=fact.values, by=fact.by)
+    return replace(one, values=annotation.values, by=annotation.by)
 
 
-# --- putting ---------------------------------------------------------------------------------
+# --- write -----------------------------------------------------------------------------------
 
 
 def make_record_folders(storage: Storage, root: str, folder: str) -> None:
