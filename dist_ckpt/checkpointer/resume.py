@@ -4,6 +4,8 @@ The restore point is the newest committed checkpoint that is not orphaned, from 
 save is there. Only a damaged one is skipped, after a second read past the page cache has confirmed
 the damage: a temporary error of the storage must not roll a run back. An incarnation that writes
 is recorded when its state is loaded, before its first save.
+
+A run's configuration: saved with each checkpoint, compared when a run goes on.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
 from dist_ckpt.async_save.snapshots.memory_source import MemorySource, snapshots_on_host
-from dist_ckpt.checkpointer.run_config import check_config_matches
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
 from dist_ckpt.core.comm.session import Session
@@ -31,6 +33,7 @@ from dist_ckpt.core.commit.records.incarnations import (
 from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.core.commit.records.liveness import describe_liveness
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
@@ -39,11 +42,31 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.local.page_cache import drop_cached
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.core.storage.local.direct_io import drop_cached
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.runs.lease_renewal import renewed_lease
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import select
+
+
+def check_config_matches(
+    then: object, now: object, config_must_match: Sequence[str], path: str
+) -> str:
+    """Return what differs from the checkpoint's configuration, in one line; "" if nothing does.
+
+    IncompatibleError if something does that matches a pattern of `config_must_match`.
+    """
+    found = differences(then, now)
+    text = {name: f"{name}: {old} there, {new} here" for name, (old, new) in found.items()}
+    refused = [name for name in found if any(fnmatchcase(name, one) for one in config_must_match)]
+    if refused:
+        raise IncompatibleError(
+            f"{path} was saved with another configuration, which must be the same: "
+            f"{listed([text[name] for name in refused], '; ')}. Use that configuration, or another "
+            f"root"
+        )
+    return listed(list(text.values()), "; ")
+
 
 _log = logging.getLogger("dist_ckpt")
 

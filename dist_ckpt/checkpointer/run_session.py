@@ -22,8 +22,7 @@ from dist_ckpt.checkpointer.coordination.barrier_rounds import (
     BarrierRounds,
     Boundary,
 )
-from dist_ckpt.checkpointer.coordination.external_requests import ExternalRequests
-from dist_ckpt.checkpointer.coordination.rank_requests import RankRequests
+from dist_ckpt.checkpointer.coordination.external_requests import ExternalRequests, RankRequests
 from dist_ckpt.checkpointer.coordination.signals import Signals
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.resume import Resume, Resumed

@@ -11,9 +11,9 @@ from dist_ckpt.core.commit.attempts import attempts_in
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.frameworks import accelerate, deepspeed, deepspeed_names, lightning, megatron
+from dist_ckpt.interop.frameworks import accelerate, deepspeed, lightning, megatron
 from dist_ckpt.interop.hf import read as safetensors_files
-from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState, checkpoint_of
 from dist_ckpt.interop.torch_save import read as torch_files
 
@@ -134,7 +134,7 @@ def _pickled_kind(storage: Storage, path: str) -> str | None:
         return "megatron"
     if has("random_states_0.pkl"):
         return "accelerate"
-    return "deepspeed" if deepspeed_names.is_folder(storage, path) else None
+    return "deepspeed" if deepspeed.is_folder(storage, path) else None
 
 
 def _to_import(kind: str, path: str) -> IncompatibleError:

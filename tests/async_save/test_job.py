@@ -15,11 +15,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots import job_folder
-from dist_ckpt.async_save.snapshots.arena import ArenaReader
-from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
+from dist_ckpt.async_save.snapshots.arena_layout import (
+    Image,
+    Seal,
+    Snapshot,
+    SnapshotMetadata,
+    arena_nbytes,
+)
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.writer.messages import Close, Hello

@@ -20,8 +20,8 @@ import recovered_checkpoints as kept
 from arena_processes import program
 from dist_ckpt.async_save.memory_restore import rebuilt_index
 from dist_ckpt.async_save.snapshots import job_folder
+from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, recovered_saves
 from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id

@@ -15,7 +15,7 @@ from arena_processes import ROOT, Program, program
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import orphan_writers
 from dist_ckpt.async_save.trainer.orphan_writers import end_orphan_writers
-from dist_ckpt.async_save.trainer.writer_launcher import PROGRAM
+from dist_ckpt.async_save.trainer.writer_handle import PROGRAM
 from dist_ckpt.errors import ConflictError, StorageError
 
 pytestmark = pytest.mark.multi_process

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dist_ckpt.async_save.snapshots.arena import ArenaReader
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
     UNCLAIMED,
     Image,
     Seal,
     Snapshot,
+    SnapshotMetadata,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSaves, recovered_saves
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.core.runtime import typed_msgpack
 
 DETAILS = SnapshotMetadata(False, {}, {"dist_ckpt": "1"}, 5.0, (), ())

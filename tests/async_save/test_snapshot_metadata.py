@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
+from dist_ckpt.async_save.snapshots.arena_layout import SnapshotMetadata
 from dist_ckpt.core.runtime import typed_msgpack
 
 DETAILS = SnapshotMetadata(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.checkpointer.coordination.save_barrier import SaveBarrier
+from dist_ckpt.checkpointer.coordination.barrier_rounds import SaveBarrier
 from long_mode import IS_LONG
 from save_barrier_model import FAULTS, World, explore, with_fault
 

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
+from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotMetadata
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.planning.plan import Inventory
 from dist_ckpt.core.runtime import typed_msgpack

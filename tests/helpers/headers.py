@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dist_ckpt.core.format.shards.shard_file import HeaderText, ShardFile, header_text
-from dist_ckpt.core.format.shards.shard_table import StoredShard
+from dist_ckpt.core.format.shard_file import HeaderText, ShardFile, StoredShard, header_text
 
 
 def shard_file(

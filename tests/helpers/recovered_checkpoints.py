@@ -12,18 +12,17 @@ from msgspec.structs import replace
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.memory_restore import restore_together
-from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
     UNCLAIMED,
     Image,
     Seal,
     Snapshot,
+    SnapshotMetadata,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.memory_source import records_of
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.comm.session import Session

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dist_ckpt.checkpointer.coordination.save_barrier import SaveBarrier
+from dist_ckpt.checkpointer.coordination.barrier_rounds import SaveBarrier
 
 FAULTS = (
     "answer before line",  # the boundary is told, and the line drawn later

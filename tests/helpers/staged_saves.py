@@ -12,10 +12,14 @@ from subprocess import Popen
 from typing import Any
 
 from dist_ckpt.async_save.snapshots.arena import Arena
-from dist_ckpt.async_save.snapshots.arena_layout import Image, Snapshot, arena_nbytes
+from dist_ckpt.async_save.snapshots.arena_layout import (
+    Image,
+    Snapshot,
+    SnapshotMetadata,
+    arena_nbytes,
+)
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
-from dist_ckpt.async_save.trainer.writer_launcher import start
+from dist_ckpt.async_save.trainer.writer_handle import start
 from dist_ckpt.async_save.writer.messages import (
     Done,
     Hello,

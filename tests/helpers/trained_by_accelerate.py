@@ -21,7 +21,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
 import dist_ckpt as dc
-from dist_ckpt.integrations.accelerate.checkpointing import AcceleratedRun
+from dist_ckpt.integrations.accelerate import AcceleratedRun
 
 warnings.filterwarnings("ignore")
 

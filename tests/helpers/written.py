@@ -35,7 +35,7 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile, encode
-from dist_ckpt.core.format.shards.shard_file import arrange, header_text
+from dist_ckpt.core.format.shard_file import arrange, header_text
 from dist_ckpt.core.planning.plan import (
     CellOverlap,
     FilePlan,

@@ -84,7 +84,7 @@ def test_other_ranks_or_batches_are_refused_or_begin_the_epoch_anew(tmp_path: Pa
 
 
 def test_a_loop_that_is_left_early_is_saved_at_its_step(tmp_path: Path) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import AcceleratedRun
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
 
     accelerator, model, _ = prepared()
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=1))  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_a_loop_that_is_left_early_is_saved_at_its_step(tmp_path: Path) -> None:
 
 
 def test_a_second_loop_over_batches_would_lose_its_place_and_is_refused(tmp_path: Path) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import AcceleratedRun
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
 
     accelerator, _, _ = prepared()
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(2, 4)))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_a_second_loop_over_batches_would_lose_its_place_and_is_refused(tmp_path
 def test_what_an_adapter_cannot_take_is_refused(
     options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import AcceleratedRun
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
 
     accelerator, _, _ = prepared()
     with pytest.raises(ValueError, match=told):
@@ -128,7 +128,7 @@ def test_what_an_adapter_cannot_take_is_refused(
 def test_an_accelerate_without_a_name_that_is_needed_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from dist_ckpt.integrations.accelerate import prepared_objects
+    from dist_ckpt.integrations import accelerate as prepared_objects
 
     accelerator, _, _ = prepared()
     monkeypatch.setattr(prepared_objects, "NEEDED", ("_gone",))
@@ -151,7 +151,7 @@ def prepared(project: Path | None = None, **options: Any) -> tuple[Any, Any, Any
 
 
 def test_save_state_and_load_state_are_ours(tmp_path: Path) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import attach
+    from dist_ckpt.integrations.accelerate import attach
 
     accelerator, model, optimizer = prepared()
     attach(accelerator)
@@ -177,7 +177,7 @@ def test_save_state_and_load_state_are_ours(tmp_path: Path) -> None:
 
 
 def test_a_project_names_and_limits_what_is_saved(tmp_path: Path) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import attach
+    from dist_ckpt.integrations.accelerate import attach
 
     accelerator, _, _ = prepared(tmp_path)
     attach(accelerator)
@@ -193,7 +193,7 @@ def test_a_project_names_and_limits_what_is_saved(tmp_path: Path) -> None:
 def test_what_is_not_ours_to_remove_stays_and_fails_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import attach
+    from dist_ckpt.integrations.accelerate import attach
 
     accelerator, _, _ = prepared(tmp_path)
     accelerator.save_state()
@@ -209,7 +209,7 @@ def test_what_is_not_ours_to_remove_stays_and_fails_no_save(
 
 
 def test_what_accelerate_has_written_is_refused_by_name(tmp_path: Path) -> None:
-    from dist_ckpt.integrations.accelerate.checkpointing import attach
+    from dist_ckpt.integrations.accelerate import attach
 
     accelerator, _, _ = prepared()
     accelerator.save_state(str(tmp_path / "own"))

@@ -108,15 +108,15 @@ def test_a_lightning_without_a_name_that_is_needed_is_refused(
 ) -> None:
     import lightning.pytorch as pl
 
-    from dist_ckpt.integrations.lightning import private_names
+    from dist_ckpt.integrations.lightning import callback
 
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     for table, other in (("NEEDED", "NEEDED_OF_LOADER"), ("NEEDED_OF_LOADER", "NEEDED")):
         with monkeypatch.context() as patch:
-            patch.setattr(private_names, table, (("fit_loop.gone", "nothing"),))
-            patch.setattr(private_names, other, ())
+            patch.setattr(callback, table, (("fit_loop.gone", "nothing"),))
+            patch.setattr(callback, other, ())
             with pytest.raises(dc.IncompatibleError, match=r"lightning 2\..*gone: use 2\.6"):
-                private_names.check_names(trainer)
+                callback.check_names(trainer)
 
 
 def test_a_config_file_of_lightning_cli_can_name_the_callback() -> None:

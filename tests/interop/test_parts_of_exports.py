@@ -287,7 +287,8 @@ def test_tensors_made_of_others_are_refused_below_dcp_with_what_takes_them(tmp_p
 LIMITED = """
 import resource, sys, threading
 threading.stack_size(256 << 10)
-from dist_ckpt.interop import dcp_export, torch_export
+from dist_ckpt.interop.dcp import export as dcp_export
+from dist_ckpt.interop.torch_save import export as torch_export
 used = next(int(line.split()[1]) for line in open("/proc/self/status") if "VmData" in line)
 limit = (used << 10) + int(sys.argv[4])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -22,8 +22,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.interop import imports
-from dist_ckpt.interop.pickles.placeholders import PickleBudget
-from dist_ckpt.interop.pickles.restricted_pickle import read
+from dist_ckpt.interop.pickles.restricted_pickle import PickleBudget, read
 from dist_ckpt.interop.pickles.torch_pickles import TABLE, storage_of
 
 WHAT = "file.pt"

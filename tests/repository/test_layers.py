@@ -53,7 +53,7 @@ KNOWN_ARROWS = {
     ("core.loading.build", "async_save.snapshots.memory_source"),
     ("core.loading.build", "runs.lease_renewal"),
     ("core.loading.check", "async_save.snapshots.memory_source"),
-    ("core.loading.check", "async_save.snapshots.overlay_storage"),
+    ("core.loading.check", "async_save.snapshots.memory_source"),
     ("core.loading.check", "interop.registry"),
     ("core.loading.load", "async_save.snapshots.memory_source"),
     ("core.loading.load", "interop.registry"),
@@ -108,7 +108,7 @@ WITH_TORCH = {
 # Some formats of other systems are read without it.
 WITHOUT_TORCH_TOO = (
     "dist_ckpt.async_save.trainer.orphan_writers",
-    "dist_ckpt.async_save.trainer.writer_launcher",
+    "dist_ckpt.async_save.trainer.writer_handle",
     "dist_ckpt.interop.hf.export",
     "dist_ckpt.interop.imports",
     "dist_ckpt.interop.shrew.files",

@@ -19,7 +19,7 @@ TREES = {
 }
 # The name that an older version's writer has in its command line.
 FORMER = "dist_ckpt.writer"
-OF_FORMER = ("dist_ckpt/async_save/trainer/writer_launcher.py", "tests/")
+OF_FORMER = ("dist_ckpt/async_save/trainer/writer_handle.py", "tests/")
 MODULES = set(TREES) | {module.removesuffix(".__init__") for module in TREES}
 SAYS_NOTHING = {"manager", "handler", "helper", "helpers", "util", "utils", "misc"}
 

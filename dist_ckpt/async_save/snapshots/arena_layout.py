@@ -7,17 +7,24 @@
 
 A document is msgpack. Its record holds the sequence that it is of, its size and its digest, and a
 checksum of all that: who finds them right may believe the document. Nothing here touches memory.
+
+What a snapshot says of the save that it is a part of, for its writer and for a restore.
 """
 
 from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import Buffer, block_digest, document_digest
 from dist_ckpt.core.format.geometry import ByteRange
+from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.planning.plan import ReplicaDigests
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -229,3 +236,21 @@ def _is_name(name: str) -> bool:
 
 def _on_page(offset: int) -> int:
     return -(-offset // PAGE_NBYTES) * PAGE_NBYTES
+
+
+class SnapshotMetadata(Message, frozen=True):
+    """What is the same on all ranks of a save, but for `replicas`.
+
+    `mirrored` and `saved_by` go into the index. `began_at` is the coordinator's wall clock, or
+    a little later than the save before: of two snapshots of a job the later is the newer. `bodies`
+    are the inventories of all ranks, packed: the plan follows from them. `run` is the start of a
+    run that saves, if one does: an attempt's number tells it, but a snapshot may be of none yet.
+    """
+
+    overwrite: bool
+    mirrored: Mapping[str, Scalar]
+    saved_by: Mapping[str, str]
+    began_at: float
+    bodies: Bodies
+    replicas: ReplicaDigests
+    run: Incarnation | None = None

@@ -13,14 +13,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
+from dist_ckpt.async_save.snapshots.arena_layout import (
+    Seal,
+    Snapshot,
+    SnapshotMetadata,
+    SnapshotSpans,
+)
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.shared_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.storage.local.descriptor import Descriptor
+from dist_ckpt.core.storage.local.direct_io import Descriptor
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 _WORD_NBYTES = 8

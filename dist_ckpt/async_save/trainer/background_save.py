@@ -12,9 +12,8 @@ from msgspec import structs
 
 from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.arena import Arena
-from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, arena_nbytes
+from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, SnapshotMetadata, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
-from dist_ckpt.async_save.snapshots.snapshot_metadata import SnapshotMetadata
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.staging import images_of, stage, stage_beside
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, agree_on_start

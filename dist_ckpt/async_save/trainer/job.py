@@ -8,7 +8,7 @@ import warnings
 from contextlib import suppress
 from weakref import finalize
 
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool, only_copy_in
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, only_copy_in
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.orphan_writers import end_orphan_writers
 from dist_ckpt.async_save.trainer.writer_handle import WriterHandle, first_error

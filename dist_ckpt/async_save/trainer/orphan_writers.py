@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.async_save.trainer.writer_launcher import PROGRAMS
+from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS
 from dist_ckpt.async_save.writer.messages import WRITER_END_S
 from dist_ckpt.core.runtime.lock_files import LockOwner
 from dist_ckpt.errors import ConflictError, StorageError, ranks_text

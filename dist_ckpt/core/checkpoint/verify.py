@@ -25,7 +25,7 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
 )
 from dist_ckpt.core.format.objects import objects_file
-from dist_ckpt.core.format.shards.shard_file import ShardFile
+from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for

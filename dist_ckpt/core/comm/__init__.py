@@ -1,8 +1,8 @@
 """How ranks agree: exchanges with deadlines, failure detection, collectives.
 
 - `comm/exchange/channel.py` is the protocol `Channel`, and how an error gets to all ranks. Over the
-  job's store: `comm/exchange/store_channel.py`, with the coordinator's side and the others' in
-  `comm/exchange/roles.py`.
+  job's store: `comm/exchange/store_channel.py`, with the side of the coordinator and that of the
+  participants.
 - Who is dead or silent: `comm/liveness/failure_detector.py` decides it, from what
   `comm/liveness/heartbeat.py` tells. Who never came: `comm/exchange/exchange_state.py`, which also
   makes the sentence; the remedy in it is a `StoreErrorTexts`, of the job's store or of the

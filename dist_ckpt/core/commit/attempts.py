@@ -3,18 +3,19 @@
 An attempt is open until its `index.json` exists. That file says "committed" or "abandoned"; it is
 created once, exclusively, and never changes. The checkpoint at a path is its highest attempt
 that is committed.
+
+What to do with files of other systems that lie where a checkpoint was looked for. Pure.
 """
 
 from __future__ import annotations
 
 import posixpath
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from dist_ckpt.core.commit.foreign_hints import hint_for
 from dist_ckpt.core.format.filenames import (
     CLAIM,
     FACTS,
@@ -35,6 +36,24 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
+
+
+def hint_for(names: Set[str]) -> str:
+    """Say what to do with files that no save of ours has written."""
+    if {"model.safetensors", "model.safetensors.index.json"} & names:
+        return (
+            "They are of Hugging Face: dc.open and dc.load read them, and `dist-ckpt import --from "
+            "hf` makes a checkpoint of them"
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return "Pass one of these files, or add model.safetensors.index.json"
+    if any(name.endswith(".distcp") for name in names):
+        return (
+            "They are of torch.distributed.checkpoint, without the .metadata that its saves write "
+            "last: this one did not end. Use another one"
+        )
+    return "Pass the folder that was given to save"
+
 
 # How much is kept of a text that says who abandoned an attempt, or why.
 MAX_TEXT = 2000

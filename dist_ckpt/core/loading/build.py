@@ -21,8 +21,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.model_description import config_of, kind_of
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.format.objects.plain_decoder import decode_value
-from dist_ckpt.core.format.objects.plain_encoder import encode_value
+from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions

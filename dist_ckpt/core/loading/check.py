@@ -9,8 +9,7 @@ from functools import cache
 
 from msgspec import structs
 
-from dist_ckpt.async_save.snapshots.memory_source import MemorySource
-from dist_ckpt.async_save.snapshots.overlay_storage import OverlayStorage
+from dist_ckpt.async_save.snapshots.memory_source import MemorySource, OverlayStorage
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format import filenames
@@ -27,8 +26,7 @@ from dist_ckpt.core.loading.load_messages import (
 )
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.loading.open_sources import by_checkpoint, open_all
-from dist_ckpt.core.loading.read_once.read_once_agreement import listen
-from dist_ckpt.core.loading.read_once.read_once_units import runs_of
+from dist_ckpt.core.loading.read_once.read_once_agreement import listen, runs_of
 from dist_ckpt.core.loading.sources import Sources, SourceShare, uses_of
 from dist_ckpt.core.planning.load.load_planner import problems_of
 from dist_ckpt.core.planning.load.read_sharing import BlockRequests

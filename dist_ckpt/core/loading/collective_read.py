@@ -19,8 +19,8 @@ from dist_ckpt.core.loading.read_once.read_once_agreement import (
     UnreachableRanks,
     gather_requests,
     listen,
+    runs_of,
 )
-from dist_ckpt.core.loading.read_once.read_once_units import runs_of
 from dist_ckpt.core.planning.load.read_sharing import BlockRequests
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPiece, Shape, run_of
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.layout import Layout
-from dist_ckpt.core.format.shards.shard_file import HeaderText
-from dist_ckpt.core.format.shards.shard_table import StoredShard
+from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
 from dist_ckpt.core.planning.write_batches import Batch
 from dist_ckpt.core.runtime.typed_msgpack import Message
 

@@ -13,7 +13,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.objects import objects_file
-from dist_ckpt.core.format.objects.plain_encoder import encode_value
+from dist_ckpt.core.format.objects.plain_codec import encode_value
 from dist_ckpt.core.planning.plan import (
     FilePlan,
     Inventory,

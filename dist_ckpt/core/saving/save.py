@@ -23,7 +23,7 @@ from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.index.model_description import check_description, described
-from dist_ckpt.core.format.objects.plain_encoder import check_plain, encode_value
+from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of

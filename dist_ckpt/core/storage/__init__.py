@@ -1,12 +1,11 @@
 """Where checkpoints lie: the protocol, and `open_storage`.
 
-A backend keeps `protocol.py`, and is tested by a subclass of
+A backend implements `protocol.py`, and is tested by a subclass of
 `dist_ckpt.testing.storage_contract.StorageContract`. `storage/local/local_storage.py` is the only
-one so far, with `storage/local/descriptor.py`, `storage/local/direct_io.py` and
-`storage/local/exclusive_rename.py` behind it: `open_storage` refuses other schemes, and
-`async_save/snapshots/job_folder.py` and `cli/commands/changing.py` know paths of local files only.
-`storage/wrappers/counting.py`, `storage/wrappers/deadline.py` and `storage/wrappers/pacing.py` wrap
-any backend.
+one so far, over `storage/local/direct_io.py` and `storage/local/exclusive_rename.py`:
+`open_storage` refuses other schemes. `async_save/snapshots/job_folder.py` and
+`cli/commands/changing.py` handle paths of local files only. `storage/wrappers/counting.py`,
+`storage/wrappers/deadline.py` and `storage/wrappers/pacing.py` wrap any backend.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
-from dist_ckpt.core.format.objects.plain_encoder import check_plain
+from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, View
 from dist_ckpt.core.state.inventory_builder import LocalState

@@ -18,7 +18,7 @@ from dist_ckpt.core.format.objects.plain_types import DTypeValue, Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.pickles import restricted_pickle
-from dist_ckpt.interop.pickles.placeholders import (
+from dist_ckpt.interop.pickles.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
@@ -28,8 +28,7 @@ from dist_ckpt.interop.pickles.placeholders import (
 )
 from dist_ckpt.interop.pickles.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.interop.pickles.torch_pickles import TensorView
-from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
-from dist_ckpt.interop.readers.nested_state import Nested, Path, joined
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, joined
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file
 

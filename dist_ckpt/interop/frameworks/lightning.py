@@ -12,8 +12,7 @@ from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
-from dist_ckpt.interop.readers.nested_state import Nested, Path, numbered
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, numbered
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened
 

@@ -22,8 +22,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     Size,
 )
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.pickles.placeholders import PlaceholderFactory, shown
-from dist_ckpt.interop.pickles.restricted_pickle import hashed
+from dist_ckpt.interop.pickles.restricted_pickle import PlaceholderFactory, hashed, shown
 
 _MOST_DIMENSIONS = 64
 _MOST_OF_KEYS = 1 << 16

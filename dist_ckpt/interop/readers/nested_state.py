@@ -1,21 +1,24 @@
-"""What another system has pickled, nested as it was, as the tensors and values of a checkpoint."""
+"""What another system has pickled, nested as it was, as the tensors and values of a checkpoint.
+
+What is of interest in the files of another system, which may hold what no checkpoint can.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
-from dist_ckpt.core.format.objects.plain_encoder import check_plain
+from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.planning.selection import excluded_names
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     PathKey,
@@ -25,10 +28,24 @@ from dist_ckpt.core.state.tree.containers import (
     kind_of,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.interop.pickles.placeholders import PickleBudget, UnknownObject
+from dist_ckpt.interop.pickles.restricted_pickle import PickleBudget, UnknownObject
 from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
-from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+
+
+class ImportFilter(NamedTuple):
+    """What of the files is looked into: all names that `looked_into` does not leave out.
+
+    A value that a checkpoint cannot hold is refused only if its name is one that `needs` is true
+    for: nobody reads the others.
+    """
+
+    looked_into: Selection = SELECT_ALL
+    needs: Callable[[str], bool] = lambda _: True
+
+
+ALL = ImportFilter()
+
 
 Path = tuple[PathKey, ...]
 

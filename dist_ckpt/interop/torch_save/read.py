@@ -21,11 +21,10 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.interop.pickles import restricted_pickle
-from dist_ckpt.interop.pickles.placeholders import PickleBudget, UnknownObject, remedied
+from dist_ckpt.interop.pickles.restricted_pickle import PickleBudget, UnknownObject, remedied
 from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView, storage_of
 from dist_ckpt.interop.pickles.zip_records import ZipRecords
-from dist_ckpt.interop.readers.import_filter import ALL, ImportFilter
-from dist_ckpt.interop.readers.nested_state import Nested
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 
 MAX_PICKLE_NBYTES = 1 << 30

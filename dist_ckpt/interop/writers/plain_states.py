@@ -10,7 +10,7 @@ from typing import Protocol, TypeGuard
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Node
-from dist_ckpt.core.format.objects.plain_encoder import check_plain
+from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, Whole
 
 

@@ -9,7 +9,7 @@ from threading import Lock
 
 from dist_ckpt.core.commit.attempts import not_found_if_removed
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.shards.shard_table import StoredShard
+from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import results_of

@@ -1,13 +1,20 @@
-"""What a report says of one checkpoint, as JSON."""
+"""What a report says of one checkpoint, as JSON.
+
+The names of tensors as a tree of sizes, grouped so far that a page can show it. Pure.
+
+Who stores what: the bytes of each rank's files, by component. Pure.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from heapq import nlargest
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, nlargest
 
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, TensorInfo
+from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json
 from dist_ckpt.core.format.strict_json import Json
@@ -15,9 +22,199 @@ from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.tools.report.damage import Check, CheckResult, checked
-from dist_ckpt.tools.report.rank_sizes import rank_sizes
-from dist_ckpt.tools.report.sizes_tree import sizes_tree
 from dist_ckpt.tools.report.texts import bounded, first_of, named_values
+
+# A page with so many boxes is drawn in a moment; of one place so many are told apart.
+MAX_NODES = 1000
+MAX_CHILDREN = 80
+# Deeper names are shown by their first parts and the rest in one.
+MAX_DEPTH = 24
+
+
+@dataclass(slots=True)
+class _SizeNode:
+    name: str
+    nbytes: int = 0
+    num_tensors: int = 0
+    dtypes: Counter[str] = field(default_factory=Counter)
+    components: Counter[str] = field(default_factory=Counter)
+    children: dict[str, _SizeNode] = field(default_factory=dict)
+
+    def add(self, info: TensorInfo) -> None:
+        self.nbytes += info.nbytes
+        self.num_tensors += 1
+        self.dtypes[info.dtype] += info.nbytes
+        self.components[info.component] += info.nbytes
+
+
+def sizes_tree(tensors: Mapping[str, TensorInfo]) -> list[Json]:
+    """Return the boxes of a treemap, the root first; each has the number of its parent in the list.
+
+    What is large is opened first, until there are `MAX_NODES`: a box that is not opened further
+    stands for all below it. Of many in one place the smallest share a box, whose `is_rest` is true.
+    `dtype` and `component` are those of most of its bytes. Tied names are left out.
+    """
+    root = _tree(tensors)
+    rows: list[Json] = [_row(root, None, is_rest=False)]
+    # By size, then in the order in which they came.
+    closed = [(-root.nbytes, 0, root)]
+    while closed and len(rows) < MAX_NODES:
+        _, parent, node = heappop(closed)
+        for child, is_rest in _shown(node):
+            rows.append(_row(child, parent, is_rest=is_rest))
+            if child.children:
+                heappush(closed, (-child.nbytes, len(rows) - 1, child))
+    return rows
+
+
+def _tree(tensors: Mapping[str, TensorInfo]) -> _SizeNode:
+    root = _SizeNode("")
+    for fqn, info in tensors.items():
+        if info.alias_of is not None:
+            continue
+        node = root
+        node.add(info)
+        for part in fqn.split(".", MAX_DEPTH):
+            node = node.children.setdefault(part, _SizeNode(part))
+            node.add(info)
+    return root
+
+
+def _shown(node: _SizeNode) -> Iterator[tuple[_SizeNode, bool]]:
+    """Yield what is in a box, the largest first; what has one thing in it together with that."""
+    children = sorted(node.children.values(), key=lambda one: (-one.nbytes, one.name))
+    # A box for the rest is worth it for two at least.
+    most = MAX_CHILDREN if len(children) > MAX_CHILDREN + 1 else len(children)
+    for child in children[:most]:
+        yield _joined(child), False
+    if rest := children[most:]:
+        yield _together(rest), True
+
+
+def _joined(node: _SizeNode) -> _SizeNode:
+    names = [node.name]
+    while len(node.children) == 1:
+        (inner,) = node.children.values()
+        if inner.num_tensors != node.num_tensors:  # it has a tensor of its own name as well
+            break
+        node = inner
+        names.append(node.name)
+    return _SizeNode(
+        ".".join(names), node.nbytes, node.num_tensors, node.dtypes, node.components, node.children
+    )
+
+
+def _together(nodes: list[_SizeNode]) -> _SizeNode:
+    whole = _SizeNode(f"{len(nodes)} smaller")
+    for node in nodes:
+        whole.nbytes += node.nbytes
+        whole.num_tensors += node.num_tensors
+        whole.dtypes += node.dtypes
+        whole.components += node.components
+    return whole
+
+
+def _row(node: _SizeNode, parent: int | None, *, is_rest: bool) -> Json:
+    return {
+        "name": bounded(node.name),
+        "parent": parent,
+        "nbytes": node.nbytes,
+        "num_tensors": node.num_tensors,
+        "dtype": _most(node.dtypes),
+        "component": _most(node.components),
+        "is_rest": is_rest,
+    }
+
+
+def _most(counts: Counter[str]) -> str:
+    return bounded(max(counts, key=lambda name: (counts[name], name), default=""))
+
+
+# A screen has no more columns; then several ranks share one, which shows the most of theirs.
+MAX_COLUMNS = 1024
+# The components come first, by size; then all others as one.
+MAX_RANK_ROWS = 24
+
+VALUES = "values and attached files"
+
+
+def rank_sizes(index: Index) -> dict[str, Json]:
+    """Return the bytes of files by component and rank, and how even they are.
+
+    `imbalance` is the most that a rank stores by the mean of all ranks: 1.0 if all store the same;
+    None if nothing is stored.
+    """
+    by_component = _bytes_by_rank(index)
+    world_size = index.catalog.world_size
+    totals = [0] * world_size
+    for sizes in by_component.values():
+        for rank, nbytes in sizes.items():
+            totals[rank] += nbytes
+    width = -(-world_size // MAX_COLUMNS)
+    rows: list[Json] = [
+        _rank_row(name, sizes, world_size, width) for name, sizes in _largest_rows(by_component)
+    ]
+    mean = sum(totals) / world_size
+    most = max(range(world_size), key=totals.__getitem__)
+    return {
+        "components": rows,
+        "ranks_per_column": width,
+        "totals": [*_columns(dict(enumerate(totals)), world_size, width)],
+        "mean_nbytes": mean,
+        "most_nbytes": totals[most],
+        "most_rank": most,
+        "least_nbytes": min(totals),
+        "num_idle_ranks": sum(not nbytes for nbytes in totals),
+        "imbalance": totals[most] / mean if mean else None,
+    }
+
+
+_Sizes = dict[int, int]
+
+
+def _bytes_by_rank(index: Index) -> dict[str, _Sizes]:
+    found: dict[str, _Sizes] = defaultdict(lambda: defaultdict(int))
+    for file in index.files:
+        found[index.catalog.components[file.component].name][file.rank] += file.nbytes
+    for record in index.objects:
+        found[VALUES][filenames.parse_objects_file(record.name) or 0] += record.nbytes
+    for attached in index.attached:
+        found[VALUES][0] += attached.nbytes
+    return found
+
+
+def _largest_rows(by_component: dict[str, _Sizes]) -> list[tuple[str, _Sizes]]:
+    ordered = sorted(by_component.items(), key=lambda one: (-sum(one[1].values()), one[0]))
+    shown, rest = ordered[:MAX_RANK_ROWS], ordered[MAX_RANK_ROWS:]
+    if rest:
+        together: _Sizes = defaultdict(int)
+        for _, sizes in rest:
+            for rank, nbytes in sizes.items():
+                together[rank] += nbytes
+        shown.append((f"{len(rest)} more", together))
+    return shown
+
+
+def _rank_row(name: str, sizes: _Sizes, world_size: int, width: int) -> dict[str, Json]:
+    most = max(sizes, key=lambda rank: (sizes[rank], -rank))
+    return {
+        "name": bounded(name),
+        "nbytes": sum(sizes.values()),
+        "num_ranks": len(sizes),
+        "most_nbytes": sizes[most],
+        "most_rank": most,
+        "mean_nbytes": sum(sizes.values()) / world_size,
+        "by_column": [*_columns(sizes, world_size, width)],
+    }
+
+
+def _columns(sizes: _Sizes, world_size: int, width: int) -> list[int]:
+    """Return of each column's ranks the most that one stores."""
+    columns = [0] * -(-world_size // width)
+    for rank, nbytes in sizes.items():
+        columns[rank // width] = max(columns[rank // width], nbytes)
+    return columns
+
 
 # Of the tensors so many are listed.
 NUM_LARGEST = 25

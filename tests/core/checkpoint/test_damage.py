@@ -26,7 +26,7 @@ import rank_threads
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned
-from dist_ckpt.core.format.shards.shard_file import ShardFile, decode_header
+from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.core.comm.key_value import host_address
-from dist_ckpt.core.comm.key_value.host_address import reachable_host
+from dist_ckpt.core.comm.key_value import key_server
+from dist_ckpt.core.comm.key_value.key_server import reachable_host
 
 
 def meaning(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:
@@ -52,5 +52,5 @@ def test_without_a_host_to_look_to_it_is_on_the_usual_route_or_by_name(unknown):
 
 
 def test_a_host_without_a_network_is_known_by_name(monkeypatch):
-    monkeypatch.setattr(host_address, "_ANYWHERE", ("127.0.0.1",))
+    monkeypatch.setattr(key_server, "_ANYWHERE", ("127.0.0.1",))
     assert reachable_host() == socket.gethostname()

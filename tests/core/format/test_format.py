@@ -36,10 +36,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     NumpyScalar,
     Size,
 )
-from dist_ckpt.core.format.shards.shard_file import (
-    arrange,
-    decode_header,
-)
+from dist_ckpt.core.format.shard_file import arrange, decode_header
 from headers import encode_header, shard_file
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -25,8 +25,7 @@ from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile, decode, encode
-from dist_ckpt.core.format.objects.plain_decoder import decode_value
-from dist_ckpt.core.format.objects.plain_encoder import check_plain, encode_value
+from dist_ckpt.core.format.objects.plain_codec import check_plain, decode_value, encode_value
 from dist_ckpt.core.format.objects.plain_types import (
     ArrayValue,
     Device,
@@ -159,7 +158,7 @@ def test_a_dicts_order_is_kept_and_a_sets_is_not_seen():
 def test_the_same_data_is_the_same_bytes_in_another_process():
     # Strings hash differently in every process, so their sets have another order.
     code = (
-        "from dist_ckpt.core.format.objects.plain_encoder import encode_value;"
+        "from dist_ckpt.core.format.objects.plain_codec import encode_value;"
         "print(encode_value({'s': {str(n) for n in range(50)}}).hex())"
     )
     run = [sys.executable, "-c", code]
@@ -229,8 +228,8 @@ def test_what_cannot_be_made_is_damage():
 def test_neither_torch_nor_numpy_is_imported():
     code = (
         "import sys, dist_ckpt.core.format.objects.objects_file;"
-        "from dist_ckpt.core.format.objects.plain_decoder import decode_value;"
-        "from dist_ckpt.core.format.objects.plain_encoder import encode_value;"
+        "from dist_ckpt.core.format.objects.plain_codec import decode_value;"
+        "from dist_ckpt.core.format.objects.plain_codec import encode_value;"
         "from dist_ckpt.core.format.objects.plain_types import DTypeValue, NumpyScalar;"
         "v = decode_value(encode_value([DTypeValue('int8'), NumpyScalar('<f4', b'1234')]));"
         "assert not {'torch', 'numpy'} & set(sys.modules), v"

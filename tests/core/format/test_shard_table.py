@@ -9,12 +9,13 @@ import pytest
 
 from dist_ckpt.core.format.checksums import num_blocks
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
-from dist_ckpt.core.format.shards.shard_file import (
+from dist_ckpt.core.format.shard_file import (
+    DecodedShards,
     ShardFile,
+    StoredShard,
     arrange,
     decode_header,
 )
-from dist_ckpt.core.format.shards.shard_table import DecodedShards, StoredShard
 from dist_ckpt.errors import CorruptError
 from headers import encode_header, shard_file
 

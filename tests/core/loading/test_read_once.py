@@ -24,7 +24,7 @@ from dist_ckpt.core.comm.collectives import host_links
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import collective_read, load
-from dist_ckpt.core.loading.read_once import read_once, read_once_agreement, read_once_units
+from dist_ckpt.core.loading.read_once import read_once, read_once_agreement
 from dist_ckpt.core.loading.read_once.read_once_agreement import SharedReadGroup
 from dist_ckpt.core.planning.load import read_sharing
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -52,7 +52,7 @@ TWO_HOSTS = ["a", "b", "a", "b"]
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a unit be of two blocks, so that small checkpoints have many."""
-    for module in (read_sharing, read_once_units):
+    for module in (read_sharing, read_once_agreement):
         monkeypatch.setattr(module, "SHARED_RANGE_NBYTES", 128)
 
 
@@ -305,7 +305,7 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     ]
     mode = data.draw(st.sampled_from(["host", "job"]))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (read_sharing, read_once_units):
+        for module in (read_sharing, read_once_agreement):
             patch.setattr(module, "SHARED_RANGE_NBYTES", 128)
         loaded(try_load(lambda _: SMALL, states, path, hosts=hosts, read_once=mode, strict=False))
     for state, parts in zip(states, boxes, strict=True):

@@ -16,8 +16,7 @@ from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.cli import main
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import as_json, differences
-from dist_ckpt.core.format.objects.plain_decoder import decode_value
-from dist_ckpt.core.format.objects.plain_encoder import encode_value
+from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -19,10 +19,10 @@ from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPie
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
-from dist_ckpt.core.shard_io.read import block_reads, open_files, read_work, small_shards
+from dist_ckpt.core.shard_io.read import block_reads, open_files, read_work
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead
-from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun
+from dist_ckpt.core.shard_io.read.read_work import SmallShardRun
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -200,8 +200,8 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
 ) -> None:
     saved, wanted = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small_shards, "MIN_SHARDS", least)
-        patch.setattr(small_shards, "ROW_NBYTES", most)
+        patch.setattr(read_work, "MIN_SHARDS", least)
+        patch.setattr(read_work, "ROW_NBYTES", most)
         patch.setattr(read_work, "MAX_ROWS", least)
         patch.setattr(read_work, "WORK_NBYTES", most)
         patch.setattr(block_reads, "ZERO_COPY_NBYTES", direct)
@@ -575,7 +575,7 @@ def test_damage_of_a_shard_in_a_row_is_told_as_if_it_were_read_alone(
     wanted = [want(saved, fqn) for fqn in saved]
     told = []
     for least in (1, 1000):
-        monkeypatch.setattr(small_shards, "MIN_SHARDS", least)
+        monkeypatch.setattr(read_work, "MIN_SHARDS", least)
         targets = targets_of(wanted, saved)
         with pytest.raises(CorruptError) as caught:
             load(spoiled, index, plan_of(index, wanted), targets)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt.core.format.checksums import Buffer, block_digest, document_digest
 from dist_ckpt.core.format.geometry import Cell
-from dist_ckpt.core.format.shards.shard_file import decode_header
+from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning import write_batches
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, scratch
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dist_ckpt.core.format.objects.plain_decoder import decode_value
-from dist_ckpt.core.format.objects.plain_encoder import encode_value
+from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
 from dist_ckpt.core.state.tensors.plain_torch import make, without_tensors
 from dist_ckpt.errors import IncompatibleError

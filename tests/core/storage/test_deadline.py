@@ -223,7 +223,7 @@ def test_the_storage_that_a_path_lies_on_has_deadlines(tmp_path):
 STUCK = """
 import sys, threading
 from dist_ckpt.errors import StorageError
-from dist_ckpt.core.runtime.threads import each
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage.wrappers.deadline import DeadlineStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -233,7 +233,7 @@ class Dead(MemoryStorage):
 
 call = {
     "storage": lambda: DeadlineStorage(Dead(), 0.05).sync("/d"),
-    "each": lambda: each(Dead().sync, ["/d"], threads=1, stall_s=0.05),
+    "each": lambda: parallel_for(Dead().sync, ["/d"], threads=1, stall_s=0.05),
 }[sys.argv[1]]
 try:
     call()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.format.index.index import Catalog, Component, Index, ShardFileRecord
-from dist_ckpt.tools.report.rank_sizes import MAX_COLUMNS, MAX_COMPONENTS, rank_sizes
+from dist_ckpt.tools.report.checkpoint_facts import MAX_COLUMNS, MAX_RANK_ROWS, rank_sizes
 
 
 def an_index(world_size: int, sizes: dict[tuple[int, int], int], num_components: int) -> Index:
@@ -45,8 +45,8 @@ def test_of_many_ranks_a_column_shows_the_most_of_its_own(world_size: int) -> No
 def test_many_components_share_a_row() -> None:
     sizes = {(number, 0): 1000 - number for number in range(100)}
     rows: Any = rank_sizes(an_index(1, sizes, 100))["components"]
-    assert len(rows) == MAX_COMPONENTS + 1
-    assert rows[-1]["name"] == f"{100 - MAX_COMPONENTS} more"
+    assert len(rows) == MAX_RANK_ROWS + 1
+    assert rows[-1]["name"] == f"{100 - MAX_RANK_ROWS} more"
     assert sum(row["nbytes"] for row in rows) == sum(sizes.values())
 
 

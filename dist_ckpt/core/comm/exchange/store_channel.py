@@ -1,16 +1,21 @@
-"""The control channel of a group over a key-value store that all its ranks reach."""
+"""The two sides of an exchange over a store: the coordinator's, and that of all other ranks.
+
+The control channel of a group over a key-value store that all its ranks reach.
+"""
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNotes
-from dist_ckpt.core.comm.exchange.exchange_state import ExchangeState
-from dist_ckpt.core.comm.exchange.roles import Coordinator, FailedError, Participant
+from dist_ckpt.core.comm.exchange.exchange_state import STALE, ExchangeState, PollInterval
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import (
     JOB_STORE_TEXTS,
@@ -19,6 +24,7 @@ from dist_ckpt.core.comm.key_value.client_thread import (
     StoreErrorTexts,
 )
 from dist_ckpt.core.comm.messages import (
+    NO_NONCE,
     Answer,
     Envelope,
     Failure,
@@ -26,13 +32,289 @@ from dist_ckpt.core.comm.messages import (
     SecondaryError,
     error_of,
     failure_of,
+    first_failure,
     is_interrupt,
     new_nonce,
     pack,
     unpack,
     with_touched,
 )
+from dist_ckpt.core.runtime.typed_msgpack import encode
+from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.reports import IoCount
+
+# Answers to operations that some rank missed are kept for it; so many at most.
+MAX_KEPT_ANSWERS = 64
+
+
+class FailedError(Exception):
+    """Some rank has failed: it ends the coordinator's block, and becomes the answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Coordinator:
+    """Rank 0's side: wait for all envelopes, decide, put one answer."""
+
+    def __init__(self, control: ExchangeState) -> None:
+        self._control = control
+        self._answers: list[str] = []
+        self._nonces = b""
+
+    def gather(self, own: Envelope) -> list[bytes]:
+        """Return what all ranks tell. Raises FailedError if some rank has failed, or is lost."""
+        envelopes, failures = self._collect(own)
+        if failures:
+            raise FailedError(first_failure(failures))
+        return [envelopes[rank].body for rank in range(self._control.world_size)]
+
+    def settle(
+        self,
+        own: Envelope,
+        error: BaseException | None,
+        decided: bytes | Exception | None,
+        *,
+        is_gathered: bool,
+    ) -> Answer:
+        """Return the answer, once it is in the store, whatever interrupts that.
+
+        It is what was decided, or what was raised in the block. If the others' envelopes are not
+        gathered yet, they are: their failures are told too.
+        """
+        if is_gathered and isinstance(error, NoAnswerError):
+            raise error  # nobody can be told
+        try:
+            if not is_gathered:
+                error = None  # its own envelope tells it
+                self.gather(own)
+            answer = self._decided(error, decided)
+            self._put(answer)
+        except NoAnswerError:
+            raise
+        except BaseException as raised:
+            # What was decided stands, whatever interrupts its telling.
+            answer = self._decided(error or raised, decided)
+            self._put(answer)
+            if is_interrupt(raised):
+                raise
+        return answer
+
+    def _decided(self, error: BaseException | None, decided: bytes | Exception | None) -> Answer:
+        """Return the answer: what was decided, else what was raised."""
+        control = self._control
+        if isinstance(decided, bytes) or (decided is None and error is None):
+            return self._answer(decided or pack(None), None)
+        raised = error if decided is None else decided
+        assert raised is not None
+        if isinstance(raised, FailedError):
+            return self._answer(b"", raised.failure)
+        if isinstance(raised, CheckpointError | ValueError | TypeError):
+            return self._answer(b"", failure_of(raised, control.phase))
+        return self._answer(b"", failure_of(raised, control.phase, control.rank, control.host))
+
+    def ensure_failure_is_known(self) -> None:
+        """Wait until all others that live have told that they know: the store may go with us.
+
+        At most for half the time in which a death is noticed: others may be long at their work.
+        """
+        self._control.linger(self._control.config.heartbeat_timeout_s / 2)
+
+    def clean_up(self) -> None:
+        """Do nothing: the others may still read the answers of the operation that ends."""
+
+    def _answer(self, body: bytes, failure: Failure | None) -> Answer:
+        return Answer(self._control.what, self._control.token, self._nonces, body, failure)
+
+    def _put(self, answer: Answer) -> None:
+        key = self._control.key("answer")
+        self._control.put(key, encode(answer))
+        self._answers.append(key)
+
+    def _collect(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+        """Return the envelopes and what went wrong, by rank; if nothing did they are all."""
+        control = self._control
+        self._nonces = b""
+        envelopes, failures = self._await(own)
+        if not own.operation:
+            while (left_behind := self._call_given_up(envelopes)) is not None:
+                self._put(left_behind)
+                control.begin(control.number + 1)
+                envelopes, failures = self._await(own)
+            control.token = os.urandom(8).hex()
+            self._nonces = b"".join(
+                envelopes[rank].nonce if rank in envelopes else NO_NONCE
+                for rank in range(control.world_size)
+            )
+            self._forget_answers(everybody_is_here=len(envelopes) == control.world_size)
+        for rank, envelope in envelopes.items():
+            if envelope.failure is not None:
+                failures[rank] = envelope.failure
+            elif envelope.operation != own.operation:
+                failures[rank] = Failure("ConflictError", STALE, rank, control.phase)
+        # First of all: what else is wrong may come of that, or is about another call.
+        calls = {
+            rank: (envelope.what, envelope.phase)
+            for rank, envelope in envelopes.items()
+            if envelope.operation == own.operation
+        }
+        mismatched_calls = control.mismatched_calls(calls)
+        if mismatched_calls is not None and mismatched_calls.rank is not None:
+            failures = {mismatched_calls.rank: mismatched_calls}
+        return envelopes, failures
+
+    def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+        """Wait until all envelopes are there, one tells an error, or some rank's will never be."""
+        control = self._control
+        envelopes = {COORDINATOR: own}
+        failures: dict[int, Failure] = {}
+        pace = PollInterval(control.world_size, control.config)
+        while len(envelopes) < control.world_size and not failures:
+            missing = [rank for rank in range(control.world_size) if rank not in envelopes]
+            keys = [control.key(rank) for rank in missing]
+            if (found := control.line.call(client_thread.get_all, keys)) is not None:
+                came = zip(missing, found, strict=True)
+                envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in came)
+                break
+            if _is_told(envelopes) or pace.is_time_to_look():
+                # Heartbeats first: what a rank put before it left is there when its beat says so.
+                control.peers.look(missing)
+                looked = control.line.call(client_thread.get_each, keys)
+                for rank, data in zip(missing, looked, strict=True):
+                    if data is not None:
+                        envelopes[rank] = self._envelope(own, rank, data)
+                if _is_told(envelopes):
+                    break
+                missing = [rank for rank in missing if rank not in envelopes]
+                failures = control.failed_ranks(missing)
+                failures = failures or control.missing_ranks(missing, pace)
+            pace.pause()
+        return envelopes, failures
+
+    def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
+        """Return a rank's envelope; if what is there is none, one that tells so."""
+        try:
+            return self._control.unpack(rank, data, Envelope)
+        except RankError as error:
+            failure = failure_of(error, own.phase)
+            return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
+
+    def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
+        """Return an answer to an earlier call, of which the others have given this rank up.
+
+        They count one operation more than this rank, which was not there; None if there is no
+        such call, or if it is this one, late.
+        """
+        control = self._control
+        given_up = [rank for rank, envelope in envelopes.items() if envelope.gave_up]
+        if not given_up:
+            return None
+        earlier = envelopes[given_up[0]]
+        is_other = earlier.what != control.what
+        if not is_other and control.peers.newer(given_up, control.number) is None:
+            return None
+        return Answer(earlier.what, "", b"", b"", earlier.failure)
+
+    def _forget_answers(self, *, everybody_is_here: bool) -> None:
+        """Delete the answers to older operations, which nobody can look for any more."""
+        num_kept = 0 if everybody_is_here else MAX_KEPT_ANSWERS
+        num_spent = max(0, len(self._answers) - num_kept)
+        spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
+        self._control.line.post(client_thread.delete, spent)
+
+
+def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
+    """Say whether an error is known that all ranks can be told now, also while some still work.
+
+    Not in an operation's first exchange: a rank whose envelope was not decided on could not tell
+    which call the answer is to. And not a fallout: what has brought it about is still to come.
+    """
+    return any(
+        envelope.operation and envelope.failure is not None and not envelope.failure.fallout
+        for envelope in envelopes.values()
+    )
+
+
+class Participant:
+    """The side of every other rank: put an envelope, wait for the answer."""
+
+    def __init__(self, control: ExchangeState) -> None:
+        self._control = control
+        self._envelopes: list[str] = []
+        self._is_answered = False
+
+    def gather(self, own: Envelope) -> list[bytes]:
+        """Return nothing: what this rank has told goes to the coordinator at the block's end."""
+        return []
+
+    def settle(
+        self,
+        own: Envelope,
+        error: BaseException | None,
+        decided: bytes | Exception | None,
+        *,
+        is_gathered: bool,
+    ) -> Answer:
+        """Return the answer of the operation that the group is in; the coordinator decides."""
+        control = self._control
+        while True:
+            answer = self._ask(own)
+            number = control.number
+            if answer.is_to(control.rank, own):
+                control.token = answer.operation
+                return answer
+            if answer.failure is None or own.operation:
+                raise NoAnswerError(STALE, rank=control.rank, phase=control.phase)
+            # The others have given up an operation that this rank was not in: was it this call?
+            if answer.what != control.what:
+                control.begin(number + 1)
+            elif (newer := control.peers.newer([COORDINATOR], number)) is not None:
+                control.begin(newer)
+            else:
+                control.catch_up()
+                return answer
+
+    def clean_up(self) -> None:
+        """Delete this rank's envelopes; without an answer the coordinator may still read them."""
+        act = client_thread.delete if self._is_answered else client_thread.withdraw
+        self._control.line.post(act, tuple(self._envelopes))
+        if self._is_answered:
+            self._envelopes = []
+
+    def ensure_failure_is_known(self) -> None:
+        """Tell the coordinator, which waits for it, that this rank knows of a failure."""
+        self._control.heart.told = self._control.turn
+        self._control.line.beat()
+
+    def _ask(self, own: Envelope) -> Answer:
+        """Put the envelope; wait for the answer, or until it is certain that it will never come."""
+        control = self._control
+        envelope, key = control.key(control.rank), control.key("answer")
+        self._envelopes.append(envelope)
+        self._is_answered = False
+        control.put(envelope, encode(own))
+        pace = PollInterval(control.world_size, control.config)
+        while True:
+            is_time_to_look = pace.is_time_to_look()
+            if is_time_to_look:
+                control.peers.look([COORDINATOR])
+            (data,) = control.line.call(client_thread.get_each, [key])
+            if data is not None:
+                answer = control.unpack(COORDINATOR, data, Answer)
+                self._is_answered = True
+                return answer
+            if is_time_to_look:
+                for failure in control.failed_ranks([COORDINATOR]).values():
+                    control.catch_up()
+                    raise control.no_answer(failure.message)
+                for failure in control.missing_ranks([COORDINATOR], pace).values():
+                    # The envelope stays: the coordinator must find that this call is over.
+                    self._envelopes.remove(envelope)
+                    control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))
+                    raise control.no_answer(failure.message)
+            pace.pause()
+
 
 T = TypeVar("T")
 

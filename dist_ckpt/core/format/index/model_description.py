@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from math import isfinite
 
-from dist_ckpt.core.format.objects.plain_decoder import decode_value
-from dist_ckpt.core.format.objects.plain_encoder import check_plain, encode_value
+from dist_ckpt.core.format.objects.plain_codec import check_plain, decode_value, encode_value
 from dist_ckpt.core.format.strict_json import Json, is_text
 
 CONFIG, KIND = "config", "kind"

@@ -13,8 +13,7 @@ from typing import Any
 
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
-from dist_ckpt.core.format.objects.plain_decoder import decode_value
-from dist_ckpt.core.format.objects.plain_encoder import encode_value
+from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.format.objects.plain_types import (
     Placeholder,
     cost_of,

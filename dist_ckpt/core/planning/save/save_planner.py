@@ -18,7 +18,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
 from dist_ckpt.core.format.layout import Layout, check_shape
-from dist_ckpt.core.format.shards.shard_file import arrange, header_text
+from dist_ckpt.core.format.shard_file import arrange, header_text
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import (
     FilePlan,
@@ -41,12 +41,13 @@ from dist_ckpt.core.planning.save.inventories import (
     merged_names,
     merged_numpy,
     merged_parameters,
+    merged_reused,
     merged_tree,
     value_holders,
+    with_reused_parts,
     without_aliases,
 )
 from dist_ckpt.core.planning.save.ownership import RankView, differing, merge_ownership
-from dist_ckpt.core.planning.save.reused_parts import merged_reused, with_reused_parts
 from dist_ckpt.core.planning.write_batches import batches_of
 from dist_ckpt.errors import remedy_of_parts
 

@@ -1,7 +1,7 @@
 """The protocols `CellSource` and `Target`: where a shard's bytes come from and go to.
 
 `torch_tensor.py` keeps both for torch, and `host_array.py` has a target in plain host memory;
-`shard_io/read/read_windows.py` and `async_save/writer/staged_files.py` have sources, for bytes of
+`shard_io/read/read_windows.py` and `async_save/writer/staged_save.py` have sources, for bytes of
 another checkpoint and of an arena. Who writes and reads shards knows nothing else about memory.
 """
 

@@ -37,8 +37,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
     damage_error,
     digest_problem,
 )
-from dist_ckpt.core.shard_io.read.read_work import CellTargets, split_into_work
-from dist_ckpt.core.shard_io.read.small_shards import SmallShardRun
+from dist_ckpt.core.shard_io.read.read_work import CellTargets, SmallShardRun, split_into_work
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError, listed
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dist_ckpt.core.format.checksums import blocks, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, ElementRange, runs_of
-from dist_ckpt.core.format.shards.shard_table import StoredShard
+from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import ReadItem
 
 # One read brings this much at most (or one block, where blocks are larger): enough for the

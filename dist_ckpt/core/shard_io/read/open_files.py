@@ -21,7 +21,7 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
-from dist_ckpt.core.format.shards.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
+from dist_ckpt.core.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRequest

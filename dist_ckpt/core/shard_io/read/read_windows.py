@@ -11,7 +11,7 @@ from dist_ckpt.core.format.checksums import blocks
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, boxes_of
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.shards.shard_table import StoredShard
+from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.buffers import BufferPool

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dist_ckpt.core.format.checksums import block_digest, document_digest
-from dist_ckpt.core.format.shards.shard_file import decode_header
+from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
@@ -28,7 +28,7 @@ from dist_ckpt.core.shard_io.read.open_files import digest_problem
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, gone, write_all, write_shard_files
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.linking import linked
-from dist_ckpt.core.storage.local.page_cache import drop_cached_file
+from dist_ckpt.core.storage.local.direct_io import drop_cached_file
 from dist_ckpt.core.storage.null_storage import NullStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.reports import IoCount

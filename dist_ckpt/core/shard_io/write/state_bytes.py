@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.shards.shard_file import ALIGNMENT, MAX_HEADER_NBYTES
+from dist_ckpt.core.format.shard_file import ALIGNMENT, MAX_HEADER_NBYTES
 from dist_ckpt.core.format.strict_json import check_version, corrupt_error
 from dist_ckpt.errors import IncompatibleError
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from dist_ckpt.core.format.geometry import Region, Shape
-from dist_ckpt.core.format.objects.plain_encoder import check_plain
+from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning import plan
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor
 from dist_ckpt.core.state.tensors.dtensors import local_cells, mesh_within, placement_of

@@ -3,6 +3,10 @@
 The page cache costs a copy of every byte and work for every page of it. Direct I/O asks for
 alignment instead, so a part of a write may go directly and the rest through the page cache. What
 is read comes directly only where the page cache does not hold it.
+
+A file's descriptor that threads share, some of which may be stuck in the kernel with it.
+
+What the system keeps of files in memory, and how it is made to read them again.
 """
 
 from __future__ import annotations
@@ -14,13 +18,94 @@ import os
 import struct
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from mmap import PAGESIZE
 
 from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy
 from dist_ckpt.core.storage.local.exclusive_rename import system_call
+from dist_ckpt.errors import StorageError
+
+
+class Descriptor:
+    """An open file's descriptor, or several, which threads share; closed once nobody uses them.
+
+    A call that hangs in the kernel outlives the wait for it: were a descriptor closed under it,
+    it could go on with its number when that has become another file's.
+    """
+
+    def __init__(self, path: str, *fds: int) -> None:
+        self.path = path
+        self._fds = [*fds]
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._released = False
+
+    @contextmanager
+    def lend(self) -> Iterator[Sequence[int]]:
+        """Lend the descriptors for some calls. Raises StorageError once it was released."""
+        with self._lock:
+            if self._released:
+                raise StorageError(f"{self.path} is closed: it was given up; try again")
+            self._num_users += 1
+        try:
+            yield self._fds
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                is_last = self._released and not self._num_users
+            if is_last:
+                self._close()
+
+    def release(self) -> None:
+        """Lend it no more, and have it closed: now, or by the last that uses it."""
+        with self._lock:
+            is_last = not self._released and not self._num_users
+            self._released = True
+        if is_last:
+            self._close()
+
+    def take(self) -> int:
+        """Hand the first over to the caller, who closes it. Nobody else may be using any."""
+        with self._lock:
+            if self._released:
+                raise StorageError(f"{self.path} is closed: it was given up; try again")
+            assert not self._num_users, f"{self.path} is finished while it is written"
+            self._released = True
+        first, *self._fds = self._fds
+        self._close()
+        return first
+
+    def _close(self) -> None:
+        for fd in self._fds:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def drop_cached(folder: str) -> None:
+    """Have the next reads of the files in a folder come from the disk, where the system can do so.
+
+    A hint: what other processes have mapped stays. Never raises.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                drop_cached_file(entry.path)
+
+
+def drop_cached_file(file: str) -> None:
+    """Do so for one file. Never raises."""
+    with suppress(OSError):
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
 
 # cachestat(2), of Linux 6.5; the number is the same on all processors but alpha. It only looks:
 # a read with RWF_NOWAIT would begin to read ahead, and mincore takes twenty times as long.

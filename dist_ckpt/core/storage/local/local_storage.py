@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import ByteRange
-from dist_ckpt.core.storage.local.descriptor import Descriptor
-from dist_ckpt.core.storage.local.direct_io import DirectFile, DirectIO
+from dist_ckpt.core.storage.local.direct_io import Descriptor, DirectFile, DirectIO
 from dist_ckpt.core.storage.local.exclusive_rename import (
     UNSUPPORTED,
     rename_exclusively,

@@ -4,12 +4,18 @@ with AcceleratedRun(accelerator, "runs/a", save=dc.every(steps=500)) as run:
     for epoch in run.epochs(3):
         for batch in run.batches(loader):
             ...
+
+The folders that accelerate names by number, and how many of them stay.
+
+What an Accelerator has prepared and registered, by private names of accelerate's.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,21 +27,115 @@ from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.loading.load import load
 from dist_ckpt.core.saving.save import save
 from dist_ckpt.core.state.wrappers import RNG, PerRank
-from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.integrations.accelerate.numbered_folders import (
-    count_save,
-    is_accelerates,
-    make_room,
-    numbered,
-)
-from dist_ckpt.integrations.accelerate.prepared_objects import (
-    check,
-    hand_out_buffers_of,
-    held,
-    stateful_loaders,
-)
+from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
+from dist_ckpt.integrations.ddp_buffers import broadcast_inner_buffers
 from dist_ckpt.integrations.extra_state import check_on_reshard, extra_state_of
 from dist_ckpt.integrations.loader_order import set_sources, sources_of
+from dist_ckpt.runs.retention.deletion import delete
+
+_log = logging.getLogger("dist_ckpt")
+
+# What accelerate's own folders have.
+_OWN_FILES = re.compile(r"(model|optimizer|pytorch_model).*|random_states_\d+\.pkl")
+
+
+def count_save(project: Any) -> None:
+    """Count a save, as accelerate does: the next folder's number."""
+    project.__dict__["iteration"] += 1
+
+
+def make_room(accelerator: Any, folder: str) -> None:
+    """Delete the oldest checkpoints above the project's limit, now that there is a newer one.
+
+    What accelerate has written stays, and what is pinned: no save fails for what is not removed.
+    """
+    limit = accelerator.project_configuration.total_limit
+    if limit is None or not accelerator.is_main_process:
+        return
+    ours = [path for path in numbered(folder) if not is_accelerates(path)]
+    for path in ours[: -max(limit, 1)]:
+        try:
+            delete(path)
+        except CheckpointError as error:
+            _log.warning("%s stays, above total_limit=%d: %s", path, limit, error)
+
+
+def is_accelerates(path: str) -> bool:
+    """Say whether accelerate has written a folder, and nothing of ours is in it."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    is_ours = any(re.match(r"a\d+-", name) for name in names)
+    return not is_ours and any(_OWN_FILES.fullmatch(name) for name in names)
+
+
+def numbered(folder: str) -> list[str]:
+    """Return the checkpoints that accelerate has named, oldest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = [name for name in names if re.fullmatch(r"checkpoint_\d+", name)]
+    return [os.path.join(folder, one) for one in sorted(found, key=lambda one: int(one[11:]))]
+
+
+# Each is looked for before anything is saved, as accelerate may move it in any release.
+NEEDED = (
+    *("_models", "_optimizers", "_schedulers", "_custom_objects", "_dataloaders", "scaler"),
+    *("_save_model_state_pre_hook", "_load_model_state_pre_hook", "step", "sync_gradients"),
+    *("project_configuration", "ddp_handler"),
+)
+
+
+def held(accelerator: Any) -> dict[str, Any]:
+    """Return what was prepared and registered, of each kind one, or several by number."""
+    found = {
+        "model": _one_or_more(accelerator._models),
+        "optim": _one_or_more(accelerator._optimizers),
+        "scheduler": _one_or_more(accelerator._schedulers),
+        "custom": _one_or_more(accelerator._custom_objects),
+        "scaler": accelerator.scaler,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _one_or_more(values: list[Any]) -> Any:
+    if len(values) <= 1:
+        return values[0] if values else None
+    return {str(number): value for number, value in enumerate(values)}
+
+
+def hand_out_buffers_of(accelerator: Any) -> None:
+    """Give all ranks rank 0's buffers where DDP does so at each forward. Collective with DDP.
+
+    An Accelerator keeps the models as they were before it put DDP around them.
+    """
+    is_ddp = _kind_of(accelerator).startswith("MULTI_")
+    if not is_ddp or getattr(accelerator, "parallelism_config", None) is not None:
+        return
+    if accelerator.ddp_handler is None or accelerator.ddp_handler.broadcast_buffers:
+        for model in accelerator._models:
+            broadcast_inner_buffers(model)
+
+
+def _kind_of(accelerator: Any) -> str:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+
+
+def stateful_loaders(accelerator: Any) -> list[Any]:
+    """Return the prepared loaders that know where they are."""
+    return [
+        loader
+        for loader in accelerator._dataloaders
+        if getattr(loader, "use_stateful_dataloader", False)
+    ]
+
+
+def check(accelerator: Any) -> None:
+    """Raise for what is not saved as it should, or not there."""
+    if (kind := _kind_of(accelerator)) in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise ValueError(f"{kind} is not saved by this: use accelerate's own save_state")
+    if missing := [name for name in NEEDED if not hasattr(accelerator, name)]:
+        raise IncompatibleError(
+            f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}: use a version "
+            f"that this was tried with (1.15), or dc.Checkpointer in a loop of your own"
+        )
+
 
 _OWN = {"model", "optim", "scheduler", "scaler", "custom", "position", "data", "rng"}
 

@@ -1,1 +1,0 @@
-"""Shard files: safetensors with a table of what lies where."""
