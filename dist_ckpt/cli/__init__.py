@@ -132,7 +132,7 @@ class _StopError(BaseException):
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[None]:
+def _stopping_on_sigterm() -> Iterator[None]:
     """Have SIGTERM end a command as an interrupt does."""
 
     def stop(*_: object) -> None:
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _have_streams()
     add_completion_class(completion.BashWords)
     try:
-        with _told_to_stop(), output.errors_as_exit_codes():
+        with _stopping_on_sigterm(), output.errors_as_exit_codes():
             code = cli.main(args=arguments, prog_name="dist-ckpt", standalone_mode=False)
     except click.exceptions.Exit as wish:
         code = wish.exit_code

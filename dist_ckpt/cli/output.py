@@ -85,7 +85,7 @@ def errors_as_exit_codes() -> Iterator[None]:
     except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        told = printable(_told(error), allowed="\n")
+        told = printable(_error_text(error), allowed="\n")
         click.echo(f"dist-ckpt: {told}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
     except MemoryError as error:
@@ -93,7 +93,7 @@ def errors_as_exit_codes() -> Iterator[None]:
         raise click.exceptions.Exit(IO_ERROR) from error
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, OSError) and not isinstance(error, CheckpointError):
         return f"{error.filename}: {with_remedy(error)}" if error.filename else with_remedy(error)
     return str(error)
@@ -231,7 +231,7 @@ class _Log:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._began = self._told = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         self._first: tuple[float, int] | None = None
 
     def tell(self, done: int, total: int) -> None:
@@ -239,9 +239,9 @@ class _Log:
         now = time.monotonic()
         # What was done before the first word, such as imports, has no such rate.
         since, before = self._first = self._first or (now, done)
-        if now - self._told < max(LINE_S, LINE_OF_TIME * (now - self._began)):
+        if now - self._printed_at < max(LINE_S, LINE_OF_TIME * (now - self._began)):
             return
-        self._told = now
+        self._printed_at = now
         rate = (done - before) / (now - since) if now > since else 0.0
         is_known = rate and total > done >= total * PART_THAT_TELLS
         left = f", {age((total - done) / rate)} left" if is_known else ""

@@ -78,7 +78,7 @@ _living: weakref.WeakSet[Signals] = weakref.WeakSet()
 _forking = threading.local()
 
 
-def _hold_back() -> None:
+def _block_signals() -> None:
     """Let none of the signals through: what came now to the child would only set our flag in it.
 
     So `terminate()` of a worker that was just started would be lost, and its `join()` hang.
@@ -97,4 +97,6 @@ def _close_in_child() -> None:
     _let_through()
 
 
-os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_close_in_child)
+os.register_at_fork(
+    before=_block_signals, after_in_parent=_let_through, after_in_child=_close_in_child
+)

@@ -80,10 +80,10 @@ def report(
         if as_json:
             output.print_json("report", facts)
         else:
-            click.echo(output.printable(f"{file}: {_told(facts)}"))
+            click.echo(output.printable(f"{file}: {_summary(facts)}"))
 
 
-def _told(facts: Mapping[str, Any]) -> str:
+def _summary(facts: Mapping[str, Any]) -> str:
     if facts["about"] == "run":
         num = facts["num_checkpoints"]
         checked = "" if facts["check"] == "none" else f", {facts['num_damaged']} damaged"

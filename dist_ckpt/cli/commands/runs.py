@@ -61,7 +61,7 @@ def prune(
     """  # noqa: D301 - click knows the backspace
     run, keep = Run(root), policies.parse(policy)
     plan = run.prune(keep, dry_run=True)
-    doomed = [one for one, told in plan if not told]
+    doomed = [one for one, reasons in plan if not reasons]
     if doomed and not (dry_run or yes):
         output.confirm(
             f"Remove {len(doomed)} checkpoints?",
@@ -73,8 +73,8 @@ def prune(
         plan = run.prune(keep, among=doomed)
     if as_json:
         facts = [
-            {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(told)}
-            for one, told in plan
+            {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(reasons)}
+            for one, reasons in plan
         ]
         output.print_json("prune", {"root": root, "dry_run": dry_run, "checkpoints": facts})
     else:
@@ -84,12 +84,12 @@ def prune(
 
 
 def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[str]:
-    gone = [one for one, told in plan if not told]
-    for one, told in plan:
-        if not told:
+    gone = [one for one, reasons in plan if not reasons]
+    for one, reasons in plan:
+        if not reasons:
             yield f"{verb}  {one.name}  {size(one.nbytes or 0)}"
         elif explain:
-            yield f"kept  {one.name}  {'; '.join(told)}"
+            yield f"kept  {one.name}  {'; '.join(reasons)}"
     freed = size(sum(one.nbytes or 0 for one in gone))
     yield f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept"
 
@@ -117,8 +117,8 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
             leases.unpin(subject)
         else:
             leases.pin(subject, why)
-    told = f"{'unpinned' if remove else 'pinned'} {subject.path}"
-    _print_kept("pin", subject, {"why": why, "removed": remove}, told, (dry_run, as_json))
+    text = f"{'unpinned' if remove else 'pinned'} {subject.path}"
+    _print_kept("pin", subject, {"why": why, "removed": remove}, text, (dry_run, as_json))
 
 
 @click.command()
@@ -146,16 +146,16 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
             leases.untag(subject, name)
         else:
             leases.tag(subject, name)
-    told = f"took tag {name!r} from" if remove else f"tag {name!r} on"
+    text = f"took tag {name!r} from" if remove else f"tag {name!r} on"
     facts = {"name": name, "removed": remove}
-    _print_kept("tag", subject, facts, f"{told} {subject.path}", (dry_run, as_json))
+    _print_kept("tag", subject, facts, f"{text} {subject.path}", (dry_run, as_json))
 
 
 def _print_kept(
     name: str,
     subject: CheckpointRef,
     facts: Mapping[str, object],
-    told: str,
+    text: str,
     how: tuple[bool, bool],
 ) -> None:
     """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
@@ -164,7 +164,7 @@ def _print_kept(
         about = {"path": subject.path, "step": subject.where[0], **facts}
         output.print_json(name, {**about, "dry_run": dry_run})
     else:
-        click.echo(f"{'would be: ' * dry_run}{output.printable(told)}")
+        click.echo(f"{'would be: ' * dry_run}{output.printable(text)}")
 
 
 def _check_tagged(subject: CheckpointRef, name: str) -> None:

@@ -74,14 +74,14 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
     looks = _looks(storage, where, interval_s, keep)
     with suppress(KeyboardInterrupt):
         if as_json:
-            for seen, told in looks:
-                if told:
-                    output.print_json_line("watch", _facts(seen, where, told, keep))
+            for seen, events in looks:
+                if events:
+                    output.print_json_line("watch", _facts(seen, where, events, keep))
         elif sys.stdout.isatty() and not Console().is_dumb_terminal:
             _show(looks, keep)
         else:
-            for _, told in looks:
-                for line in _timed(told):
+            for _, events in looks:
+                for line in _timed(events):
                     click.echo(line)
 
 
@@ -91,12 +91,12 @@ def _show(
     """Show the run on the terminal, and below it what changed last."""
     console, last = Console(), deque[str](maxlen=NUM_EVENTS)
     with Live(console=console, auto_refresh=False) as live:
-        for look, told in looks:
-            last += _timed(told)
+        for look, events in looks:
+            last += _timed(events)
             height = console.size.height - 1  # the cursor stands in the last
-            events = [*last][-(height // EVENTS_OF_TERMINAL) :]
-            shown = [] if look is None else [*lines(look, keep, height - len(events) - 1), ""]
-            live.update(Text("\n".join([*shown, *events]), no_wrap=True), refresh=True)
+            newest = [*last][-(height // EVENTS_OF_TERMINAL) :]
+            shown = [] if look is None else [*lines(look, keep, height - len(newest) - 1), ""]
+            live.update(Text("\n".join([*shown, *newest]), no_wrap=True), refresh=True)
 
 
 def _looks(
@@ -109,36 +109,36 @@ def _looks(
         began = time.monotonic()
         try:
             look = observe_run(storage, root)
-            told, problem = [*changes(before, look, keep)], ""
+            events, problem = [*changes(before, look, keep)], ""
             before = look
         except CheckpointError as error:
             waits = isinstance(error, NotFoundError) and before is None
             text = f"{root} is not there yet" if waits else f"it cannot be read now: {error}"
-            told, problem = [text] * (text != problem), text
-        yield before, told
+            events, problem = [text] * (text != problem), text
+        yield before, events
         took_s = time.monotonic() - began
         time.sleep(max(interval_s, took_s / MOST_OF_TIME))
 
 
-def _timed(told: Sequence[str]) -> list[str]:
+def _timed(events: Sequence[str]) -> list[str]:
     now = time.strftime("%H:%M:%S")
-    return [f"{now}  {output.printable(line)}" for line in told]
+    return [f"{now}  {output.printable(line)}" for line in events]
 
 
 def _facts(
-    look: RunObservation | None, root: str, told: Sequence[str], keep: RetentionPolicy | None
+    look: RunObservation | None, root: str, events: Sequence[str], keep: RetentionPolicy | None
 ) -> dict[str, object]:
     """Return what there is, if the folder is there, and what has changed."""
     if look is None:
         empty: dict[str, object] = {"incarnation": None, "last_liveness": None, "step": None}
-        at = {"root": root, "at": time.time(), "changes": list(told)}
+        at = {"root": root, "at": time.time(), "changes": list(events)}
         return {**at, **empty, "problem": "", "checkpoints": []}
     kept, newest = kept_by(look, keep), look.newest
     written = {path: status.nbytes for path, status in look.writing.items()}
     return {
         "root": root,
         "at": look.at,
-        "changes": list(told),
+        "changes": list(events),
         "incarnation": None if look.incarnation is None else look.incarnation.number,
         "last_liveness": look.last_liveness,
         "step": None if newest is None else newest.step,
@@ -164,26 +164,26 @@ def lines(
     look: RunObservation, keep: RetentionPolicy | None, height: int | None = None
 ) -> list[str]:
     """Return what is to be shown of a run, in so many lines: of its checkpoints the newest."""
-    told = [output.printable(look.listing.root)]
+    head = [output.printable(look.listing.root)]
     if look.incarnation is not None:
         began = output.age(look.at - look.incarnation.at)
-        told.append(output.printable(f"{describe_incarnation(look.incarnation)} ({began} ago)"))
+        head.append(output.printable(f"{describe_incarnation(look.incarnation)} ({began} ago)"))
         last_seen = NO_LIVENESS
         if look.last_liveness is not None:
             last_seen = f"last seen {output.age(look.at - look.last_liveness)} ago"
-        told.append(last_seen)
+        head.append(last_seen)
     if (newest := look.newest) is not None:
         saved = output.age(look.at - (newest.saved_at or 0.0))
-        told.append(f"newest: step {newest.step}, saved {saved} ago")
+        head.append(f"newest: step {newest.step}, saved {saved} ago")
     for path, status in look.writing.items():
         quiet = output.age(look.at - status.modified_at)
         name = output.printable(os.path.basename(path))
-        told.append(f"being written: {name}, {size(status.nbytes)}, the last of it {quiet} ago")
+        head.append(f"being written: {name}, {size(status.nbytes)}, the last of it {quiet} ago")
     if look.listing.history_problem:
-        told.append(output.printable(look.listing.history_problem))
+        head.append(output.printable(look.listing.history_problem))
     # Two are the head of the table, and how many are left out.
-    most = None if height is None else max(height - len(told) - 2, 1)
-    return [*told, *_table(look, keep, most)]
+    most = None if height is None else max(height - len(head) - 2, 1)
+    return [*head, *_table(look, keep, most)]
 
 
 def _table(look: RunObservation, keep: RetentionPolicy | None, most: int | None) -> Sequence[str]:

@@ -46,14 +46,14 @@ def check_abandoned(
 ) -> None:
     """Give up an attempt whose commit met `error`; raise StorageError unless that is certain."""
     reason = f"the commit failed: {error}"[:500]
-    fate = resolve_outcome(storage, path, attempt, by=by, reason=reason)
-    if fate != "abandoned":
-        raise unknown_outcome_error(fate, path, str(error)) from error
+    result = resolve_outcome(storage, path, attempt, by=by, reason=reason)
+    if result != "abandoned":
+        raise unknown_outcome_error(result, path, str(error)) from error
 
 
-def unknown_outcome_error(fate: CommitOutcome, path: str, reason: str) -> StorageError:
+def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> StorageError:
     """Return the error of a commit that was stopped, as `reason` says, and was not abandoned."""
-    if fate == "unknown":
+    if result == "unknown":
         return StorageError(
             f"{reason}. Now it is unknown whether it is committed at {path}: see what is wrong "
             f"with the storage, look with `dist-ckpt ls` what is there, then do it once more with "

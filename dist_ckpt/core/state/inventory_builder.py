@@ -218,7 +218,7 @@ class _InventoryBuilder:
             case Branch():
                 self._add_branch(fqn, tree.kind, tree.children)
             case SubclassLeaf():
-                self._add_compound(fqn, tree)
+                self._add_subclass_tensor(fqn, tree)
             case ModuleLeaf():
                 self._owners.append((fqn, tree))
                 named = tree.state.parameters()
@@ -246,7 +246,7 @@ class _InventoryBuilder:
         for key, child in children.items():
             self._add(join(fqn, key), child)
 
-    def _add_compound(self, fqn: str, leaf: SubclassLeaf) -> None:
+    def _add_subclass_tensor(self, fqn: str, leaf: SubclassLeaf) -> None:
         if self._rules is not None:
             self._rules.check_whole(fqn, leaf)
         if (trainable := self._parameters.get(fqn)) is not None:

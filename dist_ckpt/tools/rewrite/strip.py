@@ -94,7 +94,7 @@ def strip_at(
     with attempts.not_found_if_removed(counting, path, found[0]):
         part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
     if not force:
-        _check_unkept(protections_at(counting, path, [found[0]], now_at), path)
+        _check_unprotected(protections_at(counting, path, [found[0]], now_at), path)
     with (
         begin_rewrite(counting, path, "strip", overwrite=True, force=force) as claim,
         # Only now: what was committed before the claim is what it will replace.
@@ -109,7 +109,7 @@ def strip_at(
             _commit(counting, claim, index, source[1])
         try:
             # At once: if this dies before, only the next strip moves them.
-            _move_guards(counting, path, source[1], claim.attempt)
+            _move_protections(counting, path, source[1], claim.attempt)
         except CheckpointError as error:
             raise StorageError(
                 f"{path} is stripped, but tags may be on {source[0]} still, which stays beside "
@@ -131,15 +131,15 @@ def remaining_after(
     with attempts.not_found_if_removed(storage, path, attempt):
         left = _Part.of(storage, f"{path}/{attempt}", index, names).left
     if not force:  # by our own clock: to ask the storage's, a strip writes
-        _check_unkept(protections_at(storage, path, [attempt], lambda *_: time.time()), path)
+        _check_unprotected(protections_at(storage, path, [attempt], lambda *_: time.time()), path)
     return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
 
 
-def _check_unkept(told: Mapping[Attempt, Sequence[str]], path: str) -> None:
-    for why in told.values():
+def _check_unprotected(protections: Mapping[Attempt, Sequence[str]], path: str) -> None:
+    for why in protections.values():
         raise ConflictError(
-            f"{path} is kept: {'; '.join(why)}. Take that away first, or strip it with "
-            f"force=True (on the command line --force)"
+            f"{path} is protected: {'; '.join(why)}. Remove the protection first, or strip it "
+            f"with force=True (on the command line --force)"
         )
 
 
@@ -243,19 +243,19 @@ def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) 
     """Do what a strip that died right after its commit has left to do."""
     former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
     if former is not None and attempts.is_there(storage, path, former):
-        _move_guards(storage, path, replace(index, attempt=former.name), attempt)
+        _move_protections(storage, path, replace(index, attempt=former.name), attempt)
         removal.supersede(storage, path, attempt)
 
 
-def _move_guards(storage: Storage, path: str, source: Index, target: Attempt) -> None:
+def _move_protections(storage: Storage, path: str, source: Index, target: Attempt) -> None:
     """Have the new attempt kept for what the old one was kept for, and the old one no more."""
     if (places := _places(storage, path, source, target)) is None:
         return
     old, new = places
-    guards = protections_of(read_annotations(storage, new.root), 0.0)
-    for name in guards.tags.get(old, ()):
+    protections = protections_of(read_annotations(storage, new.root), 0.0)
+    for name in protections.tags.get(old, ()):
         leases.tag(new, name)
-    if old in guards.pins:
+    if old in protections.pins:
         leases.unpin(CheckpointRef(storage, new.root, path, old))
 
 

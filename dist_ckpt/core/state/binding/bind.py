@@ -254,7 +254,7 @@ def _bind(requests: BindContext, name: str, tree: Tree) -> Value | None:
         case TensorLeaf():
             return _tensor(requests, name, tree)
         case SubclassLeaf():
-            requests.compound(name, tree)
+            requests.subclass_tensor(name, tree)
         case PlainLeaf():
             return _plain(requests, name, tree.value)
         case PerRankLeaf():

@@ -38,7 +38,7 @@ def _bind_live(requests: BindContext, fqn: str, state: ModuleState) -> dict[str,
         # The live tensor, not what the state dict returned: a hook may have copied that.
         own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(own, SubclassLeaf):
-            requests.compound(full, own)
+            requests.subclass_tensor(full, own)
             continue
         if not requests.takes(full):
             continue

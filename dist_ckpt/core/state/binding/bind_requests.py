@@ -218,7 +218,7 @@ class BindContext:
 
     # --- tensors that are made of others -----------------------------------------------------
 
-    def compound(self, name: str, leaf: SubclassLeaf) -> None:
+    def subclass_tensor(self, name: str, leaf: SubclassLeaf) -> None:
         """Ask for what a tensor is made of, to be filled in place.
 
         It must have been saved from one that was made alike.
@@ -236,12 +236,12 @@ class BindContext:
         for attribute, inner in leaf.inner.items():
             full = join(name, attribute)
             if isinstance(inner, SubclassLeaf):
-                self.compound(full, inner)
+                self.subclass_tensor(full, inner)
             elif self.takes(full):
                 self.targets.fill(full, inner, as_bits=True)
         self._check_record(name, leaf)
 
-    def _fresh_compound(self, name: str, beside: PlacementHint) -> Value | None:
+    def _new_subclass_tensor(self, name: str, beside: PlacementHint) -> Value | None:
         """Ask for a compound tensor that this load makes."""
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
@@ -339,10 +339,10 @@ class BindContext:
         while isinstance(tree, ObjectLeaf):
             tree = tree.content
         if isinstance(tree, SubclassLeaf):
-            self.compound(name, tree)
+            self.subclass_tensor(name, tree)
             return ConstantValue(tree.value)
         if beside is not None and self.saved.is_wrapper_subclass(name):
-            return self._fresh_compound(name, beside)
+            return self._new_subclass_tensor(name, beside)
         own = self._leaf(name, tree, beside)
         children = children_of(tree)
         found: dict[PathKey, Value] = {}

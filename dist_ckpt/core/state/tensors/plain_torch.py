@@ -61,9 +61,9 @@ def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
         )
     depth += 1
     if is_array(value):
-        return _stand_in(from_numpy(value, fqn, writable=False), fqn, "numpy")
+        return _placeholder(from_numpy(value, fqn, writable=False), fqn, "numpy")
     if isinstance(value, torch.Tensor):
-        return _stand_in(value, fqn, "tensor")
+        return _placeholder(value, fqn, "tensor")
     entries, kind = entries_of(value), kind_of(value)
     if entries is None or kind is None:
         return value
@@ -72,7 +72,7 @@ def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
     )
 
 
-def _stand_in(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> ArrayValue:
+def _placeholder(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> ArrayValue:
     local = plain(tensor, fqn)
     if local.is_meta:
         raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")

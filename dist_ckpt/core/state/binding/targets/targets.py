@@ -240,7 +240,7 @@ class FillTargets:
             return value
         cells = self._cells_of(name, held, leaf, record.shape)
         if cells is None:
-            self.problems.append(self._misfit(name, held, leaf))
+            self.problems.append(self._mismatch_text(name, held, leaf))
             return value
         cast_from = record.dtype if cells and held.dtype != record.dtype else None
         if cast_from is not None and (why := self._why_no_cast(name, held, as_bits=as_bits)):
@@ -430,7 +430,7 @@ class FillTargets:
             return None
         return rules.view(name, leaf, held.shape)
 
-    def _misfit(self, name: str, held: LocalTensor, leaf: TensorLeaf) -> str:
+    def _mismatch_text(self, name: str, held: LocalTensor, leaf: TensorLeaf) -> str:
         shape = f"{self._tensor(name)[1].shape}{self._saved.where(name)}"
         if self._ruled(name, held, leaf) is None:
             return (
