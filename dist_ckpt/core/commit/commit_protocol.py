@@ -104,12 +104,12 @@ def claim(
 
     On return the attempt's folder is durable, lower open attempts are abandoned, and an index
     can be put exclusively on this storage. Raises ExistsError if a checkpoint is there (unless
-    `overwrite`, and nobody has pinned, tagged or holds it, or `force`), or what is not ours;
+    `overwrite`, and it is not pinned, tagged or leased, or `force`), or what is not ours;
     ConflictError if a higher attempt is; whatever it raises, nothing is left behind.
 
     `run` is the start of a run that saves: its caller saves only above the step that it restored,
     so that what older incarnations have there is orphaned, and is replaced without `overwrite`.
-    ConflictError if a newer start is there, StorageError if this one has no attempts left here.
+    ConflictError if a newer incarnation is there, StorageError if this one has no attempts left.
     """
     made: list[str] = []
     attempt: Attempt | None = None
@@ -119,7 +119,7 @@ def claim(
             run.check(storage)
         for _ in range(ROUNDS):
             entries = _survey(storage, path, made, may_replace=may_replace)
-            if run is None and not force:  # what a start replaces stays while somebody keeps it
+            if run is None and not force:  # what a run replaces stays while it is protected
                 check_unprotected(storage, path, list(attempts_in(entries)), now_at)
             attempt = _next_attempt(entries, path, run)
             try:
@@ -198,7 +198,7 @@ def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: Says, 
         if not has_index(storage, path, other) and abandon(
             storage, path, other, by=by, reason=reason
         ):
-            # Now, not after the verdict: what a dead save left may be the space that we need.
+            # Now, not after the decision: what a dead save left may be the space that we need.
             with suppress(StorageError):
                 remove(storage, path, other)
         elif not may_replace(other):
@@ -313,7 +313,7 @@ def commit(
 
     `text` is that of the index's catalog, if a save of the same plan has left it. On return the
     index is durable and readers on any host see it. Raises ConflictError if the attempt was
-    abandoned, or a newer start of its run has taken over, naming who; StorageError, which says so
+    abandoned, or a newer incarnation has taken over, naming who; StorageError, which says so
     if the checkpoint is there all the same, or if that is unknown. Whatever else is raised, nothing
     is committed.
     """

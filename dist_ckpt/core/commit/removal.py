@@ -58,8 +58,8 @@ def supersede(
     """Remove what is lower than the attempt that was just committed, and all trash.
 
     Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
-    collector, removes what is left. So is what somebody has pinned, tagged or holds, and all of it
-    if a newer start than the attempt's has taken over.
+    collector, removes what is left. So is what is pinned, tagged or leased, and all of it
+    if a newer incarnation than the attempt's has taken over.
     """
     by = f"the saver of {attempt}"
     try:

@@ -1,4 +1,4 @@
-"""Remove the checkpoints of a run that no rule and no guard keeps: plan, then act."""
+"""Remove the checkpoints of a run that no rule and no protection keeps: plan, then act."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from dist_ckpt.tools.average.average_options import AverageOptions, weights_of
 
 _log = logging.getLogger("dist_ckpt")
 
-# How often what was chosen may be removed before it is held.
+# How often what was chosen may be removed before it is leased.
 _ROUNDS = 16
 
 
@@ -53,9 +53,9 @@ def choose(
     *,
     of_run: bool,
 ) -> tuple[AverageSources, ...]:
-    """Find the checkpoints to average, oldest first; of a run they are held until `held` ends.
+    """Find the checkpoints to average, oldest first; of a run they are leased until `held` ends.
 
-    With None they are not held, and nothing is written.
+    With None they are not leased, and nothing is written.
 
     The newest is of the highest step; of one step, or if one of them has none, the last that was
     saved.
@@ -126,7 +126,7 @@ def _resolved(storage: Storage, path: str, held: ExitStack | None) -> str:
 def _of_run(
     storage: Storage, root: str, options: AverageOptions, held: ExitStack | None
 ) -> Sequence[str]:
-    """Choose of a run, and hold; again if one of them is removed in between."""
+    """Choose of a run, and lease; again if one of them is removed in between."""
     for left in reversed(range(_ROUNDS)):
         listing = list_run(storage, root, now=time.time())
         those = pick(listing, options)
@@ -141,7 +141,7 @@ def _of_run(
                 raise
             continue
         except StorageError as error:
-            _log.debug("%s: the sources are not held: %s", root, error)
+            _log.debug("%s: the sources are not leased: %s", root, error)
         return [one.path for one in those]
     raise AssertionError
 

@@ -40,7 +40,7 @@ def copy(
 
     Every byte is checked on its way, and the copy is committed as a save is: durable and complete
     on return, and no checkpoint before. It is the same save, for as many ranks; what was measured
-    goes along where the target's folder is a run's. Pins, tags and holds do not. With `link` files
+    goes along where the target's folder is a run's. Pins, tags and leases do not. With `link` files
     are hard links where the storage makes them: nothing of those is read or checked, and a link
     shares what later befalls the file. One process calls it.
 
