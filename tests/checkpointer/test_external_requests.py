@@ -38,7 +38,7 @@ class FakeKeeper:
     """Knows what became of steps."""
 
     became: dict[int, Where | str] = field(default_factory=dict)
-    told: SaveCounts = field(default_factory=lambda: SaveCounts("step 3"))
+    counts: SaveCounts = field(default_factory=lambda: SaveCounts("step 3"))
 
     def became_of(self, step: int) -> Where | str | None:
         return self.became.get(step)
