@@ -380,17 +380,17 @@ class SimulatedSave:
         with session.channel.exchange("agree") as agreeing:
             last = cached_plan(session, self._own)
             offers = agreeing.gather(request.proposal(last, 0))
-            agreeing.decide(SaveAgreement(run.claim() if check_proposals(offers) else "", 0))
-        name = agreeing.result(SaveAgreement).name
-        if name and last is not None:
-            return attempt_of(name), last
+            agreeing.decide(SaveAgreement(run.claim() if check_proposals(offers) else None, 0))
+        attempt = agreeing.result(SaveAgreement[Attempt]).name
+        if attempt is not None and last is not None:
+            return attempt, last
         with session.channel.exchange("plan") as planning:
             planned = plan_together(session, self._own)
             planning.gather(None)
             planning.decide(run.claim())
-        name = planning.result(str)
-        session.keep(replace(planned, save_name=name))
-        return attempt_of(name), planned
+        attempt = planning.result(Attempt)
+        session.keep(replace(planned, save_name=attempt.name))
+        return attempt, planned
 
     def index(self) -> bytes:
         """Return the index of the last save."""
@@ -398,13 +398,6 @@ class SimulatedSave:
         data = self.storage.tree()[f"{self.path}/{attempt}/{filenames.INDEX}"]
         assert data is not None
         return data
-
-
-def attempt_of(name: str) -> Attempt:
-    """Return the attempt that was claimed, by its name."""
-    attempt = filenames.parse_attempt(name)
-    assert attempt is not None
-    return attempt
 
 
 def parts_of(plan: SavePlan) -> list[RankWriteResult]:

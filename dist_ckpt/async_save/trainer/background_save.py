@@ -129,11 +129,11 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         if offers := agreeing.gather(
             request.proposal(last, ranks.collectives_group.epoch, held.unmatched)
         ):
-            name = secrets.token_hex(16) if check_proposals(offers) else ""
+            name = secrets.token_hex(16) if check_proposals(offers) else None
             agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
-    agreed = agreeing.result(SaveAgreement)
+    agreed = agreeing.result(SaveAgreement[str])
     name = agreed.name
-    if not name:
+    if name is None:
         ranks.collectives_group.renew(agreed.bulk)
         with ranks.channel.exchange("plan") as planning:
             planned = plan_together(ranks, held.inventory)

@@ -23,7 +23,7 @@ from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.comm.messages import Failure, NoAnswerError, failure_of
-from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
@@ -266,12 +266,11 @@ class WriterSave:
                 if told := claiming.gather(staged.snapshot.id):
                     _check_same_save(told)
                     claiming.decide(run.claim())
-            attempt = parse_attempt(claiming.result(str))
+            attempt = claiming.result(Attempt)
         except BaseException as error:
             if self._run is not None:
                 self._run.recover_claim(error)
             raise
-        assert attempt is not None
         return run, staged, attempt
 
     def _look(self) -> StagedSave:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import Bodies, distinct
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
@@ -16,6 +17,8 @@ from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import listed, ranks_text
+
+NameT = TypeVar("NameT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,14 @@ _BY_DIGEST = ("metadata", "attached")
 _ALIKE = tuple(name for name in SaveProposal.__struct_fields__[:-3] if name not in _BY_DIGEST)
 
 
-class SaveAgreement(Message, frozen=True):
-    """What is agreed: the save's name if the last plan is good on all ranks, else "".
+class SaveAgreement(Message, Generic[NameT], frozen=True):
+    """The answer to the proposals: the save's name if the cached plan is valid on all ranks.
 
-    No other save that this group makes has that name.
+    The name is an attempt, or the id of a snapshot. No other save of this group has it. It is None
+    if a new plan has to be made. `bulk` numbers the bulk connections.
     """
 
-    name: str
+    name: NameT | None
     bulk: int
 
 

@@ -19,7 +19,7 @@ from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
-from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.index.model_description import check_description, described
@@ -270,11 +270,11 @@ def _agree_and_claim(
             if offers := agreeing.gather(
                 request.proposal(last, ranks.collectives_group.epoch, unmatched)
             ):
-                name = run.claim() if check_proposals(offers) else ""
-                agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
-        agreed = agreeing.result(SaveAgreement)
-        name = agreed.name
-        if name and last is not None:
+                claimed = run.claim() if check_proposals(offers) else None
+                agreeing.decide(SaveAgreement(claimed, max(offer.bulk for offer in offers)))
+        agreed = agreeing.result(SaveAgreement[Attempt])
+        attempt = agreed.name
+        if attempt is not None and last is not None:
             planned = last
         else:
             ranks.collectives_group.renew(agreed.bulk)
@@ -282,15 +282,13 @@ def _agree_and_claim(
                 planned = plan_together(ranks, held.inventory)
                 if planning.gather(None):
                     planning.decide(run.claim())
-            name = planning.result(str)
-            ranks.keep(replace(planned, save_name=name))
+            attempt = planning.result(Attempt)
+            ranks.keep(replace(planned, save_name=attempt.name))
         carrying = None if source is None else source.planned(planned.plan)
     except BaseException as error:
         if run is not None:
             run.recover_claim(error)
         raise
-    attempt = parse_attempt(name)
-    assert attempt is not None
     earlier = ranks.kept(LinkableSaves) or LinkableSaves()
     return _ClaimedSave(counting, request, held, attached, planned, attempt, run, earlier, carrying)
 

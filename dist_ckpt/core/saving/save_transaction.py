@@ -134,8 +134,8 @@ class SaveTransaction:
         self._storage, self._path = request.storage, request.path
         self._claim: commit_protocol.Claim | None = None
 
-    def claim(self) -> str:
-        """Claim an attempt, and return its name. Coordinator only, within an exchange.
+    def claim(self) -> Attempt:
+        """Claim an attempt. Coordinator only, within an exchange.
 
         Until then nothing on disk has changed. If the ranks cannot be told: `recover_claim`.
         """
@@ -143,7 +143,7 @@ class SaveTransaction:
         self._claim = commit_protocol.claim(
             self._storage, self._path, overwrite=request.overwrite, by=self._by, run=request.run
         )
-        return self._claim.attempt.name
+        return self._claim.attempt
 
     @property
     def _by(self) -> str:

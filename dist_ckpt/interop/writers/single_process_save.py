@@ -12,7 +12,7 @@ from dist_ckpt import __version__
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.filenames import parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import FilePlan, SavePlan
@@ -68,11 +68,10 @@ def save_single_process(
         with phases.phase("claim"), channel.exchange("claim") as claiming:
             claiming.gather(None)
             claiming.decide(run.claim())
-        attempt = parse_attempt(claiming.result(str))
+        attempt = claiming.result(Attempt)
     except BaseException as error:
         run.recover_claim(error)
         raise
-    assert attempt is not None
 
     def write() -> RankWriteResult:
         start = time.monotonic()

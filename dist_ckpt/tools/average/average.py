@@ -28,7 +28,7 @@ from dist_ckpt.core.comm.exchange.channel import (
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.format.filenames import parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import FileReceipt
@@ -177,7 +177,7 @@ class _AverageRequest(Message, frozen=True):
 class _AgreedSources(Message, frozen=True):
     """What is averaged: path, attempt and weight of each source, oldest first."""
 
-    sources: tuple[tuple[str, str, float], ...]
+    sources: tuple[tuple[str, Attempt, float], ...]
 
 
 @dataclass(slots=True)
@@ -218,9 +218,7 @@ def average_together(ranks: Session, call: AverageCall) -> SaveReport:
         with phases.phase("write"):
             text = EncodedCatalog(claimed.newest.catalog)
             write = partial(_write, ranks, claimed, call.progress)
-            attempt = parse_attempt(claimed.attempt)
-            assert attempt is not None
-            verdict = claimed.run.write_and_commit(text, attempt, write)
+            verdict = claimed.run.write_and_commit(text, claimed.attempt, write)
         with phases.phase("clean up"):
             claimed.run.clean_up()
         report = SaveReport(
@@ -258,7 +256,7 @@ def _agree(
             chosen = choose(sources, call.options, held, of_run=of_run)
             check_target(chosen, target_storage, target, sources[0][1] if of_run else None)
             agreeing.decide(
-                _AgreedSources(tuple((one.path, one.attempt.name, one.weight) for one in chosen))
+                _AgreedSources(tuple((one.path, one.attempt, one.weight) for one in chosen))
             )
     return chosen, agreeing.result(_AgreedSources)
 
@@ -285,13 +283,11 @@ def _check(call: AverageCall) -> None:
         raise TypeError(f"progress={call.progress!r}: give a function, or None")
 
 
-def _found(storages: _Storages, path: str, name: str, weight: float) -> AverageSources:
+def _found(storages: _Storages, path: str, attempt: Attempt, weight: float) -> AverageSources:
     storage, _ = storages.source(path)
-    attempt = parse_attempt(name)
-    assert attempt is not None
     index = attempts.read_index(storage, path, attempt)
     if not isinstance(index, Index):
-        raise NotFoundError(f"{path}/{name} was replaced or deleted meanwhile: average again")
+        raise NotFoundError(f"{path}/{attempt} was replaced or deleted meanwhile: average again")
     return AverageSources(storage, path, attempt, index, weight)
 
 
@@ -304,7 +300,7 @@ class _Claimed:
     shares: list[RankAssignment]
     storage: CountingStorage
     request: SaveRequest
-    attempt: str
+    attempt: Attempt
     run: SaveTransaction
 
     @property
@@ -333,12 +329,12 @@ def _plan_and_claim(
             if planning.gather(None):
                 _log.info("average to %s: %s", path, "; ".join(map(str, chosen)))
                 planning.decide(run.claim())
-        name = planning.result(str)
+        attempt = planning.result(Attempt)
     except BaseException as error:
         if run is not None:
             run.recover_claim(error)
         raise
-    return _Claimed(chosen, averaged, shares, storage, request, name, run)
+    return _Claimed(chosen, averaged, shares, storage, request, attempt, run)
 
 
 def _request_of(

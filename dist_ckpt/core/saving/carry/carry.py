@@ -17,7 +17,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import find, not_found_if_removed
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
-from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index, Key
@@ -56,8 +56,9 @@ class CarryRequest(Message, frozen=True):
 
 
 class CarrySourceInfo(Message, frozen=True):
-    """The source is there; `bulk` are the connections over which its index comes."""
+    """The attempt of the source; `bulk` are the connections over which its index comes."""
 
+    attempt: Attempt
     bulk: int
 
 
@@ -120,9 +121,11 @@ def open_source(
         if told := opening.gather(asked):
             check_equal_on_all_ranks("save", told, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
-            encoded, reads = index_json.encode(_find(counting, loaded)), counting.reads
-            opening.decide(CarrySourceInfo(max(one.bulk for one in told)))
-    ranks.collectives_group.renew(opening.result(CarrySourceInfo).bulk)
+            attempt, source = _find(counting, loaded)
+            encoded, reads = index_json.encode(source), counting.reads
+            opening.decide(CarrySourceInfo(attempt, max(one.bulk for one in told)))
+    info = opening.result(CarrySourceInfo)
+    ranks.collectives_group.renew(info.bulk)
     with channel.exchange("carried names"):
         index = index_json.decode(ranks.collectives_group.broadcast(encoded or None))
         assert isinstance(index, Index)
@@ -130,10 +133,8 @@ def open_source(
         bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(own))
         told_names = (typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies)
         done = {name for names in told_names for name in names}
-    attempt = parse_attempt(index.attempt)
-    assert attempt is not None
     found, names = not_loaded(index.catalog, done, excluded)
-    return CarrySource(loaded.path, attempt, index, names, found, excluded, reads)
+    return CarrySource(loaded.path, info.attempt, index, names, found, excluded, reads)
 
 
 def _checked(report: object, world_size: int) -> LoadReport:
@@ -160,7 +161,7 @@ def _checked(report: object, world_size: int) -> LoadReport:
     return report
 
 
-def _find(storage: Storage, loaded: LoadReport) -> Index:
+def _find(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
     remedy = "load again, and give carry_over= the report of that"
     try:
         attempt, index = find(storage, loaded.path)
@@ -171,7 +172,7 @@ def _find(storage: Storage, loaded: LoadReport) -> Index:
             f"carry_over: {loaded.path} was replaced: {loaded.attempt} was loaded, and {attempt} "
             f"is there now; {remedy}"
         )
-    return index
+    return attempt, index
 
 
 @dataclass(frozen=True, slots=True)
