@@ -380,6 +380,7 @@ class SimulatedSave:
         with session.channel.exchange("agree") as agreeing:
             last = cached_plan(session, self._own)
             offers = agreeing.gather(request.proposal(last, 0))
+            assert offers is not None
             agreeing.decide(SaveAgreement(run.claim() if check_proposals(offers) else None, 0))
         attempt = agreeing.result(SaveAgreement[Attempt]).name
         if attempt is not None and last is not None:

@@ -358,7 +358,8 @@ class AsyncSaver:
         options, channel = self._options, self._ranks.channel
         with channel.exchange("options") as comparing:
             options.check()
-            if savers := comparing.gather(options.asked()):
+            savers = comparing.gather(options.asked())
+            if savers is not None:
                 check_savers("AsyncSaver", savers)
                 comparing.decide(options.root_id() or "")
         self._root_id = comparing.result(str) or None
@@ -376,7 +377,8 @@ class AsyncSaver:
         """Return the id of the folder that a first save's checkpoint lies in. Collective."""
         with self._ranks.channel.exchange("root") as rooting:
             storage, own = open_storage(path)
-            if paths := rooting.gather(own):
+            paths = rooting.gather(own)
+            if paths is not None:
                 rooting.decide(make_root_id(storage, os.path.dirname(paths[0])))
         return rooting.result(str)
 

@@ -179,11 +179,13 @@ class _Restoring:
         with self._ranks.operation(f"restore of job {self._folder.job}"):
             # When all are here all have settled with their writers: nothing is sealed any more.
             with channel.exchange("settled") as settling:
-                if savers := settling.gather(self._saver):
+                savers = settling.gather(self._saver)
+                if savers is not None:
                     check_savers("AsyncSaver.restore", savers)
             with channel.exchange("snapshots") as choosing:
                 kept, look = self._look()
-                if looks := choosing.gather(look):
+                looks = choosing.gather(look)
+                if looks is not None:
                     choosing.decide(self._choice(looks, passed_over))
         choice = choosing.result(_RestoreChoice)
         if not choice.id:

@@ -173,7 +173,8 @@ class Resume:
 
     def _look(self, at: str | None) -> _RunListing:
         with self._exchange("run") as looking:
-            if asked := looking.gather(at or ""):
+            asked = looking.gather(at or "")
+            if asked is not None:
                 if any(one != asked[0] for one in asked):
                     raise ValueError(f"restore(at=...) differs between ranks: {asked}")
                 looking.decide(self._seen(at))
@@ -334,7 +335,8 @@ class Resume:
 
     def _record(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         with self._exchange("incarnation") as recording:
-            if recording.gather(None):
+            recording.gather(None)
+            if recording.is_coordinator:
                 recording.decide(self._begun(restored, why, at).number)
         return recording.result(int)
 

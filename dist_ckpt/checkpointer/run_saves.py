@@ -152,8 +152,9 @@ class RunSaves:
         # Who is alone reads it: of a run that comes to its end nobody has asked for a stop.
         what = "end" if until == inf else "stop"
         with self.ranks.operation(f"{what} of the run"), self.ranks.channel.exchange(what) as word:
-            if told := word.gather(own):
-                worst = next((one for one in (FAILED, STAGED) if one in told), DURABLE)
+            gathered = word.gather(own)
+            if gathered is not None:
+                worst = next((one for one in (FAILED, STAGED) if one in gathered), DURABLE)
                 is_late = worst == FAILED and time.monotonic() >= until
                 word.decide(TOO_LATE if is_late else worst)
         return word.result(str)

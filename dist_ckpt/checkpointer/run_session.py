@@ -122,9 +122,10 @@ class RunSession:
         what, channel = f"backup in {self.root}", self.ranks.channel
         with self.ranks.operation(what), channel.exchange("backup") as making:
             asked = "latest" if step is None else str(step)
-            if told := making.gather(asked):
-                if any(one != asked for one in told):
-                    raise ValueError(f"backup(step) differs between ranks: {told}")
+            gathered = making.gather(asked)
+            if gathered is not None:
+                if any(one != asked for one in gathered):
+                    raise ValueError(f"backup(step) differs between ranks: {gathered}")
                 storage, root = open_storage(real_path(self.root))
                 one = select(list_run(storage, root, now=time.time()), asked)
                 making.decide(backup_at(storage, one.path, overwrite=overwrite))
@@ -273,8 +274,9 @@ def open_run_session(
             options.check()
             root = options.opened_root()
             signals = Signals(() if options.resume.read_only else options.save.signals)
-            if told := opening.gather(options.asked()):
-                check_equal_on_all_ranks("Checkpointer", told, RunArguments.__struct_fields__)
+            gathered = opening.gather(options.asked())
+            if gathered is not None:
+                check_equal_on_all_ranks("Checkpointer", gathered, RunArguments.__struct_fields__)
                 opening.decide(secrets.token_hex(8))
         saves_beside = options.background and not options.resume.read_only
         saver = AsyncSaver(root, group=group) if saves_beside else None

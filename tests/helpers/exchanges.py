@@ -19,6 +19,7 @@ def exchange(
 ) -> Doc:
     """Return what is decided on what the ranks' work returns."""
     with channel.exchange(phase) as one:
-        if told := one.gather([work()]):
-            one.decide([decide([own for (own,) in told])])
+        gathered = one.gather([work()])
+        if gathered is not None:
+            one.decide([decide([own for (own,) in gathered])])
     return one.result(list)[0]

@@ -126,9 +126,10 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         last = cached_plan(ranks, held.inventory)
         if last is not None:
             room = _make_room(call, request, held, last, attached)
-        if offers := agreeing.gather(
+        offers = agreeing.gather(
             request.proposal(last, ranks.collectives_group.epoch, held.unmatched)
-        ):
+        )
+        if offers is not None:
             name = secrets.token_hex(16) if check_proposals(offers) else None
             agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
     agreed = agreeing.result(SaveAgreement[str])
@@ -138,7 +139,8 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
         with ranks.channel.exchange("plan") as planning:
             planned = plan_together(ranks, held.inventory)
             room = _make_room(call, request, held, planned, attached)
-            if planning.gather(None):
+            planning.gather(None)
+            if planning.is_coordinator:
                 planning.decide(secrets.token_hex(16))
         name = planning.result(str)
         ranks.keep(replace(planned, save_name=name))

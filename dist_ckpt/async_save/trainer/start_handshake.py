@@ -117,8 +117,9 @@ def agree_on_start(
                 host=channel.host,
                 newest_at=writer.newest_at,
             )
-            if told := readying.gather(own):
-                readying.decide(_judge(told, writer))
+            gathered = readying.gather(own)
+            if gathered is not None:
+                readying.decide(_judge(gathered, writer))
         start = _taken_note_of(readying.result(Start), writer)
     finally:
         if writer is not None and paused and (start is None or not start.queued):

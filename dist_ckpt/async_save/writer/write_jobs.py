@@ -263,8 +263,9 @@ class WriterSave:
                 self._staged = staged = self._look()
                 self._run = run = self._attempt_run(channel, staged)
                 staged.staging.check()
-                if told := claiming.gather(staged.snapshot.id):
-                    _check_same_save(told)
+                gathered = claiming.gather(staged.snapshot.id)
+                if gathered is not None:
+                    _check_same_save(gathered)
                     claiming.decide(run.claim())
             attempt = claiming.result(Attempt)
         except BaseException as error:

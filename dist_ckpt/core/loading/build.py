@@ -103,9 +103,10 @@ def _made(
             _check(table, component)
             storage, own = open_storage(path)
             request = _BuildRequest(own, tuple(sorted(table)), component)
-            if told := describing.gather(request):
-                check_equal_on_all_ranks("build", told, _BuildRequest.__struct_fields__)
-                describing.decide(_described(storage, told[0], held))
+            gathered = describing.gather(request)
+            if gathered is not None:
+                check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
+                describing.decide(_described(storage, gathered[0], held))
         found = describing.result(_Description)
         with ranks.channel.exchange("make"):
             model = table[found.kind](decode_value(found.config, make=make))

@@ -113,11 +113,11 @@ def _meet(
         links = listen(ranks, meeting, stack) if meeting else None
         of_rank = BlockRequests.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
         own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
-        if told := checking.gather(
-            _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
-        ):
-            shares, wants = common_bits([one.wants for one in told], between_hosts=False)
-            checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in told)))
+        request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
+        gathered = checking.gather(request)
+        if gathered is not None:
+            shares, wants = common_bits([one.wants for one in gathered], between_hosts=False)
+            checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in gathered)))
     common = checking.result(_InCommon)
     ranks.collectives_group.renew(common.bulk)
     if not common.shares:
@@ -127,7 +127,8 @@ def _meet(
         shared = SharedReadGroup.of(
             ranks, opened.files, links, every, between_hosts=False, stack=stack
         )
-        if apart := preparing.gather(shared.missed):
+        apart = preparing.gather(shared.missed)
+        if apart is not None:
             preparing.decide(shared.judge(apart))
     shared = shared.settle(preparing.result(UnreachableRanks))
     return opened, shared if any(shared.units.values()) else None

@@ -258,8 +258,9 @@ def _agree(
         with phases.phase("check"):
             with call.ranks.channel.exchange(f"check{suffix}") as checking:
                 checked, findings = _examine(call, asked, found, stack)
-                if told := checking.gather(findings):
-                    checking.decide(decide_load(asked.storages, asked.request, found, told))
+                gathered = checking.gather(findings)
+                if gathered is not None:
+                    checking.decide(decide_load(asked.storages, asked.request, found, gathered))
             passed = checking.result(LoadDecision)
         if not passed.is_gone:
             assert checked is not None
@@ -276,8 +277,9 @@ def _open(
     encoded: tuple[bytes, ...] = ()
     with ranks.channel.exchange(f"open{suffix}") as opening:
         asked = asked or read_arguments(call)
-        if told := opening.gather(asked.request):
-            answer, found, encoded = find(asked.storages, told, held)
+        gathered = opening.gather(asked.request)
+        if gathered is not None:
+            answer, found, encoded = find(asked.storages, gathered, held)
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
     ranks.collectives_group.renew(opened.bulk)
@@ -320,8 +322,9 @@ def _fill(
         try:
             with channel.exchange("read") as exchange:
                 totals = _read(call.ranks, checked, shared, reading)
-                if told := exchange.gather(totals):
-                    exchange.decide(total_reports(told))
+                gathered = exchange.gather(totals)
+                if gathered is not None:
+                    exchange.decide(total_reports(gathered))
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # Who met the damage tells what it has touched; only this rank knows of its own.
@@ -360,8 +363,10 @@ def _prepare(
                 )
             if targets is None:
                 targets = checked.binding.allocate()
-            if meeting is not None and (told := preparing.gather(meeting.missed)):
-                preparing.decide(meeting.judge(told))
+            if meeting is not None:
+                gathered = preparing.gather(meeting.missed)
+                if gathered is not None:
+                    preparing.decide(meeting.judge(gathered))
     assert targets is not None, "only `prepare` makes memory"
     if meeting is not None:
         meeting = meeting.settle(preparing.result(UnreachableRanks))

@@ -267,9 +267,10 @@ def _agree_and_claim(
             held = options.held(ranks, state)
             last = cached_plan(ranks, held.inventory)
             unmatched = held.unmatched if source is None else source.unmatched(held.unmatched)
-            if offers := agreeing.gather(
+            offers = agreeing.gather(
                 request.proposal(last, ranks.collectives_group.epoch, unmatched)
-            ):
+            )
+            if offers is not None:
                 claimed = run.claim() if check_proposals(offers) else None
                 agreeing.decide(SaveAgreement(claimed, max(offer.bulk for offer in offers)))
         agreed = agreeing.result(SaveAgreement[Attempt])
@@ -280,7 +281,8 @@ def _agree_and_claim(
             ranks.collectives_group.renew(agreed.bulk)
             with ranks.channel.exchange("plan") as planning:
                 planned = plan_together(ranks, held.inventory)
-                if planning.gather(None):
+                planning.gather(None)
+                if planning.is_coordinator:
                     planning.decide(run.claim())
             attempt = planning.result(Attempt)
             ranks.keep(replace(planned, save_name=attempt.name))

@@ -170,7 +170,8 @@ class SaveTransaction:
                 part = write()
                 linked = part.linked.num, part.linked.nbytes
                 receipt = receipt_of(part.files, part.replicas, part.seconds, linked)
-                if receipts := writing.gather(receipt):
+                receipts = writing.gather(receipt)
+                if receipts is not None:
                     self._decide(writing, text, receipts)
                 else:
                     self.nbytes_receipt = writing.nbytes_told
@@ -180,8 +181,9 @@ class SaveTransaction:
             with channel.exchange("replicas") as comparing:
                 own = {name: dict(members) for name, members in part.replicas}
                 digests = {name: own[name] for name in written.differing if name in own}
-                if told := comparing.gather(digests):
-                    raise ValueError(_unequal_replicas(told))
+                gathered = comparing.gather(digests)
+                if gathered is not None:
+                    raise ValueError(_unequal_replicas(gathered))
             raise AssertionError("the replicas that differ were named")
         except BaseException as error:
             verdict = self.recover(attempt, error)

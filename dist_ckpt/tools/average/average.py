@@ -251,8 +251,9 @@ def _agree(
         sources, of_run = _opened(storages), isinstance(call.sources, str | os.PathLike)
         target_storage, target = storages.target()
         asked = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
-        if told := agreeing.gather(asked):
-            check_equal_on_all_ranks("average", told, _AverageRequest.__struct_fields__)
+        gathered = agreeing.gather(asked)
+        if gathered is not None:
+            check_equal_on_all_ranks("average", gathered, _AverageRequest.__struct_fields__)
             chosen = choose(sources, call.options, held, of_run=of_run)
             check_target(chosen, target_storage, target, sources[0][1] if of_run else None)
             agreeing.decide(
@@ -326,7 +327,8 @@ def _plan_and_claim(
             shares = share_of(
                 newest, averaged, len(chosen), rank=channel.rank, world_size=channel.world_size
             )
-            if planning.gather(None):
+            planning.gather(None)
+            if planning.is_coordinator:
                 _log.info("average to %s: %s", path, "; ".join(map(str, chosen)))
                 planning.decide(run.claim())
         attempt = planning.result(Attempt)

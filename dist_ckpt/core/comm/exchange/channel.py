@@ -35,13 +35,13 @@ class Exchange(ABC):
     """One exchange, as one rank sees it: a block in which it does its part.
 
         with channel.exchange("count") as counting:
-            if told := counting.gather(len(mine)):
-                counting.decide(sum(told))
+            gathered = counting.gather(len(mine))
+            if gathered is not None:  # the coordinator
+                counting.decide(sum(gathered))
         total = counting.result(int)
 
-    What a rank does before `gather` is its part of the work. The rest of the block is the
-    coordinator's, which gets what all have told; nobody else gets anything. What it has decided
-    stands: what it raises after that it raises alone. Who tells or decides nothing leaves it out.
+    Before `gather` a rank does its part of the work. The rest of the block is the coordinator's. A
+    decision is final: a later error stays local. `gather` and `decide` are optional.
     """
 
     def __init__(self, phase: str) -> None:
@@ -50,13 +50,20 @@ class Exchange(ABC):
         self._decided: bytes | Exception | None = None
         self._answer = b""
 
-    def gather(self, own: T) -> Sequence[T]:
-        """Tell what this rank's part came to: a `Message` or plain data, of one class on all ranks.
+    @property
+    @abstractmethod
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides."""
 
-        Returns what all told, in rank order, on the coordinator. Elsewhere it returns nothing, and
-        what is told is sent at the end of the block.
+    def gather(self, own: T) -> Sequence[T] | None:
+        """Send this rank's result: a `Message` or plain data, of one class on all ranks.
+
+        Returns the results of all ranks in rank order on the coordinator, and None on all others.
+        Those send theirs at the end of the block.
         """
         self._own = pack(own)
+        if not self.is_coordinator:
+            return None
         return [self._unpack(rank, data, type(own)) for rank, data in enumerate(self._gathered())]
 
     def decide(self, answer: object) -> None:
@@ -93,7 +100,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _gathered(self) -> Sequence[bytes]:
-        """Return what all ranks tell, if this one is the coordinator."""
+        """Return the results of all ranks. Coordinator only."""
 
     @abstractmethod
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
@@ -252,6 +259,8 @@ class SingleProcessChannel:
 
 class SingleProcessExchange(Exchange):
     """An exchange with oneself."""
+
+    is_coordinator = True
 
     def _gathered(self) -> Sequence[bytes]:
         assert self._own is not None

@@ -244,10 +244,6 @@ class Participant:
         self._envelopes: list[str] = []
         self._is_answered = False
 
-    def gather(self, own: Envelope) -> list[bytes]:
-        """Return nothing: what this rank has told goes to the coordinator at the block's end."""
-        return []
-
     def settle(
         self,
         own: Envelope,
@@ -429,7 +425,13 @@ class _StoreExchange(Exchange):
         self._control = control
         self._role = role
 
+    @property
+    def is_coordinator(self) -> bool:
+        """See `Exchange.is_coordinator`."""
+        return self._control.rank == COORDINATOR
+
     def _gathered(self) -> Sequence[bytes]:
+        assert isinstance(self._role, Coordinator)
         return self._role.gather(self._envelope(None))
 
     def _envelope(self, failure: Failure | None) -> Envelope:

@@ -118,12 +118,13 @@ def open_source(
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
         asked = CarryRequest(loaded.path, loaded.attempt, ranks.collectives_group.epoch)
-        if told := opening.gather(asked):
-            check_equal_on_all_ranks("save", told, ("carry_over", "attempt"))
+        gathered = opening.gather(asked)
+        if gathered is not None:
+            check_equal_on_all_ranks("save", gathered, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             attempt, source = _find(counting, loaded)
             encoded, reads = index_json.encode(source), counting.reads
-            opening.decide(CarrySourceInfo(attempt, max(one.bulk for one in told)))
+            opening.decide(CarrySourceInfo(attempt, max(one.bulk for one in gathered)))
     info = opening.result(CarrySourceInfo)
     ranks.collectives_group.renew(info.bulk)
     with channel.exchange("carried names"):
