@@ -16,6 +16,7 @@ from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect
 from dist_ckpt.core.format.objects.objects_file import decode
+from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
@@ -33,7 +34,6 @@ from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.tools.rewrite import strip
-from dist_ckpt.tools.rewrite.rewriting import begin_rewrite
 from dist_ckpt.tools.rewrite.strip import strip_at
 from linking import PATH, ROOT, NoLinks, inodes, number_at, save, state
 from long_mode import IS_LONG
@@ -315,9 +315,9 @@ def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
 
     def late(*arguments: Any, **options: Any) -> Any:
         rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
-        return begin_rewrite(*arguments, **options)
+        return Transaction(*arguments, **options)
 
-    monkeypatch.setattr(strip, "begin_rewrite", late)
+    monkeypatch.setattr(strip, "Transaction", late)
     with pytest.raises(ConflictError, match="replaced meanwhile"):
         strip_at(storage, PATH, OPTIM)
     assert number_at(storage, PATH) == 5

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.commit import attempts, commit_protocol
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
+from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import read_annotations_of
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
@@ -20,7 +22,7 @@ from dist_ckpt.reports import Progress
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, begin_rewrite, dry_run
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -121,21 +123,22 @@ def _make(
     progress: Progress | None,
 ) -> Attempt:
     sizes = {name: record.nbytes for name, record in files_of(source.index).items()}
-    with begin_rewrite(storage, target, "backup", overwrite=overwrite) as claim:
+    with Transaction(SingleProcessChannel(), label="backup") as transaction:
+        attempt = transaction.claim(storage, target, overwrite=overwrite)
         linked = link_or_copy_files(
             storage,
             source.index,
             f"{source.path}/{source.attempt}",
-            claim.folder,
+            transaction.folder,
             files_of(source.index),
             threads=Config.from_environment().threads,
             tell=CopyProgress(sum(sizes.values()), progress),
         )
-        commit_protocol.check_files(storage, claim.folder, sizes)
-        commit_protocol.commit(storage, claim, replace(source.index, attempt=claim.attempt.name))
-    told = "%s is kept as %s: %d of %d files linked"
-    _log.info(told, source.path, target, linked.num, len(sizes))
-    return claim.attempt
+        transaction.commit_index(replace(source.index, attempt=attempt.name))
+        transaction.supersede()
+    text = "%s is kept as %s: %d of %d files linked"
+    _log.info(text, source.path, target, linked.num, len(sizes))
+    return attempt
 
 
 def _measured(storage: Storage, root: str, where: Where) -> Mapping[str, float]:

@@ -6,10 +6,12 @@ import os
 from dataclasses import replace
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.commit import attempts, commit_protocol
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
+from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.record_store import read_annotations_of
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
@@ -19,13 +21,7 @@ from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, can_keep_records, put_metrics
 from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.rewriting import (
-    CopyProgress,
-    DryRun,
-    begin_rewrite,
-    dry_run,
-    report_of,
-)
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run
 
 
 def copy(
@@ -56,29 +52,29 @@ def copy(
     counting = CountingStorage(storage)
     phases = Phases("copy", new, quiet=False)
     with leased_source(counting, old) as (attempt, index):
-        with begin_rewrite(counting, new, "copy", overwrite=overwrite) as claim:
+        with Transaction(SingleProcessChannel(), label="copy") as transaction:
+            copied = transaction.claim(counting, new, overwrite=overwrite)
             files = files_of(index)
             with phases.phase("write"):
                 linked = link_or_copy_files(
                     counting,
                     index,
                     f"{old}/{attempt}",
-                    claim.folder,
+                    transaction.folder,
                     files,
                     threads=Config.from_environment().threads,
                     links=link,
                     tell=CopyProgress(sum(one.nbytes for one in files.values()), progress),
                 )
             with phases.phase("commit"):
-                sizes = {name: record.nbytes for name, record in files.items()}
-                commit_protocol.check_files(counting, claim.folder, sizes)
-                copied = replace(index, attempt=claim.attempt.name)
-                commit_protocol.commit(counting, claim, copied)
-        _carry_metrics(counting, (old, attempt), (new, claim.attempt), index)
-    reads, writes = counting.reads, counting.writes
-    report = report_of(new, copied, phases.seconds, reads, writes, linked)
-    phases.done(report)
-    return report
+                decision = transaction.commit_index(
+                    replace(index, attempt=copied.name),
+                    seconds=phases.seconds["write"],
+                    linked=linked,
+                )
+            transaction.supersede()
+        _carry_metrics(counting, (old, attempt), (new, copied), index)
+    return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
 
 def would_copy(

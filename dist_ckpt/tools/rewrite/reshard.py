@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from dist_ckpt import __version__
-from dist_ckpt.core.commit import attempts, commit_protocol
-from dist_ckpt.core.commit.receipts import attached_of, check_receipts, sizes_of
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.receipts import attached_of, check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
@@ -27,6 +28,7 @@ from dist_ckpt.core.planning.save.save_planner import items_of_ranks, stored_nby
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, selection_of
 from dist_ckpt.core.planning.sharded_views import plan_stored
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file, read_objects
 from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
@@ -36,7 +38,7 @@ from dist_ckpt.errors import CorruptError
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.rewriting import DryRun, begin_rewrite, dry_run, report_of
+from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
 from dist_ckpt.tools.rewrite.stored_part import select_part
 
 MIN_MEMORY = 64 << 20
@@ -278,17 +280,17 @@ class _Reshard:
         self._phases = Phases("reshard", path, quiet=False)
 
     def run(self, *, overwrite: bool) -> SaveReport:
-        with begin_rewrite(self._storage, self._path, "reshard", overwrite=overwrite) as claim:
-            with self._phases.phase("write"):
-                receipts = self._write(claim.folder)
-            with self._phases.phase("commit"):
-                commit_protocol.check_files(self._storage, claim.folder, sizes_of(receipts))
-                index = self._index(claim.attempt.name, receipts)
-                commit_protocol.commit(self._storage, claim, index)
+        phases = self._phases
+        with Transaction(SingleProcessChannel(), label="reshard") as transaction:
+            attempt = transaction.claim(self._storage, self._path, overwrite=overwrite)
+            with phases.phase("write"):
+                receipts = self._write(transaction.folder)
+            with phases.phase("commit"):
+                index = self._index(attempt.name, receipts)
+                decision = transaction.commit_index(index, seconds=phases.seconds["write"])
+            transaction.supersede()
         reads, writes = self._stored.storage.reads, self._storage.writes
-        report = report_of(self._path, index, self._phases.seconds, reads, writes)
-        self._phases.done(report)
-        return report
+        return transaction.report(decision, phases, reads=reads, writes=writes)
 
     def _write(self, folder: str) -> list[Receipt]:
         self._nbytes = sum(stored_nbytes(self._plan.catalog).values())

@@ -10,12 +10,14 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
-from dist_ckpt.core.commit import attempts, commit_protocol, removal
-from dist_ckpt.core.commit.commit_protocol import Claim
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
+from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef, protections_at
 from dist_ckpt.core.commit.records.protections import PIN, Where, protections_of
@@ -26,6 +28,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.read.open_files import read_objects
 from dist_ckpt.core.shard_io.write.copied_files import FileRecord, link_or_copy_files
 from dist_ckpt.core.shard_io.write.shard_writer import write_objects
@@ -43,7 +46,7 @@ from dist_ckpt.tools.rewrite.drop_components import (
     owner_of,
     top_level_keys,
 )
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, begin_rewrite, report_of
+from dist_ckpt.tools.rewrite.rewriting import CopyProgress
 
 # In `saved_by`: the attempt that this one has taken the place of.
 _STRIPPED_FROM = "stripped_from"
@@ -96,28 +99,35 @@ def strip_at(
     if not force:
         _check_unprotected(protections_at(counting, path, [found[0]], now_at), path)
     with (
-        begin_rewrite(counting, path, "strip", overwrite=True, force=force) as claim,
-        # Only now: what was committed before the claim is what it will replace.
-        leased_source(counting, path) as source,
+        Transaction(SingleProcessChannel(), label="strip") as transaction,
+        ExitStack() as lease,
     ):
+        attempt = transaction.claim(counting, path, overwrite=True, force=force)
+        # Only now: what was committed before the claim is what it will replace.
+        source = lease.enter_context(leased_source(counting, path))
         if source != found:
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
         with phases.phase("write"):
-            records, linked = part.write(counting, f"{path}/{source[0]}", claim.folder, progress)
+            folder = f"{path}/{source[0]}"
+            records, linked = part.write(counting, folder, transaction.folder, progress)
         with phases.phase("commit"):
-            index = part.index(claim, records)
-            _commit(counting, claim, index, source[1])
+            decision = transaction.commit_index(
+                part.index(attempt, records),
+                seconds=phases.seconds["write"],
+                linked=linked,
+                before=partial(_copy_annotations, counting, path, source[1], attempt),
+            )
         try:
             # At once: if this dies before, only the next strip moves them.
-            _move_protections(counting, path, source[1], claim.attempt)
+            _move_protections(counting, path, source[1], attempt)
         except CheckpointError as error:
             raise StorageError(
                 f"{path} is stripped, but tags may be on {source[0]} still, which stays beside "
                 f"it: {error}. Strip it again, which moves them"
             ) from error
-    report = report_of(path, index, phases.seconds, counting.reads, counting.writes, linked)
-    phases.done(report)
-    return report
+        lease.close()
+        transaction.supersede()
+    return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
 
 def remaining_after(
@@ -193,11 +203,11 @@ class _Part:
         )
         return tuple(records), linked
 
-    def index(self, claim: Claim, objects: tuple[ObjectsFileRecord, ...]) -> Index:
+    def index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
         """Return the index of what is left, of a save with an id of its own."""
         return replace(
             self.source,
-            attempt=claim.attempt.name,
+            attempt=attempt.name,
             save=secrets.token_hex(16),
             catalog=self.left.catalog,
             files=self.left.files,
@@ -223,20 +233,15 @@ def _without(file: ObjectsFile, names: frozenset[str], keys: Mapping[str, None])
     )
 
 
-def _commit(storage: Storage, claim: Claim, index: Index, source: Index) -> None:
-    """Commit, with what was measured, and the pin, put down before: so it is never without."""
-    sizes = {index.file_name(one): one.nbytes for one in index.files}
-    sizes |= {one.name: one.nbytes for one in index.objects}
-    sizes |= {one.file_name: one.nbytes for one in index.attached}
-    commit_protocol.check_files(storage, claim.folder, sizes)
-    if (places := _places(storage, claim.path, source, claim.attempt)) is not None:
+def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attempt) -> None:
+    """Give the new attempt the metrics and the pin of its source, before it is committed."""
+    if (places := _places(storage, path, source, attempt)) is not None:
         old, new = places
         facts = read_annotations(storage, new.root)
         if measured := annotations_of(facts, 0.0).metrics.get(old):
             put_metrics(storage, new.root, new.where, measured)
         if (why := protections_of(facts, 0.0).pins.get(old)) is not None:
             new.put(PIN, {"pinned": True, "why": why})
-    commit_protocol.commit(storage, claim, index)
 
 
 def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:

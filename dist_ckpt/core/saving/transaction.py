@@ -1,0 +1,405 @@
+"""The transaction that makes every new checkpoint: claim an attempt, write, commit or abort.
+
+Saves, background saves, averages, imports and rewrites all go through `Transaction`. The ranks of
+a group agree by exchanges, which spread the error of any rank to all. A single process uses a
+channel of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from msgspec.structs import asdict, replace
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
+from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.commit import attempts, commit_protocol, outcome, removal
+from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups, sizes_of
+from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
+from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.shard_io.write.copied_files import files_of
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
+from dist_ckpt.reports import IoCount, Phases, SaveReport, slowest_of
+
+_log = logging.getLogger("dist_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFields:
+    """The fields of an index that do not follow from the plan or the receipts.
+
+    The coordinator's are written. `metadata` are the scalars of the user's metadata. `saved_at` is
+    None for the time of the commit. `save` is the random id of the save.
+    """
+
+    step: int | None
+    metadata: Mapping[str, Json]
+    saved_by: Mapping[str, str]
+    saved_at: float | None = None
+    save: str = field(default_factory=partial(secrets.token_hex, 16))
+
+
+class CommitDecision(Message, frozen=True):
+    """What was committed, over all ranks; rank `slowest_rank` took longest to write."""
+
+    attempt: str
+    nbytes: int
+    num_files: int
+    slowest_rank: int
+    slowest_s: float
+    num_linked: int = 0
+    nbytes_linked: int = 0
+
+
+class WriteDecision(Message, frozen=True):
+    """The coordinator's answer to the receipts: replica groups that differ, or the decision."""
+
+    differing: tuple[str, ...]
+    decision: CommitDecision | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankWriteResult:
+    """The files that one rank has written, the digests of its replicas, and the seconds it took."""
+
+    files: tuple[FileReceipt, ...]
+    replicas: ReplicaDigests
+    seconds: float
+    linked: IoCount = IoCount()  # noqa: RUF009 - it is frozen
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the rank reports: of each replica group one digest, that of its members' digests."""
+        replicas = (
+            (group, document_digest("".join(digest for _, digest in members).encode()))
+            for group, members in self.replicas
+        )
+        linked = self.linked.num, self.linked.nbytes
+        return Receipt(self.files, tuple(replicas), self.seconds, linked)
+
+
+class Transaction:
+    """One new checkpoint: it is committed whole, or nothing of it remains.
+
+        with Transaction(channel, config) as transaction:
+            with channel.exchange("claim") as claiming:
+                claiming.gather(None)
+                if claiming.is_coordinator:
+                    claiming.decide(transaction.claim(storage, path, overwrite=False))
+            transaction.join(storage, path, claiming.result(Attempt))
+            decision = transaction.commit(catalog, fields, write)
+            transaction.supersede()
+
+    An error that leaves the block aborts the attempt, on the coordinator. The block swallows no
+    error. `label` says in the claim who writes: the rank by default, or the name of a tool.
+    """
+
+    def __init__(self, channel: Channel, config: Config | None = None, *, label: str = "") -> None:
+        self.nbytes_receipt = 0  # the size of the receipt that this rank has sent
+        self._channel = channel
+        self._began = channel.exchanges
+        self._config = config or Config()
+        self._by = f"{label or f'rank {channel.rank}'} on {channel.host}"
+        self._claim: commit_protocol.Claim | None = None
+        self._storage: Storage | None = None
+        self._path = ""
+        self._attempt: Attempt | None = None
+        self._is_settled = False
+        self._step: int | None = None
+        self._num_tensors = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or self._claim is None or self._is_settled:
+            return
+        try:
+            self._abandon(self._claim.attempt, error)
+        except (CheckpointError, OSError) as failure:
+            _log.warning("%s could not be cleaned up: %s", self._claim.folder, failure)
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that is written, once it is claimed or joined."""
+        assert self._attempt is not None
+        return self._attempt
+
+    @property
+    def folder(self) -> str:
+        """The folder of the attempt."""
+        return f"{self._path}/{self.attempt}"
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the attempt."""
+        assert self._storage is not None
+        return self._storage
+
+    def claim(
+        self,
+        storage: Storage,
+        path: str,
+        *,
+        overwrite: bool,
+        incarnation: Incarnation | None = None,
+        force: bool = False,
+    ) -> Attempt:
+        """Claim an attempt at `path`. Coordinator only, in an exchange if there are other ranks.
+
+        Until then nothing on disk has changed. Raises what `commit_protocol.claim` raises.
+        """
+        self._storage, self._path = storage, path
+        self._claim = commit_protocol.claim(
+            storage, path, overwrite=overwrite, by=self._by, run=incarnation, force=force
+        )
+        self._attempt = self._claim.attempt
+        return self._claim.attempt
+
+    def join(self, storage: Storage, path: str, attempt: Attempt) -> None:
+        """Take part in an attempt that the coordinator has claimed. Every rank calls this."""
+        self._storage, self._path, self._attempt = storage, path, attempt
+
+    def commit(
+        self,
+        catalog: EncodedCatalog,
+        fields: IndexFields,
+        write: Callable[[str], RankWriteResult],
+        *,
+        receipts_by_rank: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
+    ) -> CommitDecision:
+        """Write this rank's part and return what all ranks have committed. Collective.
+
+        `write` writes into the attempt's folder. `receipts_by_rank` turns the receipts of the
+        writers into one for each rank of the plan; by default each rank writes its own part.
+
+        On return the checkpoint is durable. A rank that gets no answer looks at the storage for the
+        outcome, and returns it if the attempt is committed. After any error no checkpoint was made,
+        with one exception: a StorageError that says that the checkpoint is in place but may not
+        outlive a power cut, or that this is unknown. An interrupt of the commit is raised
+        unchanged on the rank where it happened, which logs what the others are told.
+        """
+        self._step, self._num_tensors = fields.step, len(catalog.catalog.tensors)
+        try:
+            decision = self._write(catalog, fields, write, receipts_by_rank)
+        except NoAnswerError as error:
+            resolved = self._resolve(error)
+            if resolved is None:
+                raise
+            decision = resolved
+        self._is_settled = True
+        return decision
+
+    def _write(
+        self,
+        catalog: EncodedCatalog,
+        fields: IndexFields,
+        write: Callable[[str], RankWriteResult],
+        receipts_by_rank: Callable[[Sequence[Receipt]], Sequence[Receipt]],
+    ) -> CommitDecision:
+        with self._channel.exchange("write") as writing:
+            if self._claim is None:
+                timeout_s = self._config.visibility_timeout_s
+                commit_protocol.await_claim(self.storage, self._path, self.attempt, timeout_s)
+            result = write(self.folder)
+            receipts = writing.gather(result.receipt)
+            if receipts is None:
+                self.nbytes_receipt = writing.nbytes_told
+            elif differing := mismatched_groups(receipts):
+                writing.decide(WriteDecision(tuple(differing), None))
+            else:
+                by_rank = partial(receipts_by_rank, receipts)
+                self._decide(writing, catalog, fields, receipts, by_rank)
+        answer = writing.result(WriteDecision)
+        if answer.decision is not None:
+            return answer.decision
+        with self._channel.exchange("replicas") as comparing:
+            groups = {name: dict(members) for name, members in result.replicas}
+            digests = {name: groups[name] for name in answer.differing if name in groups}
+            gathered = comparing.gather(digests)
+            if gathered is not None:
+                raise ValueError(_unequal_replicas(gathered))
+        raise AssertionError("the replicas that differ were named")
+
+    def _decide(
+        self,
+        writing: Exchange,
+        catalog: EncodedCatalog,
+        fields: IndexFields,
+        receipts: Sequence[Receipt],
+        by_rank: Callable[[], Sequence[Receipt]],
+    ) -> None:
+        """Check the receipts and the files, commit, and answer. Coordinator only."""
+        assert self._claim is not None
+        storage = self.storage
+        files, objects = check_receipts(catalog.catalog, by_rank())
+        commit_protocol.check_files(
+            storage,
+            self.folder,
+            sizes_of(receipts),
+            timeout_s=self._config.visibility_timeout_s,
+        )
+        index = Index(
+            attempt=self.attempt.name,
+            save=fields.save,
+            step=fields.step,
+            catalog=catalog.catalog,
+            files=files,
+            objects=objects,
+            attached=attached_of(receipts),
+            metadata=fields.metadata,
+            saved_by=fields.saved_by,
+            saved_at=time.time() if fields.saved_at is None else fields.saved_at,
+        )
+        decision = replace(
+            _decision(index, *slowest_of([receipt.seconds for receipt in receipts])),
+            num_linked=sum(receipt.linked[0] for receipt in receipts),
+            nbytes_linked=sum(receipt.linked[1] for receipt in receipts),
+        )
+        try:
+            commit_protocol.commit(storage, self._claim, index, catalog)
+            writing.decide(WriteDecision((), decision))
+        except CheckpointError:
+            raise
+        except BaseException as error:  # an interrupt, mostly
+            self._answer_interrupted(writing, decision, error)
+            raise
+
+    def _answer_interrupted(
+        self, writing: Exchange, decision: CommitDecision, error: BaseException
+    ) -> None:
+        """Answer the others with the outcome of a commit that was interrupted."""
+        path, reason = self._path, f"the commit was interrupted: {type(error).__name__}"
+        fate = outcome.resolve_outcome(self.storage, path, self.attempt, by=self._by, reason=reason)
+        if fate == "committed":
+            writing.decide(WriteDecision((), decision))
+        elif fate != "abandoned":
+            unknown = outcome.unknown_outcome_error(fate, path, reason)
+            writing.refuse(unknown)
+            # Who exits says nothing of it.
+            _log.warning("%s: %s", type(error).__name__, unknown)
+
+    def commit_index(
+        self,
+        index: Index,
+        *,
+        seconds: float = 0.0,
+        linked: IoCount | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> CommitDecision:
+        """Commit an index whose files one process has written, in `seconds`, or `linked`.
+
+        `before` is called when the files are checked, right before the commit.
+        """
+        assert self._claim is not None
+        storage = self.storage
+        sizes = {name: record.nbytes for name, record in files_of(index).items()}
+        commit_protocol.check_files(storage, self.folder, sizes)
+        if before is not None:
+            before()
+        commit_protocol.commit(storage, self._claim, index)
+        self._step, self._num_tensors = index.step, len(index.catalog.tensors)
+        self._is_settled = True
+        linked = linked or IoCount()
+        return replace(
+            _decision(index, 0, seconds), num_linked=linked.num, nbytes_linked=linked.nbytes
+        )
+
+    def _resolve(self, error: NoAnswerError) -> CommitDecision | None:
+        """Abort an attempt whose outcome is unknown, or return the decision if it is committed."""
+        self._is_settled = True
+        try:
+            if self._abandon(self.attempt, error):
+                return None
+            attempt, index = attempts.find(self.storage, self._path)
+        except (CheckpointError, OSError) as failure:
+            raise StorageError(
+                f"{self._path}: this rank was told no verdict ({error}), and the storage does "
+                f"not tell it either ({failure}): look with `dist-ckpt ls` what is there"
+            ) from error
+        # It is durable: `abandon` makes it so before it finds that it is committed.
+        return _decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None
+
+    def _abandon(self, attempt: Attempt, error: BaseException) -> bool:
+        """Abandon the attempt and remove what this rank made. Return False if it is committed."""
+        reason = f"{type(error).__name__}: {error}"[:500]
+        if not attempts.abandon(self.storage, self._path, attempt, by=self._by, reason=reason):
+            return False
+        if self._claim is not None:
+            commit_protocol.discard_attempt(self.storage, self._claim)
+        return True
+
+    def supersede(self) -> None:
+        """Remove the attempts that the committed one supersedes. On other ranks, do nothing."""
+        if self._claim is not None:
+            removal.supersede(self.storage, self._path, self.attempt, self._claim.run)
+
+    def report(
+        self,
+        decision: CommitDecision,
+        phases: Phases,
+        *,
+        reads: IoCount,
+        writes: IoCount,
+        collectives: IoCount | None = None,
+    ) -> SaveReport:
+        """Return and log the report of a transaction that is committed."""
+        report = SaveReport(
+            path=self._path,
+            step=self._step,
+            world_size=self._channel.world_size,
+            num_tensors=self._num_tensors,
+            seconds=phases.seconds,
+            exchanges=self._channel.exchanges.since(self._began),
+            collectives=collectives or IoCount(),
+            nbytes_receipt=self.nbytes_receipt,
+            storage_reads=reads,
+            storage_writes=writes,
+            **asdict(decision),
+        )
+        phases.done(report)
+        return report
+
+
+def _decision(index: Index, slowest_rank: int, slowest_s: float) -> CommitDecision:
+    return CommitDecision(index.attempt, index.nbytes, index.num_files, slowest_rank, slowest_s)
+
+
+def _unequal_replicas(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
+    """Return the text of an error that names the values that differ, and the ranks."""
+    holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, groups in enumerate(groups_by_rank):
+        for members in groups.values():
+            for name, digest in members.items():
+                holders[name][digest].append(rank)
+    unequal = [
+        f"{name} ({' differs from '.join(ranks_text(ranks) for ranks in by_digest.values())})"
+        for name, by_digest in holders.items()
+        if len(by_digest) > 1
+    ]
+    remedy = remedy_of_parts(holders, "wrap what belongs to one rank in dc.PerRank")
+    return (
+        f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
+        f"once must be equal everywhere: broadcast it first, or {remedy}."
+    )
