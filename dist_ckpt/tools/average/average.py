@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
-from msgspec.structs import asdict
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
@@ -34,7 +33,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
+from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import Windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
@@ -208,34 +207,34 @@ class _Storages:
 def average_together(ranks: Session, call: AverageCall) -> SaveReport:
     """Average over a given session. Collective: every rank of the session calls this."""
     channel = ranks.channel
-    with ranks.operation(f"average to {call.target}"), ExitStack() as held:
+    with (
+        ranks.operation(f"average to {call.target}"),
+        ExitStack() as leases,
+        Transaction(channel, ranks.config) as transaction,
+    ):
         phases = Phases("average", str(call.target), quiet=channel.rank != COORDINATOR)
         storages = _Storages(call)
         with phases.phase("agree"):
-            chosen, agreed = _agree(ranks, storages, held)
+            sources, agreed = _agree(ranks, storages, leases)
         with phases.phase("plan"):
-            claimed = _plan_and_claim(ranks, storages, chosen, agreed)
+            plan = _plan_and_claim(ranks, storages, transaction, sources, agreed)
         with phases.phase("write"):
-            text = EncodedCatalog(claimed.newest.catalog)
-            write = partial(_write, ranks, claimed, call.progress)
-            verdict = claimed.run.write_and_commit(text, claimed.attempt, write)
+            newest = plan.sources[-1].index
+            decision = transaction.commit(
+                EncodedCatalog(newest.catalog),
+                _index_fields(plan.sources),
+                partial(_write, ranks, plan, call.progress),
+                receipts_by_rank=partial(receipts_by_rank, newest),
+            )
         with phases.phase("clean up"):
-            claimed.run.clean_up()
-        report = SaveReport(
-            path=claimed.request.path,
-            step=claimed.newest.step,
-            world_size=channel.world_size,
-            num_tensors=len(claimed.newest.catalog.tensors),
-            seconds=phases.seconds,
-            exchanges=ranks.exchanges,
+            transaction.supersede()
+        return transaction.report(
+            decision,
+            phases,
+            reads=storages.reads.plus_all(plan.storage.reads),
+            writes=plan.storage.writes,
             collectives=ranks.collectives,
-            nbytes_receipt=claimed.run.nbytes_receipt,
-            storage_reads=storages.reads.plus_all(claimed.storage.reads),
-            storage_writes=claimed.storage.writes,
-            **asdict(verdict),
         )
-        phases.done(report)
-        return report
 
 
 def _agree(
@@ -293,85 +292,70 @@ def _found(storages: _Storages, path: str, attempt: Attempt, weight: float) -> A
 
 
 @dataclass(frozen=True, slots=True)
-class _Claimed:
-    """What is averaged, and what this rank writes of it; the attempt is claimed."""
+class _AveragePlan:
+    """The sources, the names of the tensors to average, and what this rank writes to `storage`."""
 
-    chosen: tuple[AverageSources, ...]
+    sources: tuple[AverageSources, ...]
     averaged: frozenset[str]
-    shares: list[RankAssignment]
+    assignments: list[RankAssignment]
     storage: CountingStorage
-    request: SaveRequest
-    attempt: Attempt
-    run: SaveTransaction
-
-    @property
-    def newest(self) -> Index:
-        return self.chosen[-1].index
 
 
 def _plan_and_claim(
-    ranks: Session, storages: _Storages, chosen: tuple[AverageSources, ...], agreed: _AgreedSources
-) -> _Claimed:
+    ranks: Session,
+    storages: _Storages,
+    transaction: Transaction,
+    sources: tuple[AverageSources, ...],
+    agreed: _AgreedSources,
+) -> _AveragePlan:
     """Check that the sources fit, plan, and claim: until then nothing on disk has changed."""
     options, channel = storages.call.options, ranks.channel
-    run: SaveTransaction | None = None
-    try:
-        with channel.exchange("plan") as planning:
-            chosen = chosen or tuple(_found(storages, *one) for one in agreed.sources)
-            newest = chosen[-1].index
-            storage, path = storages.target()
-            request = _request_of(storage, path, chosen, overwrite=options.overwrite)
-            run = SaveTransaction(channel, ranks.config, request, partial(receipts_by_rank, newest))
-            catalogs = [(one.path, one.index.catalog) for one in chosen]
-            averaged = averaged_names(catalogs, selection_of(options.include, options.exclude))
-            shares = share_of(
-                newest, averaged, len(chosen), rank=channel.rank, world_size=channel.world_size
-            )
-            planning.gather(None)
-            if planning.is_coordinator:
-                _log.info("average to %s: %s", path, "; ".join(map(str, chosen)))
-                planning.decide(run.claim())
-        attempt = planning.result(Attempt)
-    except BaseException as error:
-        if run is not None:
-            run.recover_claim(error)
-        raise
-    return _Claimed(chosen, averaged, shares, storage, request, attempt, run)
+    with channel.exchange("plan") as planning:
+        sources = sources or tuple(_found(storages, *one) for one in agreed.sources)
+        storage, path = storages.target()
+        catalogs = [(one.path, one.index.catalog) for one in sources]
+        averaged = averaged_names(catalogs, selection_of(options.include, options.exclude))
+        assignments = share_of(
+            sources[-1].index,
+            averaged,
+            len(sources),
+            rank=channel.rank,
+            world_size=channel.world_size,
+        )
+        planning.gather(None)
+        if planning.is_coordinator:
+            _log.info("average to %s: %s", path, "; ".join(map(str, sources)))
+            planning.decide(transaction.claim(storage, path, overwrite=options.overwrite))
+    transaction.join(storage, path, planning.result(Attempt))
+    return _AveragePlan(sources, averaged, assignments, storage)
 
 
-def _request_of(
-    storage: Storage, path: str, chosen: Sequence[AverageSources], *, overwrite: bool
-) -> SaveRequest:
-    """Return what a save of the average asks for."""
-    newest = chosen[-1].index
-    mirrored = {
-        key: value
-        for key, value in newest.metadata.items()
-        if value is None or isinstance(value, bool | int | float | str)
-    }
-    return SaveRequest(
-        storage=storage,
-        path=path,
+def _index_fields(sources: Sequence[AverageSources]) -> IndexFields:
+    newest = sources[-1].index
+    return IndexFields(
         step=newest.step,
-        overwrite=overwrite,
-        metadata="",
-        mirrored=mirrored,
+        metadata={
+            key: value
+            for key, value in newest.metadata.items()
+            if value is None or isinstance(value, bool | int | float | str)
+        },
         saved_by={
             **newest.saved_by,
             "averaged_by": f"dist_ckpt {__version__}",
-            "averaged": "; ".join(map(str, chosen)),
+            "averaged": "; ".join(map(str, sources)),
         },
     )
 
 
-def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> RankWriteResult:
+def _write(
+    ranks: Session, plan: _AveragePlan, progress: Progress | None, folder: str
+) -> RankWriteResult:
     """Write this rank's files."""
     start = time.monotonic()
-    newest = claimed.chosen[-1]
-    folder = f"{claimed.request.path}/{claimed.attempt}"
-    plans = [plan for share in claimed.shares for plan in share.plans]
+    newest = plan.sources[-1]
+    plans = [file for assignment in plan.assignments for file in assignment.plans]
     receipts: list[FileReceipt] = []
-    with closing(AveragedTensors(claimed.chosen, claimed.averaged, ranks.slots)) as tensors:
+    with closing(AveragedTensors(plan.sources, plan.averaged, ranks.slots)) as tensors:
         done, nbytes = 0, tensors.nbytes_to_read(plans)
 
         def tell(count: int) -> None:
@@ -382,18 +366,18 @@ def _write(ranks: Session, claimed: _Claimed, progress: Progress | None) -> Rank
 
         with closing(tensors.windows(plans, tell)) as filled:
             sources = iter(Windows(plans, filled).sources)
-            for share in claimed.shares:
+            for assignment in plan.assignments:
                 with attempts.not_found_if_removed(newest.storage, newest.path, newest.attempt):
                     objects = {
                         record.name: read_encoded_objects(newest.storage, newest.folder, record)
-                        for record in share.objects
+                        for record in assignment.objects
                     }
                 files = RankFiles(
                     step=newest.index.step,
-                    plans=share.plans,
-                    sources=tuple(next(sources) for _ in share.plans),
+                    plans=assignment.plans,
+                    sources=tuple(next(sources) for _ in assignment.plans),
                     objects=objects,
                 )
                 # One thread: its blocks are asked for in the order of the windows.
-                receipts += write_all(claimed.storage, folder, files, threads=1)
+                receipts += write_all(plan.storage, folder, files, threads=1)
     return RankWriteResult(tuple(receipts), (), time.monotonic() - start)
