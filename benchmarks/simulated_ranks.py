@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import TracebackType
@@ -51,15 +51,8 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import (
-    CachedPlan,
-    SaveAgreement,
-    cached_plan,
-    check_proposals,
-    plan_together,
-)
-from dist_ckpt.core.saving.replica_samples import receipt_of
-from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
+from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
+from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -338,13 +331,38 @@ class ListedStorage(MemoryStorage):
         return [*found, *(Entry(name, "file", n, 0.0) for name, n in self.listed.items())]
 
 
+REQUEST = SaveRequest(
+    step=1,
+    path="/checkpoint",
+    overwrite=True,
+    metadata="0" * 32,
+    attached=(),
+    selection="",
+    root="",
+    start=0,
+    boundary=None,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """What the coordinator has ready."""
+
+    request: SaveRequest
+    inventory: Inventory
+    unmatched: tuple[str, ...] = ()
+
+    def use(self, plan: CachedPlan) -> None:
+        """Do nothing: nothing is written."""
+
+
 class SimulatedSave:
     """Saves of a job into a storage in memory, as its coordinator sees them.
 
     The session is kept, so that the second save is one with the same layout again.
     """
 
-    path = "/checkpoint"
+    path = REQUEST.path
 
     def __init__(self, job: Job) -> None:
         self.storage = ListedStorage()
@@ -354,44 +372,23 @@ class SimulatedSave:
 
     def run(self) -> SavePlan:
         """Save once, over what was there, and return the plan."""
-        request = SaveRequest(
-            storage=self.storage,
-            path=self.path,
-            step=1,
-            overwrite=True,
-            metadata="0" * 32,
-            mirrored={},
-            saved_by={},
-        )
-        run = SaveTransaction(self.channel, self.session.config, request)
-        with self.session.operation(f"save to {self.path}"):
-            attempt, planned = self._agree(request, run)
-            plan = planned.plan
-            parts = parts_of(plan)
-            own, *others = [receipt_of(one.files, one.replicas, one.seconds) for one in parts]
+        with (
+            self.session.operation(f"save to {self.path}"),
+            Transaction(self.channel, self.session.config) as transaction,
+        ):
+            _, attempt, cached = agree(
+                self.session,
+                lambda: _Preparation(REQUEST, self._own),
+                lambda _: transaction.claim(self.storage, self.path, overwrite=True),
+                SaveAgreement[Attempt],
+            )
+            transaction.join(self.storage, self.path, attempt)
+            parts = parts_of(cached.plan)
+            own, *others = [one.receipt for one in parts]
             self.storage.listed = sizes_of([own, *others])
             self.channel.others["write"] = others
-            run.write_and_commit(planned.text, attempt, lambda: parts[0])
-        return plan
-
-    def _agree(self, request: SaveRequest, run: SaveTransaction) -> tuple[Attempt, CachedPlan]:
-        """Do what `saving.save` does in its first exchanges."""
-        session = self.session
-        with session.channel.exchange("agree") as agreeing:
-            last = cached_plan(session, self._own)
-            offers = agreeing.gather(request.proposal(last, 0))
-            assert offers is not None
-            agreeing.decide(SaveAgreement(run.claim() if check_proposals(offers) else None, 0))
-        attempt = agreeing.result(SaveAgreement[Attempt]).name
-        if attempt is not None and last is not None:
-            return attempt, last
-        with session.channel.exchange("plan") as planning:
-            planned = plan_together(session, self._own)
-            planning.gather(None)
-            planning.decide(run.claim())
-        attempt = planning.result(Attempt)
-        session.keep(replace(planned, save_name=attempt.name))
-        return attempt, planned
+            transaction.commit(cached.text, IndexFields(1, {}, {}), lambda _: parts[0])
+        return cached.plan
 
     def index(self) -> bytes:
         """Return the index of the last save."""

@@ -40,7 +40,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.replica_samples import receipt_of
+from dist_ckpt.core.saving.transaction import RankWriteResult
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import (
@@ -358,7 +358,7 @@ def rebuilt_index(save: RecoveredSave, attempt: str) -> bytes:
     for rank, one in enumerate(details):
         seal = save.sealed[rank].seal
         assert seal is not None, "it is sealed"
-        receipts.append(receipt_of(seal.files, one.replicas, 0.0))
+        receipts.append(RankWriteResult(seal.files, one.replicas, 0.0).receipt)
     if mismatched_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.identity.world_size).catalog

@@ -29,7 +29,7 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.save_transaction import CommitDecision
+from dist_ckpt.core.saving.transaction import CommitDecision
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.reports import IoCount
 

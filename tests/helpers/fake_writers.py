@@ -23,7 +23,7 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.save_transaction import CommitDecision
+from dist_ckpt.core.saving.transaction import CommitDecision
 from dist_ckpt.reports import IoCount
 
 SOON_S = 30.0

@@ -50,8 +50,9 @@ class InjectedError(Exception):
 
 # From the commit to the answer that tells of it, on rank 0; the commit itself comes first.
 VERDICT = (
-    "SaveTransaction._decide",
-    "SaveTransaction.write_and_commit",
+    "Transaction._decide",
+    "Transaction._write",
+    "Transaction.commit",
     "Exchange.decide",
     "Exchange.__exit__",
     "_StoreExchange._end",

@@ -41,7 +41,7 @@ from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, Ten
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.save_transaction import CommitDecision
+from dist_ckpt.core.saving.transaction import CommitDecision
 from written import Saved
 
 # A writer that says nothing for so long fails the test.

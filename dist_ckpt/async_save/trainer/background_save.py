@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from msgspec import structs
@@ -21,18 +22,12 @@ from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import Done, Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.planning.plan import Inventory
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import (
-    CachedPlan,
-    SaveAgreement,
-    cached_plan,
-    check_proposals,
-    plan_together,
-)
+from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
-from dist_ckpt.core.saving.save import SaveOptions, request_of
-from dist_ckpt.core.saving.save_transaction import SaveRequest
+from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.shard_io.memory.cuda import check_no_capture
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.tree.containers import State
@@ -114,53 +109,62 @@ class _Room:
     number: int
 
 
+@dataclass(slots=True)
+class _PreparedSave:
+    """A rank's part of a save, before the ranks agree on it; `room` once there is a plan."""
+
+    call: _BegunSave
+    request: SaveRequest
+    held: LocalSaveState
+    attached: Mapping[str, bytes]
+    room: _Room | None = None
+
+    @property
+    def inventory(self) -> Inventory:
+        """See `Preparation.inventory`."""
+        return self.held.inventory
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """See `Preparation.unmatched`."""
+        return self.held.unmatched
+
+    def use(self, plan: CachedPlan) -> None:
+        """Find an arena for the files of the plan."""
+        self.room = _make_room(self, plan)
+
+
 def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tuple[str, _Room]:
-    """Agree on what is saved, and its name; make room: what that raises is raised on all ranks."""
-    ranks, options = call.ranks, call.options
-    with ranks.channel.exchange("agree") as agreeing:
-        options.check()
-        check_no_capture()
-        attached = read_attached(options.attach)
-        request = request_of(*open_storage(where), options, attached)
-        held = options.held(ranks, state)
-        last = cached_plan(ranks, held.inventory)
-        if last is not None:
-            room = _make_room(call, request, held, last, attached)
-        offers = agreeing.gather(
-            request.proposal(last, ranks.collectives_group.epoch, held.unmatched)
-        )
-        if offers is not None:
-            name = secrets.token_hex(16) if check_proposals(offers) else None
-            agreeing.decide(SaveAgreement(name, max(offer.bulk for offer in offers)))
-    agreed = agreeing.result(SaveAgreement[str])
-    name = agreed.name
-    if name is None:
-        ranks.collectives_group.renew(agreed.bulk)
-        with ranks.channel.exchange("plan") as planning:
-            planned = plan_together(ranks, held.inventory)
-            room = _make_room(call, request, held, planned, attached)
-            planning.gather(None)
-            if planning.is_coordinator:
-                planning.decide(secrets.token_hex(16))
-        name = planning.result(str)
-        ranks.keep(replace(planned, save_name=name))
-    return name, room
+    """Agree on the save and its name, and make room. All ranks raise the error of any rank."""
+    prepared, name, _ = agree(
+        call.ranks,
+        partial(_prepare, call, state, where),
+        lambda _: secrets.token_hex(16),
+        SaveAgreement[str],
+    )
+    assert prepared.room is not None
+    return name, prepared.room
 
 
-def _make_room(
-    call: _BegunSave,
-    request: SaveRequest,
-    held: LocalSaveState,
-    planned: CachedPlan,
-    attached: Mapping[str, bytes],
-) -> _Room:
+def _prepare(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> _PreparedSave:
+    options = call.options
+    options.check()
+    check_no_capture()
+    attached = read_attached(options.attach)
+    request = options.request(open_storage(where)[1], attached)
+    return _PreparedSave(call, request, options.held(call.ranks, state), attached)
+
+
+def _make_room(prepared: _PreparedSave, planned: CachedPlan) -> _Room:
     """Find an arena that nobody writes from, and make it as large as it needs to be."""
+    call, request, held = prepared.call, prepared.request, prepared.held
     job, options, channel = call.job, call.options, call.ranks.channel
-    files = held.files(planned.plan, options.step, options.all_metadata(), attached)
+    files = held.files(planned.plan, options.step, options.all_metadata(), prepared.attached)
+    fields = options.index_fields()
     details = SnapshotMetadata(
         overwrite=options.overwrite,
-        mirrored=request.mirrored,
-        saved_by=request.saved_by,
+        mirrored=fields.metadata,
+        saved_by=fields.saved_by,
         began_at=call.start.began_at,
         bodies=planned.bodies,
         replicas=held.replica_digests(planned.plan),

@@ -23,6 +23,7 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
+from dist_ckpt.core.saving.transaction import IndexFields
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedPart, write_or_link
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, WritableStorage, write_all
 from dist_ckpt.core.storage import Storage
@@ -218,6 +219,17 @@ class StagedSave:
         self._files = files_of(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False
+
+    def index_fields(self) -> IndexFields:
+        """Return the fields of the index, as the trainer gave them."""
+        return IndexFields(
+            step=self.snapshot.step,
+            metadata=self.details.mirrored,
+            saved_by=self.details.saved_by,
+            # The state is of then; and who restores compares the times of saves.
+            saved_at=self.details.began_at,
+            save=self.snapshot.id,
+        )
 
     def write(
         self,

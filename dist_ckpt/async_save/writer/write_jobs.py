@@ -28,12 +28,7 @@ from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.save_transaction import (
-    CommitDecision,
-    RankWriteResult,
-    SaveRequest,
-    SaveTransaction,
-)
+from dist_ckpt.core.saving.transaction import CommitDecision, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
@@ -187,7 +182,7 @@ class WriterSave:
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
         self._storage: CountingStorage | None = None
-        self._run: SaveTransaction | None = None
+        self._transaction: Transaction | None = None
         self._saved: SavedFiles | None = None
         self._exchanges = IoCount()
 
@@ -212,17 +207,20 @@ class WriterSave:
         phases, began = self._phases, channel.exchanges
         channel.enter(f"background save to {self.write.path}")
         try:
-            with phases.phase("claim"):
-                run, staged, attempt = self._claim(channel)
-            self._attempt = attempt.name
-            with phases.phase("write"):
-                verdict = run.write_and_commit(staged.text, attempt, lambda: self._write(staged))
-            staged.followed.mark_committed()
-            if self._saved is not None:
-                self._saves.earlier = self._saves.earlier.plus(self._saved)
-            with phases.phase("clean up"):
-                run.clean_up()
-            return verdict
+            with Transaction(channel, self._saves.hello.config) as transaction:
+                self._transaction = transaction
+                with phases.phase("claim"):
+                    storage, staged = self._claim(channel, transaction)
+                with phases.phase("write"):
+                    decision = transaction.commit(
+                        staged.text, staged.index_fields(), partial(self._write, storage, staged)
+                    )
+                staged.followed.mark_committed()
+                if self._saved is not None:
+                    self._saves.earlier = self._saves.earlier.plus(self._saved)
+                with phases.phase("clean up"):
+                    transaction.supersede()
+                return decision
         finally:
             channel.leave()
             self._exchanges = channel.exchanges.since(began)
@@ -244,7 +242,7 @@ class WriterSave:
 
     def _done(self, verdict: CommitDecision | None, failure: Failure | None) -> Done:
         """Return what the trainer is told."""
-        storage, run = self._storage, self._run
+        storage, transaction = self._storage, self._transaction
         return Done(
             snapshot=self.write.snapshot,
             verdict=verdict,
@@ -253,26 +251,30 @@ class WriterSave:
             reads=IoCount() if storage is None else storage.reads,
             writes=IoCount() if storage is None else storage.writes,
             exchanges=self._exchanges,
-            nbytes_receipt=0 if run is None else run.nbytes_receipt,
+            nbytes_receipt=0 if transaction is None else transaction.nbytes_receipt,
         )
 
-    def _claim(self, channel: Channel) -> tuple[SaveTransaction, StagedSave, Attempt]:
+    def _claim(
+        self, channel: Channel, transaction: Transaction
+    ) -> tuple[CountingStorage, StagedSave]:
         """Agree with the other writers that all write the same, and claim an attempt."""
-        try:
-            with channel.exchange("claim") as claiming:
-                self._staged = staged = self._look()
-                self._run = run = self._attempt_run(channel, staged)
-                staged.staging.check()
-                gathered = claiming.gather(staged.snapshot.id)
-                if gathered is not None:
-                    _check_same_save(gathered)
-                    claiming.decide(run.claim())
-            attempt = claiming.result(Attempt)
-        except BaseException as error:
-            if self._run is not None:
-                self._run.recover_claim(error)
-            raise
-        return run, staged, attempt
+        with channel.exchange("claim") as claiming:
+            self._staged = staged = self._look()
+            own, path = open_storage(staged.snapshot.path)
+            self._storage = storage = CountingStorage(own)
+            staged.staging.check()
+            snapshots = claiming.gather(staged.snapshot.id)
+            if snapshots is not None:
+                _check_same_save(snapshots)
+                details = staged.details
+                claiming.decide(
+                    transaction.claim(
+                        storage, path, overwrite=details.overwrite, incarnation=details.run
+                    )
+                )
+        transaction.join(storage, path, claiming.result(Attempt))
+        self._attempt = transaction.attempt.name
+        return storage, staged
 
     def _look(self) -> StagedSave:
         """Find out what is to be written. Raises what is wrong with it."""
@@ -286,33 +288,13 @@ class WriterSave:
         # Without `self`: what is settled lets go of its arena, and no cycle keeps that.
         return StagedSave(followed, partial(saves.check, self.write), saves.plan)
 
-    def _attempt_run(self, channel: Channel, staged: StagedSave) -> SaveTransaction:
-        snapshot, details = staged.snapshot, staged.details
-        own, path = open_storage(snapshot.path)
-        self._storage = CountingStorage(own)
-        request = SaveRequest(
-            storage=self._storage,
-            path=path,
-            step=snapshot.step,
-            overwrite=details.overwrite,
-            metadata="",
-            mirrored=details.mirrored,
-            saved_by=details.saved_by,
-            # The state is of then; and who restores compares the times of saves.
-            saved_at=details.began_at,
-            run=details.run,
-            save=snapshot.id,
-        )
-        return SaveTransaction(channel, self._saves.hello.config, request)
-
-    def _write(self, staged: StagedSave) -> RankWriteResult:
+    def _write(self, storage: CountingStorage, staged: StagedSave, folder: str) -> RankWriteResult:
         start = time.monotonic()
         allowance = self._saves.allowance
-        assert self._storage is not None
         staged.staging.give_way()
         part = staged.write_or_link(
-            RateLimitedStorage(self._storage, allowance) if allowance else self._storage,
-            f"{self.write.path}/{self._attempt}",
+            RateLimitedStorage(storage, allowance) if allowance else storage,
+            folder,
             self._attempt,
             self._saves.earlier,
             threads=self._saves.hello.config.threads,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import Bodies, distinct
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import Inventory, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_save
@@ -19,6 +20,7 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import listed, ranks_text
 
 NameT = TypeVar("NameT")
+PreparationT = TypeVar("PreparationT", bound="Preparation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,13 @@ class CachedPlan:
     save_name: str = ""
 
 
-class SaveProposal(Message, frozen=True):
-    """What a rank asks for, all but the last three the same on all.
+class SaveRequest(Message, frozen=True):
+    """The request of one rank; all ranks must request the same.
 
-    `metadata` is a digest of the user's metadata, `attached` those of the files to attach, by name,
-    and empty where a rank leaves them to rank 0; `chosen` says what of the state is saved. `root`
-    and `start` are of the run that saves, "" and 0 without one, and `boundary` is which of its
-    boundaries this is. `last` is the name of the last plan's save if it still is good here, else
-    ""; `bulk` numbers the bulk connections. `unmatched` are the problems of patterns that select
-    nothing here.
+    `metadata` is a digest of the user's metadata, and `attached` has the digests of the files to
+    attach, by name. It is empty on a rank that leaves them to rank 0. `selection` says which part
+    of the state is saved. `root` and `start` name the incarnation of the run that saves, "" and 0
+    without one; `boundary` is the boundary of the run.
     """
 
     step: int | None  # first: of a run's steps that differ people know more than of their paths
@@ -53,65 +53,141 @@ class SaveProposal(Message, frozen=True):
     overwrite: bool
     metadata: str
     attached: tuple[tuple[str, str], ...]
-    chosen: str
+    selection: str
     root: str
     start: int
     boundary: int | None
-    last: str
+
+    @property
+    def incarnation(self) -> Incarnation | None:
+        """The incarnation of the run that saves, if there is a run."""
+        return Incarnation(self.root, self.start) if self.root else None
+
+
+class SaveProposal(Message, frozen=True):
+    """A request, and the state of the rank that makes it.
+
+    `cached` names the save of the cached plan if it is valid on this rank, else "". `bulk` numbers
+    the bulk connections. `unmatched` are the problems of patterns that select nothing here.
+    """
+
+    request: SaveRequest
+    cached: str
     bulk: int
     unmatched: tuple[str, ...]
 
 
 _BY_DIGEST = ("metadata", "attached")
-_ALIKE = tuple(name for name in SaveProposal.__struct_fields__[:-3] if name not in _BY_DIGEST)
+_COMPARED = tuple(name for name in SaveRequest.__struct_fields__ if name not in _BY_DIGEST)
 
 
 class SaveAgreement(Message, Generic[NameT], frozen=True):
     """The answer to the proposals: the save's name if the cached plan is valid on all ranks.
 
     The name is an attempt, or the id of a snapshot. No other save of this group has it. It is None
-    if a new plan has to be made. `bulk` numbers the bulk connections.
+    if the ranks have to make a new plan. `bulk` numbers the bulk connections.
     """
 
     name: NameT | None
     bulk: int
 
 
-def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
-    """Return the last plan, if this rank holds what it was made for."""
-    last = ranks.kept(CachedPlan)
-    return last if last is not None and last.inventory == inventory else None
+class Preparation(Protocol):
+    """What a rank has ready when it proposes a save."""
+
+    @property
+    def request(self) -> SaveRequest:
+        """What it requests."""
+
+    @property
+    def inventory(self) -> Inventory:
+        """What it holds."""
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """The problems of patterns that select nothing here."""
+
+    def use(self, plan: CachedPlan) -> None:
+        """Prepare what depends on the plan. All ranks raise the error of any rank."""
 
 
-def check_proposals(told: Sequence[SaveProposal]) -> bool:
-    """Say whether the last plan is good on all ranks.
+def agree(
+    ranks: Session,
+    prepare: Callable[[], PreparationT],
+    name: Callable[[PreparationT], NameT],
+    answer: type[SaveAgreement[NameT]],
+) -> tuple[PreparationT, NameT, CachedPlan]:
+    """Agree on a save, and return its preparation here, its name and its plan. Collective.
 
-    ValueError if these want different things, or a pattern selects nothing on any of them.
+    One exchange is enough if the cached plan is valid on all ranks. `name` begins the save; only
+    the coordinator calls it, after all checks. All ranks raise the error of any rank.
     """
-    check_equal_on_all_ranks("save", told, _ALIKE)
-    _check_metadata(told)
-    _check_attached(told)
-    if problems := unmatched_on_all(one.unmatched for one in told):
-        raise ValueError(f"{told[0].path}: {listed(problems, '; ')}")
-    names = {one.last for one in told}
+    with ranks.channel.exchange("agree") as agreeing:
+        prepared = prepare()
+        cached = cached_plan(ranks, prepared.inventory)
+        if cached is not None:
+            prepared.use(cached)
+        cached_name = "" if cached is None else cached.save_name
+        proposals = agreeing.gather(
+            SaveProposal(
+                prepared.request, cached_name, ranks.collectives_group.epoch, prepared.unmatched
+            )
+        )
+        if proposals is not None:
+            given = name(prepared) if check_proposals(proposals) else None
+            agreeing.decide(SaveAgreement(given, max(one.bulk for one in proposals)))
+    agreement = agreeing.result(answer)
+    if agreement.name is not None and cached is not None:
+        return prepared, agreement.name, cached
+    ranks.collectives_group.renew(agreement.bulk)
+    with ranks.channel.exchange("plan") as planning:
+        plan = plan_together(ranks, prepared.inventory)
+        prepared.use(plan)
+        planning.gather(None)
+        if planning.is_coordinator:
+            planning.decide(SaveAgreement(name(prepared), agreement.bulk))
+    chosen = planning.result(answer).name
+    assert chosen is not None
+    ranks.keep(replace(plan, save_name=str(chosen)))
+    return prepared, chosen, plan
+
+
+def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
+    """Return the cached plan, if this rank holds what it was made for."""
+    cached = ranks.kept(CachedPlan)
+    return cached if cached is not None and cached.inventory == inventory else None
+
+
+def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
+    """Return True if the cached plan is valid on all ranks.
+
+    ValueError if their requests differ, or a pattern selects nothing on any of them.
+    """
+    requests = [one.request for one in proposals]
+    check_equal_on_all_ranks("save", requests, _COMPARED)
+    _check_metadata(requests)
+    _check_attached(requests)
+    if problems := unmatched_on_all(one.unmatched for one in proposals):
+        raise ValueError(f"{requests[0].path}: {listed(problems, '; ')}")
+    names = {one.cached for one in proposals}
     return len(names) == 1 and "" not in names
 
 
-def _check_metadata(told: Sequence[SaveProposal]) -> None:
-    """Raise ValueError if ranks give other metadata, of which a digest is all that is known."""
-    if len(given := distinct(one.metadata for one in told)) > 1:
-        who = " differs from ".join(ranks_text(ranks) for ranks in given.values())
+def _check_metadata(requests: Sequence[SaveRequest]) -> None:
+    """Raise ValueError if the digests of the ranks' metadata differ."""
+    if len(by_digest := distinct(one.metadata for one in requests)) > 1:
+        who = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
         raise ValueError(
             f"the ranks call save with different metadata=, config= or kind=: that of {who}. Every "
             f"rank must pass the same."
         )
 
 
-def _check_attached(told: Sequence[SaveProposal]) -> None:
-    """Raise ValueError if a rank attaches what rank 0 does not; those that attach nothing may."""
-    first = dict(told[0].attached)
-    for rank, one in enumerate(told):
-        own = dict(one.attached)
+def _check_attached(requests: Sequence[SaveRequest]) -> None:
+    """Raise ValueError if a rank attaches other files than rank 0; it may attach none."""
+    first = dict(requests[0].attached)
+    for rank, request in enumerate(requests):
+        own = dict(request.attached)
         differing = sorted(n for n in own.keys() | first.keys() if own.get(n) != first.get(n))
         if own and differing:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dist_ckpt.core.format.checksums import block_digest, document_digest
-from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 
 # What is smaller is read whole. Of the rest, 16 blocks of 64 KiB: that is 1 MiB too.
@@ -25,20 +24,6 @@ def digest_sample(source: CellSource, name: str) -> str:
         for start in _starts(source.nbytes, name)
     ]
     return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
-
-
-def receipt_of(
-    files: tuple[FileReceipt, ...],
-    replicas: ReplicaDigests,
-    seconds: float,
-    linked: tuple[int, int] = (0, 0),
-) -> Receipt:
-    """Return what a rank reports: of each replica group one digest, of those of its members."""
-    digests = (
-        (group, document_digest("".join(digest for _, digest in members).encode()))
-        for group, members in replicas
-    )
-    return Receipt(files, tuple(digests), seconds, linked)
 
 
 def _starts(nbytes: int, name: str) -> list[int]:

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 
 import torch
-from msgspec.structs import asdict
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
@@ -20,26 +20,24 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.index.model_description import check_description, described
 from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
-from dist_ckpt.core.planning.plan import FileReceipt
+from dist_ckpt.core.planning.plan import FileReceipt, Inventory
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
     CachedPlan,
     SaveAgreement,
-    cached_plan,
-    check_proposals,
-    plan_together,
+    SaveRequest,
+    agree,
 )
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry.carry import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
-from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
+from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
@@ -106,6 +104,29 @@ class SaveOptions:
     def selection(self) -> Selection:
         """Return what of the state is saved. Raises TypeError or ValueError."""
         return selection_of(self.include, self.exclude, self.include_frozen)
+
+    def index_fields(self) -> IndexFields:
+        """Return the fields of the index that these options give."""
+        return IndexFields(
+            step=self.step,
+            metadata=_mirrored(self.all_metadata()),
+            saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
+        )
+
+    def request(self, path: str, attached: Mapping[str, bytes]) -> SaveRequest:
+        """Return the request of a rank that saves with these options, which are checked."""
+        digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
+        return SaveRequest(
+            step=self.step,
+            path=path,
+            overwrite=self.overwrite,
+            metadata=document_digest(encode_value(self.all_metadata())),
+            attached=digests,
+            selection=self.chosen(),
+            root="" if self.run is None else self.run.root,
+            start=0 if self.run is None else self.run.number,
+            boundary=self.boundary,
+        )
 
     def chosen(self) -> str:
         """Say what is saved, and what of it is reused; "" if all is saved and nothing reused."""
@@ -182,172 +203,143 @@ def save_together(
     storage: Storage | None = None,
 ) -> SaveReport:
     """Save over a given session. Collective: every rank of the session calls this."""
-    channel = ranks.channel
-    with ranks.operation(f"save to {path}"), ExitStack() as held:
-        phases = Phases("save", str(path), quiet=channel.rank != COORDINATOR)
+    with (
+        ranks.operation(f"save to {path}"),
+        ExitStack() as source_lease,
+        Transaction(ranks.channel, ranks.config) as transaction,
+    ):
+        phases = Phases("save", str(path), quiet=ranks.channel.rank != COORDINATOR)
         with phases.phase("agree"):
             source = None
             if options.carry_over is not None:
                 source = open_source(ranks, options.carry_over, options.exclude, storage)
-            claimed = _agree_and_claim(ranks, state, path, options, storage, source)
-        run = claimed.run
-        found = IoCount() if source is None else source.reads
-        with phases.phase("write"):
-            verdict = run.write_and_commit(
-                claimed.text, claimed.attempt, lambda: _write(ranks, claimed, options, held)
+            prepared, attempt, plan = agree(
+                ranks,
+                partial(_prepare, ranks, state, path, options, storage, source),
+                partial(_claim, transaction),
+                SaveAgreement[Attempt],
             )
-        held.close()
-        for saved in claimed.parts:
-            ranks.keep(claimed.earlier.plus(saved))
+            transaction.join(prepared.storage, prepared.request.path, attempt)
+            carried = None if source is None else source.planned(plan.plan)
+        earlier = ranks.kept(LinkableSaves) or LinkableSaves()
+        writer = _RankWriter(ranks, options, prepared, plan, carried, earlier, source_lease)
+        with phases.phase("write"):
+            catalog = plan.text if carried is None else carried.text
+            decision = transaction.commit(catalog, options.index_fields(), writer.write)
+        source_lease.close()
+        if writer.saved is not None:
+            ranks.keep(earlier.plus(writer.saved))
         with phases.phase("clean up"):
-            run.clean_up()
-        report = SaveReport(
-            path=claimed.request.path,
-            step=options.step,
-            world_size=channel.world_size,
-            num_tensors=len(claimed.text.catalog.tensors),
-            seconds=phases.seconds,
-            exchanges=ranks.exchanges,
+            transaction.supersede()
+        reads = prepared.storage.reads
+        return transaction.report(
+            decision,
+            phases,
+            reads=reads if source is None else reads.plus_all(source.reads),
+            writes=prepared.storage.writes,
             collectives=ranks.collectives,
-            nbytes_receipt=run.nbytes_receipt,
-            storage_reads=claimed.storage.reads.plus_all(found),
-            storage_writes=claimed.storage.writes,
-            **asdict(verdict),
         )
-        phases.done(report)
-        return report
 
 
 @dataclass(frozen=True, slots=True)
-class _ClaimedSave:
-    """What all ranks save, and this one holds; the attempt is claimed.
+class _PreparedSave:
+    """A rank's part of a save, before the ranks agree on it. `attached` are files, by name."""
 
-    `earlier` are the saves before, and `parts` what this rank has written for later ones;
-    `carrying` is what is carried on of a checkpoint that was loaded.
-    """
-
-    storage: CountingStorage
     request: SaveRequest
-    held: LocalSaveState
+    storage: CountingStorage
+    local_state: LocalSaveState
     attached: Mapping[str, bytes]
-    planned: CachedPlan
-    attempt: Attempt
-    run: SaveTransaction
-    earlier: LinkableSaves
-    carrying: CarryOver | None
-    parts: list[SavedFiles] = field(default_factory=list)
+    unmatched: tuple[str, ...]
 
     @property
-    def text(self) -> EncodedCatalog:
-        """The catalog of all that is stored."""
-        return self.planned.text if self.carrying is None else self.carrying.text
+    def inventory(self) -> Inventory:
+        """See `Preparation.inventory`."""
+        return self.local_state.inventory
+
+    def use(self, plan: CachedPlan) -> None:
+        """Do nothing: the files follow from the plan when they are written."""
 
 
-def _agree_and_claim(
+def _prepare(
     ranks: Session,
     state: State | StateReader,
-    where: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     options: SaveOptions,
     storage: Storage | None,
     source: CarrySource | None,
-) -> _ClaimedSave:
-    """Agree on what is saved, and claim an attempt: until then nothing on disk has changed.
+) -> _PreparedSave:
+    """Check the options and read the state. What this raises is raised on all ranks."""
+    options.check()
+    default_storage, storage_path = open_storage(path)
+    attached = read_attached(options.attach)
+    request = options.request(storage_path, attached)
+    local_state = options.held(ranks, state)
+    unmatched = local_state.unmatched
+    if source is not None:
+        unmatched = source.unmatched(unmatched)
+    counting = CountingStorage(storage or default_storage)
+    return _PreparedSave(request, counting, local_state, attached, unmatched)
 
-    One exchange does it where every rank holds what it held when the last plan was made.
+
+def _claim(transaction: Transaction, prepared: _PreparedSave) -> Attempt:
+    request = prepared.request
+    return transaction.claim(
+        prepared.storage,
+        request.path,
+        overwrite=request.overwrite,
+        incarnation=request.incarnation,
+    )
+
+
+@dataclass(slots=True)
+class _RankWriter:
+    """Writes the files of this rank, once. `saved` are those that later saves can link to.
+
+    The coordinator holds a lease of the source of what is carried over, until `source_lease` ends.
     """
-    run: SaveTransaction | None = None
-    try:
-        with ranks.channel.exchange("agree") as agreeing:
-            options.check()
-            own, path = open_storage(where)
-            counting = CountingStorage(storage or own)
-            attached = read_attached(options.attach)
-            request = request_of(counting, path, options, attached)
-            run = SaveTransaction(ranks.channel, ranks.config, request)
-            held = options.held(ranks, state)
-            last = cached_plan(ranks, held.inventory)
-            unmatched = held.unmatched if source is None else source.unmatched(held.unmatched)
-            offers = agreeing.gather(
-                request.proposal(last, ranks.collectives_group.epoch, unmatched)
-            )
-            if offers is not None:
-                claimed = run.claim() if check_proposals(offers) else None
-                agreeing.decide(SaveAgreement(claimed, max(offer.bulk for offer in offers)))
-        agreed = agreeing.result(SaveAgreement[Attempt])
-        attempt = agreed.name
-        if attempt is not None and last is not None:
-            planned = last
-        else:
-            ranks.collectives_group.renew(agreed.bulk)
-            with ranks.channel.exchange("plan") as planning:
-                planned = plan_together(ranks, held.inventory)
-                planning.gather(None)
-                if planning.is_coordinator:
-                    planning.decide(run.claim())
-            attempt = planning.result(Attempt)
-            ranks.keep(replace(planned, save_name=attempt.name))
-        carrying = None if source is None else source.planned(planned.plan)
-    except BaseException as error:
-        if run is not None:
-            run.recover_claim(error)
-        raise
-    earlier = ranks.kept(LinkableSaves) or LinkableSaves()
-    return _ClaimedSave(counting, request, held, attached, planned, attempt, run, earlier, carrying)
 
+    ranks: Session
+    options: SaveOptions
+    prepared: _PreparedSave
+    plan: CachedPlan
+    carried: CarryOver | None
+    earlier: LinkableSaves
+    source_lease: ExitStack
+    saved: SavedFiles | None = None
 
-def _write(
-    ranks: Session, claimed: _ClaimedSave, options: SaveOptions, source: ExitStack
-) -> RankWriteResult:
-    """Write this rank's files; the coordinator holds the `source` of what is carried."""
-    start = time.monotonic()
-    held, plan, carrying = claimed.held, claimed.planned.plan, claimed.carrying
-    folder = f"{claimed.request.path}/{claimed.attempt.name}"
-    carried: tuple[FileReceipt, ...] = ()
-    linked = IoCount()
-    held.local.synchronize()
-    files = held.files(plan, options.step, options.all_metadata(), claimed.attached)
-    if carrying is not None:
-        if ranks.channel.rank == COORDINATOR:
-            carrying.source.hold(claimed.storage, source)
-        with carrying.reading(claimed.storage):
-            objects = carrying.objects(claimed.storage, files.objects, ranks.channel.rank)
-            carried, linked = carrying.write(ranks, claimed.storage, folder, options.step)
-        files = replace(files, objects=objects)
-    part = write_or_link(
-        claimed.storage,
-        folder,
-        files,
-        claimed.earlier,
-        threads=ranks.config.threads,
-        slots=ranks.slots,
-    )
-    claimed.parts.append(part.saved)
-    return RankWriteResult(
-        (*carried, *part.receipts),
-        held.replica_digests(plan),
-        time.monotonic() - start,
-        linked.plus_all(part.linked),
-    )
-
-
-def request_of(
-    storage: Storage, path: str, options: SaveOptions, attached: Mapping[str, bytes]
-) -> SaveRequest:
-    """Return what a save with these options, which make sense, asks for."""
-    metadata = options.all_metadata()
-    return SaveRequest(
-        storage=storage,
-        path=path,
-        step=options.step,
-        overwrite=options.overwrite,
-        metadata=document_digest(encode_value(metadata)),
-        mirrored=_mirrored(metadata),
-        saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
-        run=options.run,
-        boundary=options.boundary,
-        chosen=options.chosen(),
-        attached=tuple((name, document_digest(data)) for name, data in sorted(attached.items())),
-    )
+    def write(self, folder: str) -> RankWriteResult:
+        """Write the files into the folder of the attempt."""
+        start = time.monotonic()
+        ranks, storage, step = self.ranks, self.prepared.storage, self.options.step
+        local_state, carried = self.prepared.local_state, self.carried
+        receipts: tuple[FileReceipt, ...] = ()
+        linked = IoCount()
+        local_state.local.synchronize()
+        files = local_state.files(
+            self.plan.plan, step, self.options.all_metadata(), self.prepared.attached
+        )
+        if carried is not None:
+            if ranks.channel.rank == COORDINATOR:
+                carried.source.hold(storage, self.source_lease)
+            with carried.reading(storage):
+                objects = carried.objects(storage, files.objects, ranks.channel.rank)
+                receipts, linked = carried.write(ranks, storage, folder, step)
+            files = replace(files, objects=objects)
+        part = write_or_link(
+            storage,
+            folder,
+            files,
+            self.earlier,
+            threads=ranks.config.threads,
+            slots=ranks.slots,
+        )
+        self.saved = part.saved
+        return RankWriteResult(
+            (*receipts, *part.receipts),
+            local_state.replica_digests(self.plan.plan),
+            time.monotonic() - start,
+            linked.plus_all(part.linked),
+        )
 
 
 def _mirrored(metadata: Mapping[str, object]) -> dict[str, Scalar]:

@@ -29,7 +29,7 @@ from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.write.copied_files import files_of
@@ -49,7 +49,7 @@ class IndexFields:
     """
 
     step: int | None
-    metadata: Mapping[str, Json]
+    metadata: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     saved_at: float | None = None
     save: str = field(default_factory=partial(secrets.token_hex, 16))

@@ -6,24 +6,21 @@ import os
 import time
 from collections.abc import Callable
 
-from msgspec.structs import asdict
-
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import FilePlan, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
-from dist_ckpt.core.saving.save_transaction import RankWriteResult, SaveRequest, SaveTransaction
+from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.interop.writers.plain_states import PlainState, PlainTensor
-from dist_ckpt.reports import IoCount, Phases, SaveReport
+from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
 
 
@@ -51,53 +48,25 @@ def save_single_process(
         SingleProcessChannel(),
     )
     plan = plan_save([(state.inventory, (0,))], 1)
-    request = SaveRequest(
-        storage=storage,
-        path=folder,
-        step=step,
-        overwrite=overwrite,
-        metadata="",
-        mirrored={},
-        saved_by={"dist_ckpt": __version__, "imported_from": imported_from},
-    )
-    run, phases = (
-        SaveTransaction(channel, config, request),
-        Phases("import to", folder, quiet=False),
-    )
-    try:
-        with phases.phase("claim"), channel.exchange("claim") as claiming:
-            claiming.gather(None)
-            claiming.decide(run.claim())
-        attempt = claiming.result(Attempt)
-    except BaseException as error:
-        run.recover_claim(error)
-        raise
+    phases = Phases("import to", folder, quiet=False)
 
-    def write() -> RankWriteResult:
+    def write(folder: str) -> RankWriteResult:
         start = time.monotonic()
         files = _files_of(state, plan, source_of, step)
-        done = write_all(storage, f"{folder}/{attempt}", files, threads=config.threads)
-        return RankWriteResult(done, (), time.monotonic() - start)
+        receipts = write_all(storage, folder, files, threads=config.threads)
+        return RankWriteResult(receipts, (), time.monotonic() - start)
 
-    with phases.phase("write"):
-        verdict = run.write_and_commit(EncodedCatalog(plan.catalog), attempt, write)
-    with phases.phase("clean up"):
-        run.clean_up()
-    report = SaveReport(
-        path=folder,
-        step=step,
-        world_size=1,
-        num_tensors=len(state.tensors),
-        seconds=phases.seconds,
-        exchanges=channel.exchanges,
-        collectives=IoCount(),
-        nbytes_receipt=run.nbytes_receipt,
-        storage_reads=storage.reads,
-        storage_writes=storage.writes,
-        **asdict(verdict),
-    )
-    phases.done(report)
-    return report
+    with Transaction(channel, config) as transaction:
+        with phases.phase("claim"), channel.exchange("claim"):
+            transaction.claim(storage, folder, overwrite=overwrite)
+        with phases.phase("write"):
+            saved_by = {"dist_ckpt": __version__, "imported_from": imported_from}
+            decision = transaction.commit(
+                EncodedCatalog(plan.catalog), IndexFields(step, {}, saved_by), write
+            )
+        with phases.phase("clean up"):
+            transaction.supersede()
+    return transaction.report(decision, phases, reads=storage.reads, writes=storage.writes)
 
 
 def would_save_alone(state: PlainState, path: str | os.PathLike[str], *, overwrite: bool) -> DryRun:

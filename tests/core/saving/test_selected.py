@@ -211,7 +211,9 @@ def test_ranks_must_leave_out_the_same() -> None:
     storage = MemoryStorage({"/runs": None})
     each = [{"exclude": "b"}, {"exclude": "a"}]
     outcomes = try_save(everywhere(storage), [state, state], each=each)
-    assert all("with different chosen: rank 0: \"exclude=['b']\"" in str(o.error) for o in outcomes)
+    assert all(
+        "with different selection: rank 0: \"exclude=['b']\"" in str(o.error) for o in outcomes
+    )
 
 
 def test_one_hyperparameter_may_stay_as_it_is(path: Path) -> None:

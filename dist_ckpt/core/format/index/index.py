@@ -136,7 +136,7 @@ class Index:
     `save` is the random id of the save: wherever a copy of it lies, in memory or for another
     number of ranks, it has the same, under attempts of other names. Older indexes have none.
 
-    Built by `core/saving/save_transaction.py` and `tools/rewrite/reshard.py`; for a save that is
+    Built by `core/saving/transaction.py` and `tools/rewrite/reshard.py`; for a save that is
     only in memory, by `async_save/memory_restore.py`.
     """
 
