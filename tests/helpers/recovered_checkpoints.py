@@ -35,8 +35,8 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import CachedPlan
 from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save_cache import SaveCache
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks, try_ranks
@@ -106,9 +106,9 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
         session = Session(channel, bulk, TEST_CONFIG)
         state = state_of(rank, world_size, step)
         save_together(session, state, path, SaveOptions(step=step, **options))
-        last = session.kept(CachedPlan)
-        assert last is not None
-        return last.bodies
+        cached = session.cache(SaveCache).plan
+        assert cached is not None
+        return cached.bodies
 
     bodies = run_ranks(world_size, run)[0]
     assert bodies is not None

@@ -1,4 +1,4 @@
-"""What a group of ranks keeps between its saves and loads."""
+"""What a group of ranks has for all its saves and loads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Session:
         self.channel = channel
         self.config = config or Config()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
-        self._kept: dict[type, object] = {}
+        self._caches: dict[type, object] = {}
         self.slots = BufferPool()
         self._common: SharedScratch | None = None
         self.collectives_group = collective
@@ -67,14 +67,12 @@ class Session:
         """The bulk collectives of the operation so far, and what this rank has given in them."""
         return self.collectives_group.calls.since(self._began[1])
 
-    def keep(self, value: object) -> None:
-        """Keep a value for the next save or load, instead of what was kept of its class."""
-        self._kept[type(value)] = value
-
-    def kept(self, cls: type[T]) -> T | None:
-        """Return what was kept of a class, such as the last plan: it may not hold any more."""
-        value = self._kept.get(cls)
-        return value if isinstance(value, cls) else None
+    def cache(self, kind: type[T]) -> T:
+        """Return the session's cache of a kind. It is created, empty, when it is first used."""
+        cache = self._caches.get(kind)
+        if not isinstance(cache, kind):
+            cache = self._caches[kind] = kind()
+        return cache
 
     @contextmanager
     def shared_scratch(self, nbytes: int) -> Iterator[SharedScratch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import Bodies, distinct
@@ -17,26 +17,11 @@ from dist_ckpt.core.planning.selection import unmatched_on_all
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.saving.save_cache import CachedPlan, SaveCache
 from dist_ckpt.errors import listed, ranks_text
 
 NameT = TypeVar("NameT")
 PreparationT = TypeVar("PreparationT", bound="Preparation")
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPlan:
-    """A plan, and what it was made of: `inventory` is what this rank holds, `bodies` what all hold.
-
-    `text` is how the plan's catalog stands in every index. `save_name` is that of the save which it
-    was made for, "" until that has one. The plan is good for as long as every rank's inventory is
-    what it was.
-    """
-
-    inventory: Inventory
-    bodies: Bodies
-    plan: SavePlan
-    text: EncodedCatalog
-    save_name: str = ""
 
 
 class SaveRequest(Message, frozen=True):
@@ -148,13 +133,13 @@ def agree(
             planning.decide(SaveAgreement(name(prepared), agreement.bulk))
     chosen = planning.result(answer).name
     assert chosen is not None
-    ranks.keep(replace(plan, save_name=str(chosen)))
+    ranks.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
     return prepared, chosen, plan
 
 
 def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
     """Return the cached plan, if this rank holds what it was made for."""
-    cached = ranks.kept(CachedPlan)
+    cached = ranks.cache(SaveCache).plan
     return cached if cached is not None and cached.inventory == inventory else None
 
 

@@ -11,76 +11,30 @@ from msgspec import structs
 
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_codec import encode_value
 from dist_ckpt.core.planning.plan import (
-    FilePlan,
-    Inventory,
     ReplicaDigests,
     ReplicaGroup,
     SavePlan,
-    TensorEntry,
 )
-from dist_ckpt.core.planning.save.save_planner import (
-    HeldCells,
-    Origin,
-    held_cells,
-    items_of,
-    numbered,
-    origin_of,
-    replica_groups_of,
-)
+from dist_ckpt.core.planning.save.save_planner import HeldCells, Origin, origin_of
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.gc_pause import paused_collector
-from dist_ckpt.core.saving.agreement import CachedPlan
-from dist_ckpt.core.saving.replica_samples import digest_sample
+from dist_ckpt.core.saving.save_cache import LinkPatterns, RankPlan, SaveCache
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 
-
-@dataclass(frozen=True, slots=True)
-class _RankPlan:
-    """What a plan comes to on this rank: its files, its replicas, and the cells that it holds.
-
-    `origins` say of each item of each file where this rank holds it; `held` numbers its cells.
-    """
-
-    plan: SavePlan
-    files: tuple[FilePlan, ...]
-    groups: tuple[ReplicaGroup, ...]
-    origins: tuple[tuple[Origin, ...], ...]
-    held: HeldCells
-
-
-@dataclass(frozen=True, slots=True)
-class _Reused:
-    """Which tensors the patterns of `link_unchanged` match; of a tied one, that which has the data.
-
-    Kept for the next save: to match thousands of names takes long.
-    """
-
-    patterns: tuple[str, ...]
-    tensors: tuple[TensorEntry, ...]
-    aliases: tuple[tuple[str, str], ...]
-    names: tuple[str, ...]
-    unmatched: tuple[str, ...]
-
-    @staticmethod
-    def of(chosen: tuple[str, ...], inventory: Inventory) -> _Reused:
-        """Match the names of an inventory."""
-        names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
-        found = {one: {to for f, to in names.items() if f in Selection((one,))} for one in chosen}
-        unmatched = tuple(
-            f"link_unchanged: {one!r} matches no tensor: mend or remove it"
-            for one in chosen
-            if not found[one]
-        )
-        reused = tuple(sorted(set().union(*found.values())))
-        return _Reused(chosen, inventory.tensors, inventory.aliases, reused, unmatched)
+# What is smaller is read whole. Of the rest, 16 blocks of 64 KiB: that is 1 MiB too.
+_WHOLE_NBYTES = 1 << 20
+_BLOCK_NBYTES = 64 << 10
+_BLOCKS = _WHOLE_NBYTES // _BLOCK_NBYTES
+# No item is larger, and all sizes divide it.
+_ITEM_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +53,7 @@ class LocalSaveState:
     def __init__(self, ranks: Session, local: LocalState) -> None:
         self.inventory = local.inventory
         self.unmatched = local.unmatched
-        self._ranks = ranks
+        self._cache = ranks.cache(SaveCache)
         self._rank = ranks.channel.rank
         self.local = local
 
@@ -114,7 +68,7 @@ class LocalSaveState:
         """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
         if isinstance(state, StateReader):
             return LocalSaveState(ranks, state.read())
-        last = ranks.kept(CachedPlan)
+        cached = ranks.cache(SaveCache).plan
         with paused_collector():
             local = build_inventory(
                 state,
@@ -122,27 +76,21 @@ class LocalSaveState:
                 rank=ranks.channel.rank,
                 world_size=ranks.channel.world_size,
                 group_ranks=ranks.group_ranks,
-                last=None if last is None else last.inventory,
+                last=None if cached is None else cached.inventory,
                 selection=selection,
             )
-        held = LocalSaveState(ranks, local)
+        local_state = LocalSaveState(ranks, local)
         if link_unchanged:
-            held._link_unchanged(link_unchanged)
-        return held
+            local_state._give_own_files(link_unchanged)
+        return local_state
 
-    def _link_unchanged(self, chosen: tuple[str, ...]) -> None:
-        """Note which tensors get files that later saves link to, and which patterns match none."""
-        inventory = self.inventory
-        known = self._ranks.kept(_Reused)
-        if known is None or (known.patterns, known.tensors, known.aliases) != (
-            chosen,
-            inventory.tensors,
-            inventory.aliases,
-        ):
-            known = _Reused.of(chosen, inventory)
-            self._ranks.keep(known)
-        self.unmatched = (*self.unmatched, *known.unmatched)
-        self.inventory = structs.replace(inventory, reused=known.names)
+    def _give_own_files(self, patterns: tuple[str, ...]) -> None:
+        """Choose the tensors that get files of their own, which later saves can link to."""
+        matched = self._cache.link_patterns
+        if matched is None or not matched.is_for(patterns, self.inventory):
+            matched = self._cache.link_patterns = LinkPatterns.of(patterns, self.inventory)
+        self.unmatched = (*self.unmatched, *matched.unmatched)
+        self.inventory = structs.replace(self.inventory, reused=matched.names)
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
@@ -163,7 +111,7 @@ class LocalSaveState:
         Rank 0 writes what users attach, beside the objects files.
         """
         with paused_collector():
-            part = self._part(plan)
+            part = self._rank_plan(plan)
         objects = objects_files(plan, self.local, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
@@ -176,30 +124,18 @@ class LocalSaveState:
 
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
         """Digest this rank's copy of each member of each replica group, by the group's id."""
-        part = self._part(plan)
+        part = self._rank_plan(plan)
         return tuple(
             (_group_id(group), tuple(self._digests(group, part.held).items()))
             for group in part.groups
         )
 
-    def _part(self, plan: SavePlan) -> _RankPlan:
-        """Return this rank's part of a plan: kept for the next save, like the plan."""
-        known = self._ranks.kept(_RankPlan)
-        if known is None or known.plan is not plan:
-            files = items_of(plan, self._rank)
-            held = numbered(held_cells(self.inventory, self._rank, plan))
-            known = _RankPlan(
-                plan,
-                files,
-                replica_groups_of(plan, self._rank),
-                tuple(
-                    tuple(origin_of(held, item.fqn, item.cell) for item in file.items)
-                    for file in files
-                ),
-                held,
-            )
-            self._ranks.keep(known)
-        return known
+    def _rank_plan(self, plan: SavePlan) -> RankPlan:
+        """Return this rank's part of a plan, cached for the next save."""
+        cached = self._cache.rank_plan
+        if cached is None or cached.plan is not plan:
+            cached = self._cache.rank_plan = RankPlan.of(plan, self.inventory, self._rank)
+        return cached
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
         fqn, held_number, part = origins[number]
@@ -261,3 +197,29 @@ def objects_files(
 def _group_id(group: ReplicaGroup) -> str:
     # The ranks alone tell groups apart: what they hold together follows from the shared plan.
     return document_digest(repr(group.ranks).encode())
+
+
+# --- samples of replicas: enough bytes to notice that two ranks hold different tensors --------
+
+
+def digest_sample(source: CellSource, name: str) -> str:
+    """Return the digest of a sample: all up to 1 MiB, else 16 blocks of 64 KiB.
+
+    Where the blocks lie follows from the size and `name`, which all holders must call the same.
+    """
+    scratch = memoryview(bytearray(min(_BLOCK_NBYTES, source.nbytes)))
+    digests = [
+        block_digest(source.read(start, min(start + _BLOCK_NBYTES, source.nbytes), scratch))
+        for start in _starts(source.nbytes, name)
+    ]
+    return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
+
+
+def _starts(nbytes: int, name: str) -> list[int]:
+    if nbytes <= _WHOLE_NBYTES:
+        return list(range(0, nbytes, _BLOCK_NBYTES))
+    # One block in each sixteenth, at a place that differs between tensors.
+    part = nbytes // _BLOCKS
+    room = part - _BLOCK_NBYTES + 1
+    places = [int(block_digest(f"{name} {n}".encode()), 16) % room for n in range(_BLOCKS)]
+    return [(n * part + place) // _ITEM_NBYTES * _ITEM_NBYTES for n, place in enumerate(places)]

@@ -29,7 +29,6 @@ from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
-    CachedPlan,
     SaveAgreement,
     SaveRequest,
     agree,
@@ -37,8 +36,9 @@ from dist_ckpt.core.saving.agreement import (
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry.carry import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
+from dist_ckpt.core.saving.save_cache import CachedPlan, SaveCache
 from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
-from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
+from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
@@ -221,14 +221,14 @@ def save_together(
             )
             transaction.join(prepared.storage, prepared.request.path, attempt)
             carried = None if source is None else source.planned(plan.plan)
-        earlier = ranks.kept(LinkableSaves) or LinkableSaves()
-        writer = _RankWriter(ranks, options, prepared, plan, carried, earlier, source_lease)
+        cache = ranks.cache(SaveCache)
+        writer = _RankWriter(ranks, options, prepared, plan, carried, source_lease)
         with phases.phase("write"):
             catalog = plan.text if carried is None else carried.text
             decision = transaction.commit(catalog, options.index_fields(), writer.write)
         source_lease.close()
         if writer.saved is not None:
-            ranks.keep(earlier.plus(writer.saved))
+            cache.linkable_saves = cache.linkable_saves.plus(writer.saved)
         with phases.phase("clean up"):
             transaction.supersede()
         reads = prepared.storage.reads
@@ -303,7 +303,6 @@ class _RankWriter:
     prepared: _PreparedSave
     plan: CachedPlan
     carried: CarryOver | None
-    earlier: LinkableSaves
     source_lease: ExitStack
     saved: SavedFiles | None = None
 
@@ -329,7 +328,7 @@ class _RankWriter:
             storage,
             folder,
             files,
-            self.earlier,
+            ranks.cache(SaveCache).linkable_saves,
             threads=ranks.config.threads,
             slots=ranks.slots,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_ckpt.core.saving.replica_samples import digest_sample
+from dist_ckpt.core.saving.local_save_state import digest_sample
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 
 MIB = 1 << 20
