@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,22 @@ def slowest_of(seconds: Sequence[float]) -> tuple[int, float]:
 
 # Called with (bytes done so far, bytes to do in all), from the thread that made the call.
 Progress = Callable[[int, int], None]
+
+
+class CopyProgress:
+    """Report the progress of a copy. Thread-safe. Links are not counted."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress = total, progress
+        self._done, self._turn = 0, Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        """Count what was copied."""
+        with self._turn:
+            self._done = min(self._done + nbytes, self._total)
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 

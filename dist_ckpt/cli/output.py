@@ -23,7 +23,7 @@ from dist_ckpt.errors import (
     NotFoundError,
 )
 from dist_ckpt.reports import SaveReport, size
-from dist_ckpt.tools.rewrite.rewriting import DryRun
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130

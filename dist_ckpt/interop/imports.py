@@ -29,8 +29,8 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.registry import open_pickled, open_safetensors
 from dist_ckpt.reports import Progress, SaveReport
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 from dist_ckpt.tools.rewrite.reshard import even, rewrite, would_rewrite
-from dist_ckpt.tools.rewrite.rewriting import DryRun
 
 __all__ = [
     "ImportOptions",

@@ -19,9 +19,9 @@ from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
-from dist_ckpt.tools.average import averaged_windows
+from dist_ckpt.tools.average import mean
 from dist_ckpt.tools.average.average import AverageCall, average_together
-from dist_ckpt.tools.average.average_options import AverageOptions
+from dist_ckpt.tools.average.source_selection import AverageOptions
 from sharded_checkpoints import blocks_of
 
 pytest.importorskip("torch")
@@ -83,7 +83,7 @@ def save_parts(path: Path, seed: int, world_size: int, storage: Storage | None =
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of some KB have several windows and blocks."""
-    monkeypatch.setattr(averaged_windows, "WINDOW_NBYTES", 4 * 64)
+    monkeypatch.setattr(mean, "WINDOW_NBYTES", 4 * 64)
 
 
 @pytest.mark.usefixtures("small_windows")

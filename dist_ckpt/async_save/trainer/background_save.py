@@ -111,7 +111,7 @@ class _Room:
 
 
 @dataclass(slots=True)
-class _PreparedSave:
+class _BackgroundPreparation:
     """A rank's part of a save, before the ranks agree on it; `room` once there is a plan."""
 
     call: _BegunSave
@@ -147,16 +147,18 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
     return name, prepared.room
 
 
-def _prepare(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> _PreparedSave:
+def _prepare(
+    call: _BegunSave, state: State, where: str | os.PathLike[str]
+) -> _BackgroundPreparation:
     options = call.options
     options.check()
     check_no_capture()
     attached = read_attached(options.attach)
     request = options.request(open_storage(where)[1], attached)
-    return _PreparedSave(call, request, options.held(call.ranks, state), attached)
+    return _BackgroundPreparation(call, request, options.held(call.ranks, state), attached)
 
 
-def _make_room(prepared: _PreparedSave, planned: CachedPlan) -> _Room:
+def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
     """Find an arena that nobody writes from, and make it as large as it needs to be."""
     call, request, held = prepared.call, prepared.request, prepared.held
     job, options, channel = call.job, call.options, call.ranks.channel

@@ -61,7 +61,7 @@ def average(  # noqa: PLR0913  (one for each option)
             average_single_process,
             would_average,
         )
-        from dist_ckpt.tools.average.average_options import AverageOptions  # noqa: PLC0415  (it goes with that)
+        from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: PLC0415  (it goes with that)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -18,7 +18,7 @@ from dist_ckpt.interop import imports
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.reports import SaveReport, size
-from dist_ckpt.tools.rewrite.rewriting import DryRun
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 
 @contextmanager

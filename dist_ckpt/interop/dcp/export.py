@@ -35,7 +35,7 @@ from dist_ckpt.interop.writers.local_files import check_outside
 from dist_ckpt.interop.writers.new_folder import check_replaceable, new_folder
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.rewriting import DryRun
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"

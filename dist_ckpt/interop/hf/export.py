@@ -33,9 +33,9 @@ from dist_ckpt.interop.hf.read import INDEX, MODEL
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.interop.writers.local_files import check_outside
 from dist_ckpt.interop.writers.new_folder import check_replaceable, new_folder
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 if TYPE_CHECKING:
     import torch

@@ -34,8 +34,8 @@ from dist_ckpt.interop.writers.local_files import (
 )
 from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, described, is_tensor
 from dist_ckpt.interop.writers.single_process_save import save_single_process, would_save_alone
-from dist_ckpt.reports import Progress, SaveReport
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun
+from dist_ckpt.reports import CopyProgress, Progress, SaveReport
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 __all__ = ["export_file", "import_file", "read", "write"]
 

@@ -33,9 +33,9 @@ from dist_ckpt.interop.hf.read import SUFFIX
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.interop.torch_save.export_state import pickled, torch_state
 from dist_ckpt.interop.writers.local_files import check_new_file, check_outside, new_file
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun
+from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 __all__ = ["export_file"]
 

@@ -21,7 +21,7 @@ from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.interop.writers.plain_states import PlainState, PlainTensor
 from dist_ckpt.reports import Phases, SaveReport
-from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
+from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 
 
 def save_single_process(

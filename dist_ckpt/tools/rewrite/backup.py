@@ -18,11 +18,11 @@ from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run
+from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -17,11 +17,11 @@ from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.registry import foreign_at
-from dist_ckpt.reports import Phases, Progress, SaveReport
+from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, can_keep_records, put_metrics
 from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.rewriting import CopyProgress, DryRun, dry_run
+from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 
 
 def copy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TypedDict, Unpack
@@ -21,25 +21,32 @@ from dist_ckpt.core.commit.receipts import attached_of, check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
-from dist_ckpt.core.format.index.index import Index, Key, ObjectsFileRecord
+from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of_ranks, stored_nbytes
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, selection_of
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharded_views import plan_stored
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.saving.carry.carried_names import (
+    carried_names,
+    names_of,
+    whole_or_name,
+    with_carried,
+)
 from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file, read_objects
 from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.errors import CorruptError
+from dist_ckpt.errors import CorruptError, listed
 from dist_ckpt.interop.registry import open_source
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.rewriting import DryRun, dry_run
-from dist_ckpt.tools.rewrite.stored_part import select_part
+from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 
 MIN_MEMORY = 64 << 20
 MAX_MEMORY = 1 << 30
@@ -355,3 +362,55 @@ class _Reshard:
             saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
         )
+
+
+# --- a part of a checkpoint, by names. Pure ---------------------------------------------------
+
+
+def select_part(
+    catalog: Catalog, main: ObjectsFile, selection: Selection
+) -> tuple[Catalog, ObjectsFile]:
+    """Return what a selection leaves of a catalog, and of the objects file with all its values.
+
+    ValueError for a pattern that matches nothing, if nothing is left, for a tied tensor without the
+    one that has its data, and where a list would lose an item.
+    """
+    names = names_of(catalog)
+    if problems := selection.unmatched(names):
+        raise ValueError(listed(problems, "; "))
+    chosen = {name for name in names if whole_or_name(name, catalog) in selection}
+    if not chosen:
+        raise ValueError(f"{selection} leaves nothing: give other patterns")
+    _check_lists(main.tree, {above for name in chosen for above in names_above(name)})
+    # Carried on into a checkpoint that holds nothing.
+    nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
+    part = carried_names(catalog, chosen, nothing, ())
+    if tied := [f"{name} (of {data})" for name, data in part.tensors.items() if name != data]:
+        raise ValueError(
+            f"tied tensors would lose their data: {listed(tied)}: leave both in or out"
+        )
+    values = {fqn: main.values[fqn] for fqn in part.values}
+    root = next(node for node in main.tree if not node.fqn)
+    left = with_carried(ObjectsFile((Node("", root.kind, ()),)), main, part, values)
+    return (
+        replace(
+            catalog,
+            tensors={fqn: catalog.tensors[fqn] for fqn in part.tensors},
+            aliases=part.aliases,
+            values={fqn: catalog.values[fqn] for fqn in part.values},
+            per_rank={fqn: catalog.per_rank[fqn] for fqn in part.per_rank},
+            parameters={f: is_on for f, is_on in catalog.parameters.items() if f in part.tensors},
+        ),
+        replace(left, metadata=main.metadata),
+    )
+
+
+def _check_lists(tree: Iterable[Node], left: Collection[str]) -> None:
+    """Raise ValueError for a list of which only some items are among the names that are left."""
+    for node in tree:
+        lost = [key for key in node.keys if join(node.fqn, key) not in left]
+        if not is_mapping(node.kind) and 0 < len(lost) < len(node.keys):
+            raise ValueError(
+                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as the "
+                f"others would move: leave all of {node.fqn!r} out"
+            )

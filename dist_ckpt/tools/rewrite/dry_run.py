@@ -1,14 +1,12 @@
-"""What a rewrite would write, and how far a copy is."""
+"""What a call would write: found without changing anything."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Lock
 
 from dist_ckpt.core.commit.preflight import attempts_to_replace
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.reports import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +31,3 @@ def dry_run(storage: Storage, path: str, files: Mapping[str, int], *, overwrite:
     """Return what a new checkpoint of these files would be. Raises what a claim there does."""
     there = attempts_to_replace(storage, path, overwrite=overwrite)
     return DryRun(path, files, tuple(f"{path}/{attempt}" for attempt in there))
-
-
-class CopyProgress:
-    """Report the progress of a copy. Thread-safe. Links are not counted."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._progress = total, progress
-        self._done, self._turn = 0, Lock()
-
-    def __call__(self, nbytes: int) -> None:
-        """Count what was copied."""
-        with self._turn:
-            self._done = min(self._done + nbytes, self._total)
-            if self._progress is not None:
-                self._progress(self._done, self._total)

@@ -11,7 +11,7 @@ import pytest
 from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.tools.average.structure import averaged_names
+from dist_ckpt.tools.average.mean import averaged_names
 from written import catalog_of, one_cell, random_tensor
 
 
