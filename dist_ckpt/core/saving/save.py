@@ -1,4 +1,4 @@
-"""`dc.save`: inventory, agree and claim, write, receipts and verdict."""
+"""`dc.save`: read the state, agree on a plan, claim, write and commit."""
 
 from __future__ import annotations
 

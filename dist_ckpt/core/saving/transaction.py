@@ -335,8 +335,8 @@ class Transaction:
             attempt, index = attempts.find(self.storage, self._path)
         except (CheckpointError, OSError) as failure:
             raise StorageError(
-                f"{self._path}: this rank was told no verdict ({error}), and the storage does "
-                f"not tell it either ({failure}): look with `dist-ckpt ls` what is there"
+                f"{self._path}: the outcome of this save is unknown. This rank got no answer "
+                f"({error}), and the storage could not be read ({failure}). Run `dist-ckpt ls`"
             ) from error
         # It is durable: `abandon` makes it so before it finds that it is committed.
         return _decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None

@@ -246,7 +246,7 @@ def test_a_rank_without_an_answer_or_a_storage_says_that_it_does_not_know():
     disk = MemoryStorage()
     attempt = commit_protocol.claim(disk, PATH, overwrite=False, by="rank 0").attempt
     storage = FaultyStorage(disk, fail_at_call=2, sticky=True)
-    with pytest.raises(StorageError, match="told no verdict"):
+    with pytest.raises(StorageError, match="the outcome of this save is unknown"):
         without_answer(storage, attempt)
     assert [one.state for one in attempts.statuses(disk, PATH)] == ["open"]
 
