@@ -42,7 +42,7 @@ from dist_ckpt.reports import LoadReport
 MIN_BYTES_PER_S = 16 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaverOptions:
     """The options of a saver, checked by `check` once a rank's error can reach the others."""
 
@@ -151,7 +151,13 @@ class AsyncSaver:
         self.num_skipped = 0
         self.restored: LoadReport | None = None
         self._ranks: Session = session_of(group)
-        self._options = SaverOptions(root, job, when_busy, drain_timeout_s, max_bytes_per_s)
+        self._options = SaverOptions(
+            root=root,
+            job=job,
+            when_busy=when_busy,
+            drain_timeout_s=drain_timeout_s,
+            max_bytes_per_s=max_bytes_per_s,
+        )
         self._pid = os.getpid()
         self._is_closed = False
         self._is_used = threading.Lock()
@@ -189,8 +195,17 @@ class AsyncSaver:
         and the next call goes on.
         """
         options = SaveOptions(
-            *(step, sharding, overwrite, metadata, include, exclude, include_frozen),
-            *(config, kind, attach, link_unchanged),
+            step=step,
+            sharding=sharding,
+            overwrite=overwrite,
+            metadata=metadata,
+            include=include,
+            exclude=exclude,
+            include_frozen=include_frozen,
+            config=config,
+            kind=kind,
+            attach=attach,
+            link_unchanged=link_unchanged,
         )
         return self.save_with(state, path, options)
 
@@ -248,7 +263,7 @@ class AsyncSaver:
         What the options mean, and what is raised, is as for `dc.load`; everything is verified.
         """
         options = LoadOptions(
-            sharding,
+            sharding=sharding,
             strict=strict,
             include=include,
             exclude=exclude,

@@ -114,15 +114,27 @@ class Checkpointer:
         if root is None:
             return
         options = RunOptions(
-            root,
-            save,
-            keep,
-            ResumeOptions(
-                *(init, init_strict, must_exist, read_only, config, kind, config_must_match),
-                *(sharding, include, exclude, include_frozen),
+            root=root,
+            save=save,
+            keep=keep,
+            resume=ResumeOptions(
+                init=init,
+                init_strict=init_strict,
+                must_exist=must_exist,
+                read_only=read_only,
+                config=config,
+                kind=kind,
+                config_must_match=config_must_match,
+                sharding=sharding,
+                include=include,
+                exclude=exclude,
+                include_frozen=include_frozen,
             ),
-            Hooks(on_commit, on_failure, max_failures),
-            *(background, stop_within_s, attach, link_unchanged),
+            hooks=Hooks(on_commit, on_failure, max_failures),
+            background=background,
+            stop_within_s=stop_within_s,
+            attach=attach,
+            link_unchanged=link_unchanged,
         )
         self._run = open_run_session(options, group, _check_alone)
         self._dropped = weakref.finalize(self, self._run.let_go)

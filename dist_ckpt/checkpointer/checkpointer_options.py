@@ -39,7 +39,7 @@ class RunArguments(Message, frozen=True):
     chosen: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """What a run is to do; see `Checkpointer`."""
 

@@ -74,7 +74,7 @@ FOLDER = "step-{:08d}"
 _FOLDER = re.compile(r"step-([0-9]{8,19})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOptions:
     """How a run begins; see `Checkpointer`."""
 
@@ -93,7 +93,7 @@ class ResumeOptions:
     def load_options(self, *, notes: bool = True) -> LoadOptions:
         """Return how the run's own checkpoints are loaded: what is saved of the state."""
         return LoadOptions(
-            self.sharding,
+            sharding=self.sharding,
             include=self.include,
             exclude=self.exclude,
             include_frozen=self.include_frozen,
@@ -323,7 +323,7 @@ class Resume:
         if init is None:
             return "there was nothing to go on from"
         options = LoadOptions(
-            self.options.sharding,
+            sharding=self.options.sharding,
             strict=self.options.init_strict,
             notes=not self.options.read_only,
         )

@@ -105,8 +105,8 @@ class RunSaves:
     def _try(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         resume = self.options.resume
         options = SaveOptions(
-            step,
-            resume.sharding,
+            step=step,
+            sharding=resume.sharding,
             overwrite=step in self._begun,
             include=resume.include,
             exclude=resume.exclude,

@@ -13,7 +13,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.sources.rename import rename_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """The options of `load`, checked by `check` once a rank's error can reach the others.
 

@@ -49,7 +49,7 @@ from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 MAX_MIRRORED_CHARS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """The options of `save`, checked by `check` once a rank's error can reach the others.
 
@@ -189,8 +189,18 @@ def save(
     rank dies or never calls.
     """
     options = SaveOptions(
-        *(step, sharding, overwrite, metadata, include, exclude, include_frozen),
-        *(config, kind, attach, link_unchanged, carry_over),
+        step=step,
+        sharding=sharding,
+        overwrite=overwrite,
+        metadata=metadata,
+        include=include,
+        exclude=exclude,
+        include_frozen=include_frozen,
+        config=config,
+        kind=kind,
+        attach=attach,
+        link_unchanged=link_unchanged,
+        carry_over=carry_over,
     )
     return save_together(session_of(group), state, path, options)
 

@@ -24,7 +24,7 @@ from dist_ckpt.runs.selectors import measured, resolve_at, warn_of_unreadable
 _MOST = sys.float_info.max
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AverageOptions:
     """The options of `average`, checked by `check` once a rank's error can reach the others."""
 
