@@ -340,7 +340,7 @@ REQUEST = SaveRequest(
     attached=(),
     selection="",
     root="",
-    start=0,
+    incarnation_number=0,
     boundary=None,
 )
 

@@ -29,8 +29,8 @@ class SaveRequest(Message, frozen=True):
 
     `metadata` is a digest of the user's metadata, and `attached` has the digests of the files to
     attach, by name. It is empty on a rank that leaves them to rank 0. `selection` says which part
-    of the state is saved. `root` and `start` name the incarnation of the run that saves, "" and 0
-    without one; `boundary` is the boundary of the run.
+    of the state is saved. `root` and `incarnation_number` are those of the run that saves, at its
+    `boundary`: "", 0 and None without a run.
     """
 
     step: int | None  # first: of a run's steps that differ people know more than of their paths
@@ -40,13 +40,13 @@ class SaveRequest(Message, frozen=True):
     attached: tuple[tuple[str, str], ...]
     selection: str
     root: str
-    start: int
+    incarnation_number: int
     boundary: int | None
 
     @property
     def incarnation(self) -> Incarnation | None:
         """The incarnation of the run that saves, if there is a run."""
-        return Incarnation(self.root, self.start) if self.root else None
+        return Incarnation(self.root, self.incarnation_number) if self.root else None
 
 
 class SaveProposal(Message, frozen=True):

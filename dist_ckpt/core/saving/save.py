@@ -124,7 +124,7 @@ class SaveOptions:
             attached=digests,
             selection=self.chosen(),
             root="" if self.run is None else self.run.root,
-            start=0 if self.run is None else self.run.number,
+            incarnation_number=0 if self.run is None else self.run.number,
             boundary=self.boundary,
         )
 

@@ -79,7 +79,7 @@ def test_a_save_of_a_start_has_no_more_exchanges(tmp_path: Path) -> None:
     [
         (
             ({"run": Incarnation("/runs", 1)}, {"run": Incarnation("/runs", 2)}),
-            "start: rank 0: 1; rank 1: 2",
+            "incarnation_number: rank 0: 1; rank 1: 2",
         ),
         (
             ({"run": Incarnation("/a", 1)}, {"run": Incarnation("/b", 1)}),
