@@ -102,7 +102,7 @@ class _Room:
     The snapshot lacks the save's name.
     """
 
-    held: LocalSaveState
+    local_state: LocalSaveState
     num_tensors: int
     files: RankFiles
     snapshot: Snapshot
@@ -116,19 +116,19 @@ class _BackgroundPreparation:
 
     call: _BegunSave
     request: SaveRequest
-    held: LocalSaveState
+    local_state: LocalSaveState
     attached: Mapping[str, bytes]
     room: _Room | None = None
 
     @property
     def inventory(self) -> Inventory:
         """See `Preparation.inventory`."""
-        return self.held.inventory
+        return self.local_state.inventory
 
     @property
     def unmatched(self) -> tuple[str, ...]:
         """See `Preparation.unmatched`."""
-        return self.held.unmatched
+        return self.local_state.unmatched
 
     def use(self, plan: CachedPlan) -> None:
         """Find an arena for the files of the plan."""
@@ -155,14 +155,14 @@ def _prepare(
     check_no_capture()
     attached = read_attached(options.attach)
     request = options.request(open_storage(where)[1], attached)
-    return _BackgroundPreparation(call, request, options.held(call.ranks, state), attached)
+    return _BackgroundPreparation(call, request, options.local_state(call.ranks, state), attached)
 
 
 def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
     """Find an arena that nobody writes from, and make it as large as it needs to be."""
-    call, request, held = prepared.call, prepared.request, prepared.held
+    call, request, local_state = prepared.call, prepared.request, prepared.local_state
     job, options, channel = call.job, call.options, call.ranks.channel
-    files = held.files(planned.plan, options.step, options.all_metadata(), prepared.attached)
+    files = local_state.files(planned.plan, options.step, options.all_metadata(), prepared.attached)
     fields = options.index_fields()
     details = SnapshotMetadata(
         overwrite=options.overwrite,
@@ -170,7 +170,7 @@ def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
         saved_by=fields.saved_by,
         began_at=call.start.began_at,
         bodies=planned.bodies,
-        replicas=held.replica_digests(planned.plan),
+        replicas=local_state.replica_digests(planned.plan),
         run=options.run,
     )
     snapshot = Snapshot(
@@ -187,21 +187,21 @@ def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
     number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
     job.pinned.release(number, nbytes)
     arena, num_tensors = job.arenas.fitting(number, nbytes), len(planned.plan.catalog.tensors)
-    return _Room(held, num_tensors, files, snapshot, arena, number)
+    return _Room(local_state, num_tensors, files, snapshot, arena, number)
 
 
 def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
     """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
-    arena, held = room.arena, room.held
+    arena, local_state = room.arena, room.local_state
     order = WriteJob(name, room.number)
     write = Write(name, room.snapshot.path, arena.place, room.number, *start.store)
     try:
         images = arena.begin(structs.replace(room.snapshot, id=name))
         job.writer.order(order, write)
-        if devices := held.cuda_devices:
+        if devices := local_state.cuda_devices:
             _copy_beside(job, room, order, images, devices)
         else:
-            held.local.synchronize()
+            local_state.local.synchronize()
             _copy(job, order, lambda: stage(arena, images, room.files))
     except BaseException as error:
         if order not in job.writer.orders:  # the other writers wait for this one
@@ -222,7 +222,7 @@ def _copy_beside(
     """Have CUDA devices copy what they have, and copy the rest. A thread sees the end of it."""
     job.pinned.pin(room.number, room.arena.memory, devices[0])
     with job.streams.beside(devices) as beside:
-        late = room.held.local.changed_in_steps()
+        late = room.local_state.local.changed_in_steps()
         follow = stage_beside(room.arena, images, room.files, beside, late)
 
         def copy() -> None:

@@ -96,10 +96,10 @@ class SaveOptions:
         """Return the metadata, with the configuration and the kind in it."""
         return described(self.metadata, self.config, self.kind)
 
-    def held(self, ranks: Session, state: State | StateReader) -> LocalSaveState:
-        """See what this rank holds of a state. ValueError, TypeError for what cannot be saved."""
-        reused = patterns(self.link_unchanged, "link_unchanged")
-        return LocalSaveState.take(ranks, state, self.sharding, self.selection(), reused)
+    def local_state(self, ranks: Session, state: State | StateReader) -> LocalSaveState:
+        """Read this rank's state. ValueError, TypeError for what cannot be saved."""
+        link_unchanged = patterns(self.link_unchanged, "link_unchanged")
+        return LocalSaveState.take(ranks, state, self.sharding, self.selection(), link_unchanged)
 
     def selection(self) -> Selection:
         """Return what of the state is saved. Raises TypeError or ValueError."""
@@ -129,9 +129,9 @@ class SaveOptions:
         )
 
     def chosen(self) -> str:
-        """Say what is saved, and what of it is reused; "" if all is saved and nothing reused."""
-        reused = patterns(self.link_unchanged, "link_unchanged")
-        return f"{self.selection()}{f' link_unchanged={[*reused]}' if reused else ''}"
+        """Return the options that select names, as text; "" if they have their defaults."""
+        linked = patterns(self.link_unchanged, "link_unchanged")
+        return f"{self.selection()}{f' link_unchanged={[*linked]}' if linked else ''}"
 
 
 @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged", carry="carry_over")
@@ -283,7 +283,7 @@ def _prepare(
     default_storage, storage_path = open_storage(path)
     attached = read_attached(options.attach)
     request = options.request(storage_path, attached)
-    local_state = options.held(ranks, state)
+    local_state = options.local_state(ranks, state)
     unmatched = local_state.unmatched
     if source is not None:
         unmatched = source.unmatched(unmatched)

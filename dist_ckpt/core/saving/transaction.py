@@ -106,8 +106,9 @@ class Transaction:
             decision = transaction.commit(catalog, fields, write)
             transaction.supersede()
 
-    An error that leaves the block aborts the attempt, on the coordinator. The block swallows no
-    error. `label` says in the claim who writes: the rank by default, or the name of a tool.
+    A block that ends without a commit, by an error or not, aborts the attempt on the coordinator.
+    It swallows no error. `label` says in the claim who writes: the rank by default, or the name of
+    a tool.
     """
 
     def __init__(self, channel: Channel, config: Config | None = None, *, label: str = "") -> None:
@@ -133,10 +134,10 @@ class Transaction:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None or self._claim is None or self._is_settled:
+        if self._claim is None or self._is_settled:
             return
         try:
-            self._abandon(self._claim.attempt, error)
+            self._abandon(self._claim.attempt, error or RuntimeError("it was not committed"))
         except (CheckpointError, OSError) as failure:
             _log.warning("%s could not be cleaned up: %s", self._claim.folder, failure)
 

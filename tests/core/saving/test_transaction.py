@@ -101,6 +101,13 @@ def test_an_error_in_the_block_aborts_the_attempt_and_is_raised_as_it_is(
     assert storage.tree() == before
 
 
+def test_a_block_that_ends_without_a_commit_aborts_the_attempt():
+    storage = MemoryStorage({"/runs": None})
+    with Transaction(SingleProcessChannel()) as transaction:
+        transaction.claim(storage, PATH, overwrite=False)
+    assert storage.tree() == {"/runs": None}
+
+
 def test_a_rank_that_has_not_claimed_the_attempt_leaves_it_to_the_coordinator():
     storage = MemoryStorage()
     with Transaction(SingleProcessChannel()) as coordinator:
