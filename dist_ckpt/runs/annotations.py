@@ -27,7 +27,7 @@ from dist_ckpt.core.commit.records.record_store import (
     new_annotation,
     put_annotation,
 )
-from dist_ckpt.core.format.filenames import FACTS, STARTS
+from dist_ckpt.core.format.filenames import ANNOTATIONS, INCARNATIONS
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError
@@ -150,7 +150,7 @@ def note_verified(storage: Storage, path: str, where: Where, level: str) -> None
 
 def can_keep_records(storage: Storage, root: str) -> bool:
     """Return True if a folder has records of a run: annotations, or incarnations."""
-    return any(entry.name in (FACTS, STARTS) for entry in entries_at(storage, root))
+    return any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries_at(storage, root))
 
 
 def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:

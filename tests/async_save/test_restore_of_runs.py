@@ -163,7 +163,7 @@ def test_a_history_that_is_given_is_not_read_again(root, folder):
 def test_a_start_that_cannot_be_read_stops_the_restore_on_all_ranks(root, folder):
     run = begin_from(root, None)
     keep(folder, kept.save(root / "step-7", 2, 7, run=run), run)
-    (root / ".starts" / "1.json").write_bytes(b"{}")
+    (root / ".incarnations" / "1.json").write_bytes(b"{}")
     for found in kept.try_restore(folder, 2)[0]:
         assert isinstance(found.error, dc.CheckpointError)
         assert "1.json" in str(found.error)

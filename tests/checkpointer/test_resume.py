@@ -143,7 +143,7 @@ def listing(root: Path) -> dict[str, bytes]:
 
 
 def without_facts(files: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: data for name, data in files.items() if ".facts" not in name}
+    return {name: data for name, data in files.items() if ".annotations" not in name}
 
 
 @pytest.mark.parametrize("background", [False, True])

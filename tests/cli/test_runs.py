@@ -126,7 +126,7 @@ def test_a_name_cannot_look_like_a_line_of_ours(run, root):
 
 def test_facts_are_no_attempts_of_dead_saves(run, root):
     dc.Run(root).pin(1, "the paper")
-    for path in (root / ".facts", root / ".facts" / "1"):
+    for path in (root / ".annotations", root / ".annotations" / "1"):
         assert run("gc", path, "--grace", "0")[:2] == (0, "0 removed\n")
         assert run("rm", path, "--yes", "--force")[0] == 3
     assert dc.checkpoints(root)[0].is_pinned
@@ -137,7 +137,7 @@ def test_a_link_to_a_checkpoint_stands_for_it(run, root, tmp_path):
         (tmp_path / name).symlink_to(root / "s1", target_is_directory=True)
     assert run("pin", tmp_path / "first")[0] == 0
     assert dc.checkpoints(root)[0].is_pinned
-    assert not (tmp_path / ".facts").exists()
+    assert not (tmp_path / ".annotations").exists()
     code, _, err = run("rm", tmp_path / "second", "--yes")
     assert code == 5
     assert "is protected: pinned" in err

@@ -46,4 +46,4 @@ def put(
     """Put a fact; return its file."""
     step, attempt = where
     name = put_annotation(storage, ROOT, new_annotation(step, attempt, kind, values), above=above)
-    return f"{ROOT}/.facts/{step}/{attempt}/{name}"
+    return f"{ROOT}/.annotations/{step}/{attempt}/{name}"

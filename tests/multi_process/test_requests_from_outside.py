@@ -62,7 +62,7 @@ def wait_for(path: Path, *, num_requests: int = 0) -> None:
 
 def ask(root: Path, *options: str) -> tuple[int, str]:
     """Run the command once a start is recorded; return its exit code and what it printed."""
-    wait_for(root / ".starts" / "1.json")
+    wait_for(root / ".incarnations" / "1.json")
     command = [sys.executable, "-m", "dist_ckpt", "request-save", str(root), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr

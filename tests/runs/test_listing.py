@@ -151,7 +151,7 @@ def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage)
 def test_a_start_that_cannot_be_read_is_told_and_nothing_counts_as_alive(storage) -> None:
     committed(storage, 5)
     begin_incarnation(storage, ROOT, restored=None, why="", by="")
-    storage.create(f"{ROOT}/.starts/2.json", 2).write_at(0, b"{}")
+    storage.create(f"{ROOT}/.incarnations/2.json", 2).write_at(0, b"{}")
     listing = listed(storage)
     assert [one.step for one in listing.checkpoints] == [5]
     assert "2.json" in listing.history_problem

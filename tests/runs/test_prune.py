@@ -81,7 +81,7 @@ def test_what_no_rule_keeps_is_removed_with_its_folder_and_facts(storage: Memory
     assert told[4] == f"last(1); {NEWEST}; {NEWEST_WHOLE}"
     assert steps(storage) == [2, 4]
     assert {fact.step for fact in read_annotations(storage, ROOT)} == {2, 4}
-    assert [e.name for e in storage.list(f"{ROOT}/.facts")] == ["2", "4"]
+    assert [e.name for e in storage.list(f"{ROOT}/.annotations")] == ["2", "4"]
 
 
 def test_a_dry_run_tells_the_same_and_changes_nothing(storage: MemoryStorage) -> None:
@@ -186,7 +186,7 @@ def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: Memor
     before = storage.tree()
     with pytest.raises(ConflictError, match="incarnation 2 of this run, b, has taken over"):
         prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
-    assert {p: d for p, d in storage.tree().items() if ".facts" not in p} == before
+    assert {p: d for p, d in storage.tree().items() if ".annotations" not in p} == before
 
 
 def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: MemoryStorage) -> None:

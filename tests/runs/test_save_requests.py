@@ -67,8 +67,10 @@ def test_where_no_job_has_begun_nothing_is_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b'{"format":{"version":2,"requires":[]}}'])
 def test_a_start_that_cannot_be_read_is_told(data: bytes) -> None:
-    storage = MemoryStorage({ROOT: None, f"{ROOT}/.starts": None, f"{ROOT}/.starts/1.json": data})
-    with pytest.raises((CorruptError, IncompatibleError), match=r"/runs/.starts/1\.json"):
+    storage = MemoryStorage(
+        {ROOT: None, f"{ROOT}/.incarnations": None, f"{ROOT}/.incarnations/1.json": data}
+    )
+    with pytest.raises((CorruptError, IncompatibleError), match=r"/runs/.incarnations/1\.json"):
         request_save(storage, ROOT, stops=False)
 
 

@@ -106,7 +106,7 @@ def test_a_damaged_one_is_no_candidate_and_that_is_logged(storage, caplog) -> No
 
 
 def test_without_a_history_only_steps_and_tags_are_found(storage: MemoryStorage) -> None:
-    storage.create(f"{ROOT}/.starts/9.json", 2).write_at(0, b"{}")
+    storage.create(f"{ROOT}/.incarnations/9.json", 2).write_at(0, b"{}")
     for selector in ("latest", "min:val/loss"):
         with pytest.raises(CorruptError, match=r"9\.json"):
             chosen(storage, selector)

@@ -163,10 +163,12 @@ def test_a_start_that_cannot_be_read_is_told_once() -> None:
     run.start()
     committed(run.storage, 5, start=1)
     run.told()
-    damaged = {**run.storage.tree(), f"{ROOT}/.starts/2.json": b"{}"}
+    damaged = {**run.storage.tree(), f"{ROOT}/.incarnations/2.json": b"{}"}
     run.storage = MemoryStorage(damaged)
     (told,) = run.told()
-    assert told.startswith("which checkpoints are orphaned is not known: /runs/.starts/2.json: ")
+    assert told.startswith(
+        "which checkpoints are orphaned is not known: /runs/.incarnations/2.json: "
+    )
     look = observe_run(run.storage, ROOT)
     assert (look.newest, kept_by(look, None)) == (None, {})
     run.remove(5)

@@ -114,7 +114,7 @@ def test_facts_go_to_the_root_also_from_a_run_that_was_given_one_of_its_checkpoi
     one.metrics(2, {"acc": 1.0})
     one.tag(2, "best")
     assert (found(run)[2].metrics, found(run)[2].tags) == ({"acc": 1.0}, ("best",))
-    assert not Path(run.find(2).path, ".facts").exists()
+    assert not Path(run.find(2).path, ".annotations").exists()
 
 
 def test_a_prune_by_a_metric_that_nobody_gave_removes_nothing(run: dc.Run) -> None:

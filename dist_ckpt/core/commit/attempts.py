@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dist_ckpt.core.format.filenames import (
+    ANNOTATIONS,
     CLAIM,
-    FACTS,
     INDEX,
+    OLD_ANNOTATIONS,
     Attempt,
     parse_attempt,
     parse_trash,
@@ -128,7 +129,8 @@ def list_attempts(storage: Storage, path: str) -> list[Attempt]:
 
 def _entries_of_attempts(storage: Storage, path: str) -> Sequence[Entry]:
     # Facts lie in folders of the names of attempts, and nobody is to remove a pin as a dead save.
-    is_of_facts = posixpath.basename(posixpath.dirname(path)) == FACTS
+    above = posixpath.basename(posixpath.dirname(path))
+    is_of_facts = above in (ANNOTATIONS, OLD_ANNOTATIONS)
     return [] if is_of_facts else entries_at(storage, path)
 
 

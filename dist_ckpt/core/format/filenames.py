@@ -18,16 +18,22 @@ ROOT_ID = "DIST_CKPT_ROOT"
 
 # In a folder of checkpoints too: what became known of them after their commits; starts of runs;
 # what others ask the newest start for.
-FACTS = ".facts"
-STARTS = ".starts"
+ANNOTATIONS = ".annotations"
+INCARNATIONS = ".incarnations"
 REQUESTS = ".requests"
+
+# What the first two were called in dist_ckpt 0.1.0.
+OLD_ANNOTATIONS = ".facts"
+OLD_INCARNATIONS = ".starts"
 
 # In it as well: the folder of checkpoints that no rule removes.
 BACKUP = "backup"
 
 # What in such a folder never is a checkpoint. The last one is a file system's own, where it is
 # mounted, and mostly nobody may read it.
-NO_CHECKPOINTS = frozenset({FACTS, STARTS, REQUESTS, "lost+found"})
+NO_CHECKPOINTS = frozenset(
+    {ANNOTATIONS, INCARNATIONS, REQUESTS, OLD_ANNOTATIONS, OLD_INCARNATIONS, "lost+found"}
+)
 
 # A start's attempts have the numbers from 1000 times its own on.
 MAX_INCARNATION = 999_999

@@ -35,7 +35,10 @@ MAX_NBYTES_OF_RECORD = 1 << 20
 _END_OF_TIME = 253_402_300_800
 
 _FACT_FIELDS = ("format", "step", "attempt", "kind", "values", "by", "at", "digest")
-_START_FIELDS = ("format", "start", "id", "restored", "why", "by", "at", "digest")
+_INCARNATION_FIELDS = (
+    *("format", "incarnation", "id", "restored_step", "why", "by", "at"),
+    "digest",
+)
 _REQUEST_FIELDS = ("format", "request", "start", "stop", "by", "at", "digest")
 _ANSWER_FIELDS = ("format", "request", "outcome", "saved", "why", "by", "at", "digest")
 
@@ -136,9 +139,9 @@ def encode_incarnation(start: IncarnationRecord) -> bytes:
     """Return the document. ValueError if it holds what JSON cannot."""
     return _encode(
         {
-            "start": start.number,
+            "incarnation": start.number,
             "id": start.id,
-            "restored": _where(start.restored),
+            "restored_step": _where(start.restored),
             "why": start.why,
             "by": start.by,
             "at": start.at,
@@ -149,11 +152,11 @@ def encode_incarnation(start: IncarnationRecord) -> bytes:
 def decode_incarnation(data: bytes, what: str) -> IncarnationRecord:
     """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
     doc = _decode(data, what)
-    _, start, own_id, restored, why, by, at, _ = fields(doc, _START_FIELDS, what)
+    _, start, own_id, restored, why, by, at, _ = fields(doc, _INCARNATION_FIELDS, what)
     return IncarnationRecord(
-        integer(start, 1, MAX_INCARNATION, f"{what}, start"),
+        integer(start, 1, MAX_INCARNATION, f"{what}, incarnation"),
         hex_digits(own_id, ID_LENGTH, f"{what}, id"),
-        _decoded_where(restored, f"{what}, restored"),
+        _decoded_where(restored, f"{what}, restored_step"),
         string(why, f"{what}, why"),
         string(by, f"{what}, by"),
         _time(at, f"{what}, at"),

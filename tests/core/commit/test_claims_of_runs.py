@@ -140,7 +140,7 @@ def test_who_cannot_read_the_newest_start_commits_nothing() -> None:
     storage = with_root()
     claim = claimed(storage, started(storage))
     write_rank(storage, claim.folder, 1, 0)
-    storage.create(f"{ROOT}/.starts/2.json", 0).finish()
+    storage.create(f"{ROOT}/.incarnations/2.json", 0).finish()
     with pytest.raises(CheckpointError, match=r"2\.json"):
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
     assert step_at(storage) is None

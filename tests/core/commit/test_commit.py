@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_not_overwritten_unless_that_was_asked_for():
         ("run@max:a/b", "@max:a/b chooses"),
         ("run/a1-0123456789abcdef", "is never a checkpoint's name here"),
         ("run/.trash-a1-0123456789abcdef", "is never a checkpoint's name here"),
-        ("run/.facts", "is never a checkpoint's name here"),
+        ("run/.annotations", "is never a checkpoint's name here"),
     ],
 )
 def test_a_name_that_means_something_else_is_no_new_checkpoints(name, told):

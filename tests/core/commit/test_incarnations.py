@@ -45,7 +45,10 @@ def test_starts_count_up_and_the_newest_is_found(tmp_path: Path) -> None:
     assert (first.number, second.number) == (1, 2)
     assert newest_incarnation(storage, root) == second
     assert (first.restored, second.restored) == ((500, ATTEMPT), None)
-    assert {path.name for path in (tmp_path / "a/runs/.starts").iterdir()} == {"1.json", "2.json"}
+    assert {path.name for path in (tmp_path / "a/runs/.incarnations").iterdir()} == {
+        "1.json",
+        "2.json",
+    }
 
 
 def test_starts_at_once_have_numbers_of_their_own(tmp_path: Path) -> None:
@@ -95,16 +98,16 @@ def test_a_start_outlives_any_crash() -> None:
 
 def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path) -> None:
     start(LocalStorage(), str(tmp_path))
-    record = tmp_path / ".starts" / "1.json"
-    (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes())
+    record = tmp_path / ".incarnations" / "1.json"
+    (tmp_path / ".incarnations" / "5.json").write_bytes(record.read_bytes())
     with pytest.raises(
         CorruptError, match=r"5\.json: it is the record of incarnation 1; remove it"
     ):
         start(LocalStorage(), str(tmp_path))
-    (tmp_path / ".starts" / "5.json").write_bytes(record.read_bytes()[:-9])
+    (tmp_path / ".incarnations" / "5.json").write_bytes(record.read_bytes()[:-9])
     with pytest.raises(CorruptError):
         start(LocalStorage(), str(tmp_path))
-    (tmp_path / ".starts" / "5.json").write_bytes(b'{"format":{"version":2,"requires":[]}}')
+    (tmp_path / ".incarnations" / "5.json").write_bytes(b'{"format":{"version":2,"requires":[]}}')
     with pytest.raises(IncompatibleError):
         start(LocalStorage(), str(tmp_path))
 
@@ -118,12 +121,12 @@ def test_a_start_of_no_date_is_damaged(at: float) -> None:
 
 def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:
     start(LocalStorage(), str(tmp_path))
-    data = (tmp_path / ".starts" / "1.json").read_bytes()
+    data = (tmp_path / ".incarnations" / "1.json").read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(incarnations, "MAX_INCARNATION", 1)
         with pytest.raises(StorageError, match="there are 1 incarnations: use another root"):
             start(LocalStorage(), str(tmp_path))
-    assert (tmp_path / ".starts" / "1.json").read_bytes() == data
+    assert (tmp_path / ".incarnations" / "1.json").read_bytes() == data
 
 
 def test_a_run_goes_back_from_start_to_start_and_all_else_is_left_behind() -> None:
@@ -222,7 +225,7 @@ def test_an_older_start_is_refused_once_a_newer_one_has_begun() -> None:
 def test_a_history_with_a_start_that_cannot_be_read_is_no_history(tmp_path: Path) -> None:
     for _ in range(2):
         start(LocalStorage(), str(tmp_path))
-    (tmp_path / ".starts" / "1.json").write_bytes(b"{}")
+    (tmp_path / ".incarnations" / "1.json").write_bytes(b"{}")
     with pytest.raises(
         (CorruptError, IncompatibleError), match=r"1\.json.*what incarnation 1 of this run"
     ):

@@ -72,7 +72,7 @@ def there(start: int, name: str) -> Attempt:
 
 def is_late(storage: Storage, start: int) -> bool:
     """Say whether a newer start has begun by now: what begins from here on is to be refused."""
-    entries = storage.list(f"{ROOT}/{filenames.STARTS}")
+    entries = storage.list(f"{ROOT}/{filenames.INCARNATIONS}")
     return any((filenames.parse_incarnation(entry.name) or 0) > start for entry in entries)
 
 
@@ -275,7 +275,7 @@ class Root:
             folder, _, name = path.rpartition("/")
             above, _, last = folder.rpartition("/")
             number = filenames.parse_incarnation(name)
-            if data and last == filenames.STARTS and number is not None:
+            if data and last == filenames.INCARNATIONS and number is not None:
                 records[number] = _start(data)
             if data and name == filenames.INDEX and (attempt := parse_attempt(last)):
                 step = int(above.rpartition("-")[2])
@@ -493,7 +493,7 @@ def _files(ids: FixedIds, scenario: Scenario) -> Files:
     ids.begin("what was there", 0)
     storage = MemoryStorage({"/runs": None})
     for number, restored in enumerate(scenario.starts, 1):
-        folder = f"{ROOT}/{filenames.STARTS}"
+        folder = f"{ROOT}/{filenames.INCARNATIONS}"
         make_record_folders(storage, ROOT, folder)
         record = IncarnationRecord(number, "0" * 16, restored, "", "", 0.0)
         put_record(storage, folder, filenames.incarnation_file(number), encode_incarnation(record))
@@ -508,7 +508,7 @@ def _files(ids: FixedIds, scenario: Scenario) -> Files:
 
 def _is_of_no_effect(call: Call) -> bool:
     """Say whether a call does and tells the same whenever it is made: of records of starts."""
-    folder = f"{ROOT}/{filenames.STARTS}"
+    folder = f"{ROOT}/{filenames.INCARNATIONS}"
     return call == ("make_folder", folder) or (call[0] == "open" and call[1].startswith(folder))
 
 

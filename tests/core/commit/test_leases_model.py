@@ -185,7 +185,7 @@ protections_of = leases._protections_of
 
 STEP = 7
 ATTEMPT = Attempt(1, "a" * 16)
-FACTS = f"/runs/.facts/{STEP}/{ATTEMPT}"
+FACTS = f"/runs/.annotations/{STEP}/{ATTEMPT}"
 
 
 def subject(storage: Storage) -> CheckpointRef:
@@ -274,7 +274,9 @@ def _protections_of(
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
     """Return the files of a checkpoint, without data, and a folder for its annotations."""
-    storage = MemoryStorage({"/runs": None, "/runs/.facts": None, f"/runs/.facts/{STEP}": None})
+    storage = MemoryStorage(
+        {"/runs": None, "/runs/.annotations": None, f"/runs/.annotations/{STEP}": None}
+    )
     with monkeypatch.context() as patch:
         patch.setattr("dist_ckpt.core.commit.commit_protocol.new_id", lambda: "a" * 16)
         made = save(storage, STEP)

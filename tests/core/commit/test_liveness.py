@@ -35,7 +35,7 @@ def started(storage: Storage, root: str = ROOT) -> LivenessFile:
 
 
 def signs(storage: MemoryStorage) -> list[str]:
-    return [one.name for one in storage.list(f"{ROOT}/.starts") if "alive" in one.name]
+    return [one.name for one in storage.list(f"{ROOT}/.incarnations") if "alive" in one.name]
 
 
 def test_the_last_sign_has_the_storages_time_and_there_is_one() -> None:

@@ -41,19 +41,19 @@ def test_what_was_put_is_read(tmp_path: Path) -> None:
     found = read_annotations(storage, root)[1]
     assert (found.attempt, found.values, found.problem) == (ATTEMPT, FACT.values, "")
     assert found.modified_at > 1e9
-    (folder,) = (tmp_path / "runs" / ".facts" / "500").iterdir()
+    (folder,) = (tmp_path / "runs" / ".annotations" / "500").iterdir()
     assert {path.name for path in folder.iterdir()} == {str(first), str(second), str(tag)}
 
 
 def test_names_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
     name = put_annotation(LocalStorage(), str(tmp_path), FACT)
-    folder = tmp_path / ".facts" / "500" / ATTEMPT.name
+    folder = tmp_path / ".annotations" / "500" / ATTEMPT.name
     data = (folder / str(name)).read_bytes()
     for strange in ("metrics-0-" + "0" * 16 + ".json", ".record-" + "0" * 16 + ".tmp", "x"):
         (folder / strange).write_bytes(data)
     (folder / f"pin-1-{'0' * 16}.json").mkdir()
-    (tmp_path / ".facts" / "0500").mkdir()
-    (tmp_path / ".facts" / "7").write_text("")
+    (tmp_path / ".annotations" / "0500").mkdir()
+    (tmp_path / ".annotations" / "7").write_text("")
     (folder.parent / "notes").mkdir()
     assert [one.name for one in read_annotations(LocalStorage(), str(tmp_path))] == [name]
 
@@ -78,7 +78,7 @@ def test_names_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
 )
 def test_a_fact_that_cannot_be_read_is_told_with_the_reason(tmp_path, change, problem):
     name = put_annotation(LocalStorage(), str(tmp_path), FACT)
-    file = tmp_path / ".facts" / "500" / ATTEMPT.name / str(name)
+    file = tmp_path / ".annotations" / "500" / ATTEMPT.name / str(name)
     file.write_bytes(change(file.read_bytes()))
     (found,) = read_annotations(LocalStorage(), str(tmp_path))
     assert (found.name, found.values) == (name, {})
@@ -87,7 +87,7 @@ def test_a_fact_that_cannot_be_read_is_told_with_the_reason(tmp_path, change, pr
 
 def test_a_link_in_place_of_a_fact_is_not_followed(tmp_path: Path) -> None:
     name = put_annotation(LocalStorage(), str(tmp_path / "a"), FACT)
-    file = tmp_path / "a" / ".facts" / "500" / ATTEMPT.name / str(name)
+    file = tmp_path / "a" / ".annotations" / "500" / ATTEMPT.name / str(name)
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     assert read_annotations(LocalStorage(), str(tmp_path / "a")) == ()

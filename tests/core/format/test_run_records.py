@@ -41,7 +41,7 @@ ID = "00112233445566ff"
 REQUEST = RequestRecord(ID, 2, True, "somebody", 3.5)
 ANSWER = AnswerRecord(ID, "saved", (500, ATTEMPT), "it is durable", "rank 0", 4.5)
 FAILED = replace(ANSWER, id="ff" * 8, outcome="failed", saved=None, why="the disk is full")
-FACT_FILE = f".facts/500/{ATTEMPT}/metrics-1-0123456789abcdef.json"
+FACT_FILE = f".annotations/500/{ATTEMPT}/metrics-1-0123456789abcdef.json"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | finite | texts
@@ -49,8 +49,8 @@ scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | f
 
 def test_the_encoders_write_version_1_to_the_byte():
     assert encode_annotation(FACT) == (GOLDEN / FACT_FILE).read_bytes()
-    assert encode_incarnation(START) == (GOLDEN / ".starts/2.json").read_bytes()
-    assert encode_incarnation(FRESH) == (GOLDEN / ".starts/1.json").read_bytes()
+    assert encode_incarnation(START) == (GOLDEN / ".incarnations/2.json").read_bytes()
+    assert encode_incarnation(FRESH) == (GOLDEN / ".incarnations/1.json").read_bytes()
     assert encode_request(REQUEST) == (GOLDEN / f".requests/request-{ID}.json").read_bytes()
     assert encode_answer(ANSWER) == (GOLDEN / f".requests/answer-{ID}.json").read_bytes()
     assert encode_answer(FAILED) == (GOLDEN / f".requests/answer-{FAILED.id}.json").read_bytes()
@@ -58,8 +58,8 @@ def test_the_encoders_write_version_1_to_the_byte():
 
 def test_the_golden_files_decode_for_ever():
     assert decode_annotation((GOLDEN / FACT_FILE).read_bytes(), "f") == FACT
-    assert decode_incarnation((GOLDEN / ".starts/2.json").read_bytes(), "s") == START
-    assert decode_incarnation((GOLDEN / ".starts/1.json").read_bytes(), "s") == FRESH
+    assert decode_incarnation((GOLDEN / ".incarnations/2.json").read_bytes(), "s") == START
+    assert decode_incarnation((GOLDEN / ".incarnations/1.json").read_bytes(), "s") == FRESH
     asked, *answers = [
         (GOLDEN / f".requests/{name}.json").read_bytes()
         for name in (f"request-{ID}", f"answer-{ID}", f"answer-{FAILED.id}")
@@ -123,8 +123,11 @@ def test_a_fact_that_makes_no_sense_is_damaged(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"start": number} for number in (0, -1, 1_000_000, "1", None)),
-        *({"restored": where} for where in ([], [500], [500, "x"], ["500", ATTEMPT.name], 500)),
+        *({"incarnation": number} for number in (0, -1, 1_000_000, "1", None)),
+        *(
+            {"restored_step": where}
+            for where in ([], [500], [500, "x"], ["500", ATTEMPT.name], 500)
+        ),
         *({"id": own_id} for own_id in ("", "0" * 15, "A" * 16, 7)),
         {"why": None},
     ],

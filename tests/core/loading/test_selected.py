@@ -28,7 +28,7 @@ def test_the_latest_is_loaded_and_reported_by_its_path(root: Path) -> None:
     state: dict[str, Any] = {"x": 0}
     report = dc.load(state, f"{root}@latest")
     assert (state, report.path, report.step) == ({"x": 2}, str(root / "s2"), 2)
-    assert not (root / ".facts").exists()
+    assert not (root / ".annotations").exists()
     with pytest.raises(NotFoundError, match="there are no metrics"):
         dc.load(state, f"{root}@min:loss")
 
@@ -72,7 +72,7 @@ def test_a_load_of_a_part_is_no_check(root: Path) -> None:
 
 def test_a_full_check_is_noted_where_a_run_keeps_records(root: Path) -> None:
     assert dc.verify(f"{root}@latest").ok
-    assert not (root / ".facts").exists()
+    assert not (root / ".annotations").exists()
     dc.Run(root).pin(2)
     dc.verify(f"{root}@latest", level="quick")
     assert not dc.Run(root).find(2).is_verified

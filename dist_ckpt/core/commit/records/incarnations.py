@@ -1,6 +1,6 @@
 """Incarnations of a run: each start of a job has a number, which fences older ones.
 
-    <root>/.starts/<number>.json    which job writes into this root, and what it resumed from
+    <root>/.incarnations/<number>.json    which job writes into this root, and what it resumed from
 
 The attempts of an incarnation have numbers from 1000 times its own on, so a newer incarnation has
 higher ones. A run resumes from what its newest incarnation has saved; from what the one before
@@ -34,8 +34,8 @@ from dist_ckpt.core.commit.records.liveness import describe_liveness, utc
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,
+    INCARNATIONS,
     MAX_INCARNATION,
-    STARTS,
     Attempt,
     incarnation_file,
     parse_incarnation,
@@ -133,7 +133,9 @@ def read_history(storage: Storage, root: str) -> IncarnationHistory:
 
     CorruptError or IncompatibleError if one cannot be read: what it has orphaned is not known.
     """
-    numbers = (parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
+    numbers = (
+        parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{INCARNATIONS}")
+    )
     return IncarnationHistory(
         {number: _read(storage, root, number) for number in filter(None, numbers)}
     )
@@ -158,7 +160,7 @@ def begin_incarnation(
     Missing folders are made, the root too. CorruptError or IncompatibleError if the newest record
     cannot be read: it is never skipped. StorageError if it is not certain that the record exists.
     """
-    folder = f"{root}/{STARTS}"
+    folder = f"{root}/{INCARNATIONS}"
     own_id = new_id()
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
@@ -210,7 +212,9 @@ def secure_incarnation(
 
 def newest_incarnation(storage: Storage, root: str) -> IncarnationRecord | None:
     """Return the incarnation with the highest number, or None if there is none."""
-    names = (parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{STARTS}"))
+    names = (
+        parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{INCARNATIONS}")
+    )
     highest = max(filter(None, names), default=None)
     if highest is None:
         return None
@@ -218,7 +222,7 @@ def newest_incarnation(storage: Storage, root: str) -> IncarnationRecord | None:
 
 
 def _read(storage: Storage, root: str, number: int) -> IncarnationRecord:
-    file = f"{root}/{STARTS}/{incarnation_file(number)}"
+    file = f"{root}/{INCARNATIONS}/{incarnation_file(number)}"
     try:
         record = decode_incarnation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except FileNotFoundError:

@@ -40,7 +40,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations_of,
 )
 from dist_ckpt.core.format.filenames import (
-    FACTS,
+    ANNOTATIONS,
     AnnotationName,
     Attempt,
     is_temporary_record,
@@ -188,7 +188,7 @@ def protections_at(
     if not those:
         return {}
     root = posixpath.dirname(real_path(path))
-    if all(entry.name != FACTS for entry in entries_at(storage, root)):
+    if all(entry.name != ANNOTATIONS for entry in entries_at(storage, root)):
         return {}
     annotations = read_annotations(storage, root)
     subjects = {
@@ -293,7 +293,7 @@ def forget(
         _remove(storage, f"{folder}/{name}")
     with suppress(StorageError):  # another process has written something there
         _remove(storage, folder)
-        _remove(storage, f"{root}/{FACTS}/{where[0]}")
+        _remove(storage, f"{root}/{ANNOTATIONS}/{where[0]}")
 
 
 def _outdated_tags(where: Where, annotations: Sequence[StoredAnnotation]) -> list[StoredAnnotation]:

@@ -1,6 +1,6 @@
 """Liveness files: heartbeats of an incarnation on storage. For messages; no decision uses them.
 
-    <root>/.starts/<number>.alive-<id>    an empty file, replaced every LIVENESS_INTERVAL_S seconds
+    <root>/.incarnations/<number>.alive-<id>    empty, replaced every LIVENESS_INTERVAL_S seconds
 
 A missing heartbeat proves nothing: a process may pause, or lose the storage, and continue later.
 """
@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from dist_ckpt.core.commit.attempts import entries_at, new_id, store
-from dist_ckpt.core.format.filenames import STARTS, liveness_file, parse_liveness
+from dist_ckpt.core.format.filenames import INCARNATIONS, liveness_file, parse_liveness
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError
 
@@ -25,7 +25,7 @@ class LivenessFile:
 
     def __init__(self, storage: Storage, root: str, incarnation: int) -> None:
         self._storage = storage
-        self._folder = f"{root}/{STARTS}"
+        self._folder = f"{root}/{INCARNATIONS}"
         self._incarnation = incarnation
 
     def renew(self) -> None:
@@ -53,7 +53,7 @@ def last_liveness(storage: Storage, root: str, incarnation: int) -> float | None
     work must not fail for a message.
     """
     with suppress(CheckpointError, OSError):
-        entries = entries_at(storage, f"{root}/{STARTS}")
+        entries = entries_at(storage, f"{root}/{INCARNATIONS}")
         return max(
             (e.modified_at for e in entries if parse_liveness(e.name) == incarnation),
             default=None,

@@ -28,7 +28,7 @@ from dist_ckpt.core.commit.attempts import (
 )
 from dist_ckpt.core.commit.new_folders import make_folders
 from dist_ckpt.core.format.filenames import (
-    FACTS,
+    ANNOTATIONS,
     MAX_FACT,
     AnnotationName,
     Attempt,
@@ -100,11 +100,11 @@ def read_annotations(storage: Storage, root: str) -> tuple[StoredAnnotation, ...
 
 
 def _annotations(storage: Storage, root: str) -> Iterator[StoredAnnotation]:
-    for entry in entries_at(storage, f"{root}/{FACTS}"):
+    for entry in entries_at(storage, f"{root}/{ANNOTATIONS}"):
         step = parse_step(entry.name)
         if step is None:
             continue
-        for attempt in attempts_in(entries_at(storage, f"{root}/{FACTS}/{entry.name}")):
+        for attempt in attempts_in(entries_at(storage, f"{root}/{ANNOTATIONS}/{entry.name}")):
             yield from read_annotations_of(storage, root, step, attempt)
 
 
@@ -137,7 +137,7 @@ def this_process() -> str:
 
 def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
     """Return the folder of the annotations of an attempt."""
-    return f"{root}/{FACTS}/{step}/{attempt}"
+    return f"{root}/{ANNOTATIONS}/{step}/{attempt}"
 
 
 def _read(storage: Storage, file: str, one: StoredAnnotation) -> StoredAnnotation:
