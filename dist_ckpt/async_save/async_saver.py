@@ -29,6 +29,7 @@ from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_attributes, refuse_old_parameters
@@ -75,7 +76,10 @@ class SaverOptions:
 
     def root_id(self) -> str | None:
         """Return the id of the root, which gets one if need be; None if no job is made of it."""
-        if self.job is not None or self.root is None:
+        if self.root is None:
+            return None
+        if self.job is not None:
+            check_upgraded(*self._opened_root())
             return None
         return make_root_id(*self._opened_root())
 

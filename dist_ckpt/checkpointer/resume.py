@@ -32,6 +32,7 @@ from dist_ckpt.core.commit.records.incarnations import (
 )
 from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.core.commit.records.liveness import describe_liveness
+from dist_ckpt.core.commit.records.old_records import refuse_old
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.core.format.run_records import IncarnationRecord
@@ -197,6 +198,8 @@ class Resume:
             if at is not None:
                 raise
             return _RunListing((), ())
+        if not self.options.read_only:
+            refuse_old(listing.root, listing.old_folders)
         if any(one.state == "damaged" for one in listing.checkpoints):
             for one in listing.checkpoints:
                 drop_cached(f"{one.path}/{_newest_attempt(self.storage, one.path)}")

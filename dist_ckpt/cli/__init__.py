@@ -29,6 +29,7 @@ from dist_ckpt.cli.commands import (
     reporting,
     runs,
     tensors,
+    upgrading,
     watching,
 )
 
@@ -119,6 +120,7 @@ for _command in (
     runs.pin,
     runs.tag,
     runs.request_save,
+    upgrading.upgrade,
     watching.watch,
     completion.completion,
     completion.schema,

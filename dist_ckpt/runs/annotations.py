@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.records.old_records import old_folders_in, warn_of_old
 from dist_ckpt.core.commit.records.protections import (
     Protections,
     Where,
@@ -149,8 +150,23 @@ def note_verified(storage: Storage, path: str, where: Where, level: str) -> None
 
 
 def can_keep_records(storage: Storage, root: str) -> bool:
-    """Return True if a folder has records of a run: annotations, or incarnations."""
-    return any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries_at(storage, root))
+    """Return True if a folder has records of a run: annotations, or incarnations; also old ones."""
+    return _has_records(storage, root)[0]
+
+
+def can_lease(storage: Storage, root: str) -> bool:
+    """Return True if a folder has records of a run, and more may be written there."""
+    has_records, is_old = _has_records(storage, root)
+    return has_records and not is_old
+
+
+def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
+    """Return whether there are records, and whether they are old, which is logged."""
+    entries = entries_at(storage, root)
+    old = old_folders_in(entries)
+    warn_of_old(root, old)
+    has_new = any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries)
+    return has_new or bool(old), bool(old)
 
 
 def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:

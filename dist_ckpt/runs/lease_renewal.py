@@ -13,7 +13,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.runs.annotations import can_keep_records
+from dist_ckpt.runs.annotations import can_lease
 from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.runs.selectors import resolve_at
 
@@ -96,7 +96,7 @@ def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
     if (first := resolve_at(storage, path)) is None:
         return path
     root = first.path.rpartition("/")[0]
-    if first.where is None or not can_keep_records(storage, root):
+    if first.where is None or not can_lease(storage, root):
         return first.path
     try:
         return lease_selected(
@@ -111,13 +111,13 @@ def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
     """Yield the checkpoint at `path`, protected against removal inside the `with`.
 
-    It is leased if the root has records of a run. Otherwise a removal inside the `with` becomes
-    NotFoundError.
+    It is leased if the root has records of a run that can be added to. Otherwise a removal inside
+    the `with` becomes NotFoundError.
     """
     attempt, index = attempts.find(storage, path)
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
-        if index.step is not None and can_keep_records(storage, root):
+        if index.step is not None and can_lease(storage, root):
             subject = CheckpointRef(storage, root, path, (index.step, attempt))
             stack.enter_context(renewed_lease(subject))
         stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
+from dist_ckpt.core.commit.records.old_records import (
+    find_old_folders,
+    old_folders_in,
+    warn_of_old,
+)
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
@@ -19,7 +24,7 @@ from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.runtime.renamed import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.runs.annotations import KnownAnnotations, annotations_of
 
@@ -93,6 +98,8 @@ class Listing:
 
     `problems` has the errors of annotations that cannot be read. `newest_incarnation` is a number,
     0 if none is recorded. `history_problem` is why it is not known what is orphaned, "" if it is.
+    `old_folders` are those of dist_ckpt 0.1.0 in the root: they are read, and nothing may be
+    written or removed there.
     """
 
     root: str
@@ -101,6 +108,7 @@ class Listing:
     problems: tuple[str, ...] = ()
     newest_incarnation: int = 0
     history_problem: str = ""
+    old_folders: tuple[str, ...] = ()
 
     @property
     def alive(self) -> tuple[RunCheckpoint, ...]:
@@ -128,13 +136,18 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     """Return what `checkpoints` returns, with more; leases expire by the time `now`."""
     single = _read(storage, folder)
     root = folder if single is None else folder.rpartition("/")[0] or "/"
-    infos = _read_all(storage, root) if single is None else [single]
-    annotations = read_annotations(storage, root)
+    if single is None:
+        entries = _entries_of(storage, root)
+        infos, old = _read_all(storage, root, entries), old_folders_in(entries)
+    else:
+        infos, old = [single], find_old_folders(storage, root)
+    warn_of_old(root, old)
+    annotations = read_annotations(storage, root, with_old=bool(old))
     known = annotations_of(annotations, now)
-    history, problem = _history(storage, root)
+    history, problem = _history(storage, root, with_old=bool(old))
     annotated = [_with_annotations(info, known, history) for info in infos]
     by_step = tuple(sorted(annotated, key=_by_step))
-    return Listing(root, by_step, annotations, known.problems, history.newest, problem)
+    return Listing(root, by_step, annotations, known.problems, history.newest, problem, old)
 
 
 def _by_step(info: RunCheckpoint) -> tuple[bool, int, Where, str]:
@@ -144,11 +157,14 @@ def _by_step(info: RunCheckpoint) -> tuple[bool, int, Where, str]:
 _NO_ATTEMPT = Attempt(0, "")
 
 
-def _read_all(storage: Storage, root: str) -> Sequence[RunCheckpoint]:
+def _entries_of(storage: Storage, root: str) -> Sequence[Entry]:
     try:
-        entries = storage.list(root)
+        return storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"{root} is no folder; choose another path") from error
+
+
+def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence[RunCheckpoint]:
     names = [entry.name for entry in entries if entry.kind == "folder"]
     paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in NO_CHECKPOINTS]
     threads = Config.from_environment().threads
@@ -189,9 +205,9 @@ def _read(storage: Storage, path: str) -> RunCheckpoint | None:
     )
 
 
-def _history(storage: Storage, root: str) -> tuple[IncarnationHistory, str]:
+def _history(storage: Storage, root: str, *, with_old: bool) -> tuple[IncarnationHistory, str]:
     try:
-        return read_history(storage, root), ""
+        return read_history(storage, root, with_old=with_old), ""
     except (CorruptError, IncompatibleError) as error:
         return IncarnationHistory({}), str(error)
 

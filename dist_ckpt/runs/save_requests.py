@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from dist_ckpt.core.commit.attempts import ROUNDS, entries_at, new_id, read_document
 from dist_ckpt.core.commit.records.incarnations import newest_incarnation
 from dist_ckpt.core.commit.records.liveness import last_liveness
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record, this_process
 from dist_ckpt.core.format.filenames import (
@@ -64,8 +65,10 @@ def incarnation_to_ask(storage: Storage, root: str) -> int:
     """Return the number of the newest incarnation of a run, which gets the requests.
 
     NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
-    record of the newest incarnation cannot be read.
+    record of the newest incarnation cannot be read, IncompatibleError also if the root is to be
+    upgraded.
     """
+    check_upgraded(storage, root)
     newest = newest_incarnation(storage, root)
     if newest is None:
         raise NotFoundError(

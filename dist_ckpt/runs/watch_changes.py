@@ -47,8 +47,9 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
     listing = list_run(storage, root, now=now)
     if listing.root != root:
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
+    with_old = bool(listing.old_folders)
     try:
-        incarnation = newest_incarnation(storage, root)
+        incarnation = newest_incarnation(storage, root, with_old=with_old)
     except (CorruptError, IncompatibleError):  # the listing says so
         incarnation = None
     writing: dict[str, Status] = {}
@@ -57,7 +58,9 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
             for status in statuses(storage, info.path):
                 if status.state == "open":  # the last counts
                     writing[info.path] = status
-    seen_at = None if incarnation is None else last_liveness(storage, root, incarnation.number)
+    seen_at = None
+    if incarnation is not None:
+        seen_at = last_liveness(storage, root, incarnation.number, with_old=with_old)
     return RunObservation(now, listing, incarnation, writing, seen_at)
 
 

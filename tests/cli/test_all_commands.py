@@ -29,6 +29,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 ROOT = Path(__file__).parents[2]
 
+# A root of dist_ckpt 0.1.0.
+GOLDEN = ROOT / "tests" / "golden" / "root-of-0.1.0"
+
 # How each command is given a path, and somewhere to write: {path} and {new}.
 WORDS = {
     "ls": "{path}",
@@ -54,6 +57,7 @@ WORDS = {
     "pin": "{path}",
     "tag": "{path} name",
     "request-save": "{path}",
+    "upgrade": "{path}",
     "watch": "{path} --once",
     "report": "{path} -o {new}",
 }
@@ -170,6 +174,7 @@ DOCUMENTS = {
     "dry-run": "reshard {root}@1 {root}-new --world-size 2 --dry-run",
     "watch": "watch {root} --once",
     "request-save": "request-save {root}-job",
+    "upgrade": "upgrade {root}",
 }
 # The same document of something else.
 MORE_DOCUMENTS = [
@@ -186,6 +191,7 @@ MORE_DOCUMENTS = [
     ("dry-run", "backup {root}@1 --dry-run"),
     ("request-save", "request-save {root}-job --wait --timeout 0"),
     ("request-save", "request-save {root}-job --stop --dry-run"),
+    ("upgrade", f"upgrade {GOLDEN} --dry-run"),
 ]
 
 

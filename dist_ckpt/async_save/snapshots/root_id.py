@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from dist_ckpt.core.commit.attempts import ROUNDS, new_id, store
 from dist_ckpt.core.commit.new_folders import make_folders
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.format.filenames import ROOT_ID, temporary_root_id
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -66,8 +67,10 @@ def find_root_id(storage: Storage, root: str) -> str | None:
 def make_root_id(storage: Storage, root: str) -> str:
     """Return the id of a folder, which gets one, and is made, if need be; it is durable then.
 
-    Whoever calls this at once gets the same one. StorageError or ExistsError if it cannot be made.
+    Whoever calls this at once gets the same one. StorageError or ExistsError if it cannot be made,
+    IncompatibleError if the folder is to be upgraded.
     """
+    check_upgraded(storage, root)
     for _ in range(ROUNDS):
         if (there := find_root_id(storage, root)) is not None:
             return there

@@ -17,6 +17,7 @@ from dist_ckpt.cli.completion import components_in
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records.leases import check_unprotected
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.errors import StorageError
@@ -204,6 +205,7 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
     storage, where = open_resolved(path)
     removal.check_deletable(storage, where)
     if dry_run:
+        check_upgraded(storage, os.path.dirname(where))
         if not force:
             check_unprotected(storage, where, list_attempts(storage, where), lambda *_: time.time())
     else:

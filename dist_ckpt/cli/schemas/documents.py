@@ -268,6 +268,13 @@ KEYS: Mapping[str, Keys] = {
     },
     "pin": {"path": TEXT, "step": INT, "why": TEXT, **each("removed dry_run", BOOL)},
     "tag": {"path": TEXT, "step": INT, "name": TEXT, **each("removed dry_run", BOOL)},
+    "upgrade": {
+        "root": TEXT,
+        "dry_run": BOOL,
+        "folders": list_of(TEXT),
+        **each("num_annotations num_incarnations", INT),
+        "alive": list_of(TEXT),
+    },
     "gc": {"path": TEXT, "dry_run": BOOL, "removed": list_of(TEXT)},
     **dict.fromkeys(("reshard", "cp", "average", "import"), _WRITTEN),
     "dry-run": {

@@ -48,6 +48,7 @@ from dist_ckpt.core.commit.preflight import (
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import check_unprotected
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.removal import now_at, remove
 from dist_ckpt.core.format.filenames import (
     CLAIM,
@@ -61,7 +62,7 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Abandoned, Index
-from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.core.storage import Entry, Storage, real_path
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -105,7 +106,8 @@ def claim(
     On return the attempt's folder is durable, lower open attempts are abandoned, and an index
     can be put exclusively on this storage. Raises ExistsError if a checkpoint is there (unless
     `overwrite`, and it is not pinned, tagged or leased, or `force`), or what is not ours;
-    ConflictError if a higher attempt is; whatever it raises, nothing is left behind.
+    ConflictError if a higher attempt is; IncompatibleError if the root is to be upgraded. Whatever
+    it raises, nothing is left behind.
 
     `run` is the start of a run that saves: its caller saves only above the step that it restored,
     so that what older incarnations have there is orphaned, and is replaced without `overwrite`.
@@ -117,6 +119,7 @@ def claim(
     try:
         if run is not None:
             run.check(storage)
+        check_upgraded(storage, posixpath.dirname(real_path(path)))
         for _ in range(ROUNDS):
             entries = _survey(storage, path, made, may_replace=may_replace)
             if run is None and not force:  # what a run replaces stays while it is protected

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from dist_ckpt.core.commit.attempts import attempts_in, entries_at, read_index
 from dist_ckpt.core.commit.records.leases import check_unprotected
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.format.filenames import (
     Attempt,
     is_beside_attempts,
@@ -15,7 +16,7 @@ from dist_ckpt.core.format.filenames import (
     selections,
 )
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.core.storage import Entry, Storage, real_path
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
 
 _REPLACE = "replace it (overwrite=True, on the command line --overwrite)"
@@ -28,6 +29,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
 
     Raises what a claim there would, by what lies there: whether it can be written is not known.
     """
+    check_upgraded(storage, posixpath.dirname(real_path(path)))
     try:
         entries = storage.list(path)
     except FileNotFoundError:

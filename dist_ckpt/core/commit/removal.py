@@ -8,6 +8,7 @@ that are not dist_ckpt's are never touched.
 from __future__ import annotations
 
 import logging
+import posixpath
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -25,6 +26,11 @@ from dist_ckpt.core.commit.attempts import (
 from dist_ckpt.core.commit.outcome import DATA_IS_KEPT, partial_delete_error
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import protections_at
+from dist_ckpt.core.commit.records.old_records import (
+    check_upgraded,
+    old_folders_in,
+    refuse_old,
+)
 from dist_ckpt.core.format.filenames import (
     Attempt,
     is_in_attempt,
@@ -213,7 +219,8 @@ def _superseded(
 def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
     """Do so at `root` and at every folder in it; return the paths of what is gone.
 
-    Raises NotFoundError if there is no such folder.
+    Raises NotFoundError if there is no such folder, IncompatibleError if it, or the folder that it
+    is in, is to be upgraded.
     """
     return tuple(
         f"{path}/{name}"
@@ -223,11 +230,13 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
 
 
 def _folders(storage: Storage, root: str) -> Sequence[str]:
-    """Return a folder, and those in it."""
+    """Return a folder, and those in it. IncompatibleError if its records are old."""
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"{root} is no folder; choose another path") from error
+    refuse_old(root, old_folders_in(entries))
+    check_upgraded(storage, posixpath.dirname(root))
     return [root, *(f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder")]
 
 

@@ -39,6 +39,7 @@ _INCARNATION_FIELDS = (
     *("format", "incarnation", "id", "restored_step", "why", "by", "at"),
     "digest",
 )
+_OLD_INCARNATION_FIELDS = ("format", "start", "id", "restored", "why", "by", "at", "digest")
 _REQUEST_FIELDS = ("format", "request", "start", "stop", "by", "at", "digest")
 _ANSWER_FIELDS = ("format", "request", "outcome", "saved", "why", "by", "at", "digest")
 
@@ -152,11 +153,20 @@ def encode_incarnation(start: IncarnationRecord) -> bytes:
 def decode_incarnation(data: bytes, what: str) -> IncarnationRecord:
     """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
     doc = _decode(data, what)
-    _, start, own_id, restored, why, by, at, _ = fields(doc, _INCARNATION_FIELDS, what)
+    return _incarnation(doc, what, _INCARNATION_FIELDS)
+
+
+def decode_old_incarnation(data: bytes, what: str) -> IncarnationRecord:
+    """Return what a record in `.starts` of dist_ckpt 0.1.0 says. Raises as `decode_incarnation`."""
+    return _incarnation(_decode(data, what), what, _OLD_INCARNATION_FIELDS)
+
+
+def _incarnation(doc: dict[str, Json], what: str, names: tuple[str, ...]) -> IncarnationRecord:
+    _, start, own_id, restored, why, by, at, _ = fields(doc, names, what)
     return IncarnationRecord(
-        integer(start, 1, MAX_INCARNATION, f"{what}, incarnation"),
+        integer(start, 1, MAX_INCARNATION, f"{what}, {names[1]}"),
         hex_digits(own_id, ID_LENGTH, f"{what}, id"),
-        _decoded_where(restored, f"{what}, restored_step"),
+        _decoded_where(restored, f"{what}, {names[3]}"),
         string(why, f"{what}, why"),
         string(by, f"{what}, by"),
         _time(at, f"{what}, at"),

@@ -14,6 +14,7 @@ from math import inf
 
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.leases import CheckpointRef, forget, remove_if_unprotected
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT, Where, protections_of
 from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
@@ -43,8 +44,12 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
 
 
 def delete_at(storage: Storage, path: str, *, force: bool) -> None:
-    """Delete a checkpoint on a storage. In a root without records of a run it has no protection."""
+    """Delete a checkpoint on a storage. In a root without records of a run it has no protection.
+
+    IncompatibleError if its root is to be upgraded.
+    """
     root = os.path.dirname(path)
+    check_upgraded(storage, root)
     if not can_keep_records(storage, root):
         removal.delete(storage, path)
         return

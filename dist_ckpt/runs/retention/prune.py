@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
 from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.old_records import refuse_old
 from dist_ckpt.core.commit.records.protections import LEASE, Where
 from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION
 from dist_ckpt.core.storage import Storage
@@ -95,9 +96,11 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
     newest checkpoint and of older ones until one passes. Once an incarnation newer than `run` has
     begun, nothing is removed: ConflictError. Without `run`, if an incarnation has begun meanwhile.
     With `among`, only these may be removed, each at its path. A `dry_run` changes nothing.
-    NotFoundError if there is no such folder, ValueError if it is a checkpoint.
+    NotFoundError if there is no such folder, ValueError if it is a checkpoint, IncompatibleError
+    if it is to be upgraded, also for a `dry_run`.
     """
     listing = list_run(storage, root, now=time.time())
+    refuse_old(listing.root, listing.old_folders)
     if not dry_run and any(annotation.name.kind == LEASE for annotation in listing.annotations):
         listing = list_run(storage, root, now=removal.now_at(storage, root))
     if listing.root != root:

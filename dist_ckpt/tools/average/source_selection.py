@@ -16,7 +16,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.runs.annotations import can_keep_records
+from dist_ckpt.runs.annotations import can_keep_records, can_lease
 from dist_ckpt.runs.lease_renewal import checkpoint_ref_of, renewed_lease, resolve_with_lease
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import measured, resolve_at, warn_of_unreadable
@@ -235,7 +235,7 @@ def _of_run(
         those = pick(listing, options)
         try:
             with ExitStack() as stack:
-                if held is not None and can_keep_records(storage, listing.root):
+                if held is not None and can_lease(storage, listing.root):
                     for one in those:
                         stack.enter_context(renewed_lease(checkpoint_ref_of(storage, one)))
                     held.push(stack.pop_all())

@@ -23,7 +23,7 @@ def best_measured(
     there = {one.where: one for one in listing.alive}
     measured = annotations_of(listing.annotations, time.time()).metrics
     values = {where: found[metric] for where, found in measured.items() if metric in found}
-    history = read_history(storage, listing.root)
+    history = read_history(storage, listing.root, with_old=bool(listing.old_folders))
 
     def counts(where: Where) -> bool:
         if where in there:

@@ -95,7 +95,7 @@ def _row(
 
 def _incarnations(listing: Listing) -> list[Json]:
     storage, root = open_storage(listing.root)
-    history = read_history(storage, root)
+    history = read_history(storage, root, with_old=bool(listing.old_folders))
     newest = sorted(history.incarnations.values(), key=lambda one: one.number)[-MAX_ROWS:]
     return [
         {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import read_annotations_of
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
@@ -53,6 +54,7 @@ def backup_at(
 ) -> str:
     """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
     root, folder, target = _places(storage, path)
+    check_upgraded(storage, root)
     with leased_source(storage, path) as (attempt, index):
         kept = _kept_at(storage, target, index)
         if kept is None:
@@ -75,7 +77,8 @@ def would_back_up(path: str | os.PathLike[str], *, overwrite: bool = False) -> D
     Nothing is changed. Raises what it would before it writes.
     """
     storage, source = open_resolved(path)
-    *_, target = _places(storage, source)
+    root, _, target = _places(storage, source)
+    check_upgraded(storage, root)
     _, index = attempts.find(storage, source)
     if _kept_at(storage, target, index) is not None:
         return DryRun(target, {})

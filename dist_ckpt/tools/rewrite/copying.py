@@ -117,6 +117,7 @@ def _carry_metrics(
     if index.step is None or not all(can_keep_records(storage, root) for root in roots):
         return
     was, now = (index.step, old[1]), (index.step, new[1])
-    measured = annotations_of(read_annotations_of(storage, roots[0], *was), 0.0).metrics.get(was)
+    facts = read_annotations_of(storage, roots[0], *was, with_old=True)
+    measured = annotations_of(facts, 0.0).metrics.get(was)
     if measured:
         put_metrics(storage, roots[1], now, measured)

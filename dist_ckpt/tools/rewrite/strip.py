@@ -20,6 +20,7 @@ from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef, protections_at
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import PIN, Where, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import now_at
@@ -89,6 +90,7 @@ def strip_at(
 ) -> SaveReport:
     """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
     counting = CountingStorage(storage)
+    check_upgraded(counting, os.path.dirname(path))
     phases = Phases("strip", path, quiet=False)
     found = attempts.find(counting, path)
     _finish_former(counting, path, *found)
@@ -135,6 +137,7 @@ def remaining_after(
 
     Raises what the strip would before it writes.
     """
+    check_upgraded(storage, os.path.dirname(path))
     attempt, index = attempts.find(storage, path)
     with attempts.not_found_if_removed(storage, path, attempt):
         left = _Part.of(storage, f"{path}/{attempt}", index, names).left

@@ -15,6 +15,7 @@ that path.
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,11 +32,13 @@ from dist_ckpt.core.commit.attempts import (
     read_document,
 )
 from dist_ckpt.core.commit.records.liveness import describe_liveness, utc
+from dist_ckpt.core.commit.records.old_records import find_old_folders
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,
     INCARNATIONS,
     MAX_INCARNATION,
+    OLD_INCARNATIONS,
     Attempt,
     incarnation_file,
     parse_incarnation,
@@ -44,6 +47,7 @@ from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
     IncarnationRecord,
     decode_incarnation,
+    decode_old_incarnation,
     encode_incarnation,
 )
 from dist_ckpt.core.format.strict_json import REMEDY
@@ -64,7 +68,18 @@ class Incarnation(Message, frozen=True):
         return self.number * ATTEMPTS_PER_INCARNATION
 
     def check(self, storage: Storage) -> None:
-        """Raise ConflictError if a newer incarnation writes into the root."""
+        """Raise ConflictError if a newer incarnation writes into the root.
+
+        So does one of dist_ckpt 0.1.0 that began since this one, whatever its number: it does not
+        see this one, and goes on.
+        """
+        if find_old_folders(storage, self.root, (OLD_INCARNATIONS,)):
+            raise ConflictError(
+                f"{self.root}: {OLD_INCARNATIONS} is here, so a job of dist_ckpt 0.1.0 has begun "
+                f"to write here. This is incarnation {self.number}: it saves and removes nothing "
+                f"more. End both jobs, run `dist-ckpt upgrade {self.root}`, and start one of them "
+                f"again, with this version"
+            )
         newest = newest_incarnation(storage, self.root)
         if newest is not None and newest.number > self.number:
             alive = describe_liveness(storage, self.root, newest.number)
@@ -128,17 +143,36 @@ class IncarnationHistory:
         return attempt.incarnation != number or step > until
 
 
-def read_history(storage: Storage, root: str) -> IncarnationHistory:
+def read_history(storage: Storage, root: str, *, with_old: bool = False) -> IncarnationHistory:
     """Return the incarnations of a run; none if there is no such root.
 
-    CorruptError or IncompatibleError if one cannot be read: what it has orphaned is not known.
+    `with_old`: those that dist_ckpt 0.1.0 has recorded as well. CorruptError or IncompatibleError
+    if one cannot be read: what it has orphaned is not known.
     """
-    numbers = (
-        parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{INCARNATIONS}")
-    )
-    return IncarnationHistory(
-        {number: _read(storage, root, number) for number in filter(None, numbers)}
-    )
+    records: dict[int, IncarnationRecord] = {}
+    # An upgrade writes the new record before it removes the old one: in this order none is missed.
+    for folder in (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,):
+        for number in incarnations_in(storage, f"{root}/{folder}"):
+            record = read_incarnation(storage, f"{root}/{folder}", number)
+            check_same_incarnation(root, records.setdefault(number, record), record)
+    return IncarnationHistory(records)
+
+
+def incarnations_in(storage: Storage, folder: str) -> list[int]:
+    """Return the numbers of the records in a folder, the lowest first."""
+    numbers = (parse_incarnation(entry.name) for entry in entries_at(storage, folder))
+    return sorted(filter(None, numbers))
+
+
+def check_same_incarnation(root: str, old: IncarnationRecord, new: IncarnationRecord) -> None:
+    """Raise CorruptError if two jobs have recorded the same number, each in its own folder."""
+    if old != new:
+        name = incarnation_file(new.number)
+        raise CorruptError(
+            f"{root}: {OLD_INCARNATIONS}/{name} is of {old.by}, and {INCARNATIONS}/{name} of "
+            f"{new.by}: a job of dist_ckpt 0.1.0 and a newer one have used this root at once. End "
+            f"both, and remove the file of the one that is not to go on"
+        )
 
 
 def begin_incarnation(
@@ -210,21 +244,35 @@ def secure_incarnation(
         )
 
 
-def newest_incarnation(storage: Storage, root: str) -> IncarnationRecord | None:
-    """Return the incarnation with the highest number, or None if there is none."""
-    names = (
-        parse_incarnation(entry.name) for entry in entries_at(storage, f"{root}/{INCARNATIONS}")
-    )
-    highest = max(filter(None, names), default=None)
-    if highest is None:
+def newest_incarnation(
+    storage: Storage, root: str, *, with_old: bool = False
+) -> IncarnationRecord | None:
+    """Return the incarnation with the highest number, or None if there is none.
+
+    `with_old`: one that dist_ckpt 0.1.0 has recorded counts as well.
+    """
+    folders = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
+    there = [
+        (number, f"{root}/{name}")
+        for name in folders
+        for number in incarnations_in(storage, f"{root}/{name}")
+    ]
+    if not there:
         return None
-    return _read(storage, root, highest)
+    number, folder = max(there, key=lambda one: one[0])
+    return read_incarnation(storage, folder, number)
 
 
-def _read(storage: Storage, root: str, number: int) -> IncarnationRecord:
-    file = f"{root}/{INCARNATIONS}/{incarnation_file(number)}"
+def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationRecord:
+    """Return one record in a folder of a root, the old one or the new one.
+
+    CorruptError or IncompatibleError if it cannot be read, StorageError if it is gone.
+    """
+    file = f"{folder}/{incarnation_file(number)}"
+    is_old = posixpath.basename(folder) == OLD_INCARNATIONS
+    decode = decode_old_incarnation if is_old else decode_incarnation
     try:
-        record = decode_incarnation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        record = decode(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except FileNotFoundError:
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:

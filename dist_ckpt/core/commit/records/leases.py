@@ -20,6 +20,7 @@ from math import isfinite
 from time import monotonic
 
 from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
+from dist_ckpt.core.commit.records.old_records import old_folders_in
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     DELETION_INTENT_S,
@@ -188,9 +189,11 @@ def protections_at(
     if not those:
         return {}
     root = posixpath.dirname(real_path(path))
-    if all(entry.name != ANNOTATIONS for entry in entries_at(storage, root)):
+    entries = entries_at(storage, root)
+    old = old_folders_in(entries)
+    if not old and all(entry.name != ANNOTATIONS for entry in entries):
         return {}
-    annotations = read_annotations(storage, root)
+    annotations = read_annotations(storage, root, with_old=bool(old))
     subjects = {
         (annotation.step, annotation.attempt)
         for annotation in annotations

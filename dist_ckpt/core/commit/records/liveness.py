@@ -11,7 +11,12 @@ import time
 from contextlib import suppress
 
 from dist_ckpt.core.commit.attempts import entries_at, new_id, store
-from dist_ckpt.core.format.filenames import INCARNATIONS, liveness_file, parse_liveness
+from dist_ckpt.core.format.filenames import (
+    INCARNATIONS,
+    OLD_INCARNATIONS,
+    liveness_file,
+    parse_liveness,
+)
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError
 
@@ -46,14 +51,17 @@ class LivenessFile:
                     self._storage.remove(f"{self._folder}/{entry.name}")
 
 
-def last_liveness(storage: Storage, root: str, incarnation: int) -> float | None:
+def last_liveness(
+    storage: Storage, root: str, incarnation: int, *, with_old: bool = False
+) -> float | None:
     """Return when an incarnation was last seen, by the storage's clock, in seconds since 1970.
 
     None if it has ended by itself, has no heartbeat yet, or the storage fails: the caller's own
-    work must not fail for a message.
+    work must not fail for a message. `with_old`: one of dist_ckpt 0.1.0 counts too.
     """
     with suppress(CheckpointError, OSError):
-        entries = entries_at(storage, f"{root}/{INCARNATIONS}")
+        folders = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
+        entries = [e for name in folders for e in entries_at(storage, f"{root}/{name}")]
         return max(
             (e.modified_at for e in entries if parse_liveness(e.name) == incarnation),
             default=None,

@@ -27,9 +27,11 @@ from dist_ckpt.core.commit.attempts import (
     store,
 )
 from dist_ckpt.core.commit.new_folders import make_folders
+from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.format.filenames import (
     ANNOTATIONS,
     MAX_FACT,
+    OLD_ANNOTATIONS,
     AnnotationName,
     Attempt,
     parse_annotation_name,
@@ -54,6 +56,8 @@ class StoredAnnotation:
     """An annotation in its file, which was created at `modified_at` by the storage's clock.
 
     `by` names its writer. `problem` is why it cannot be read; then only its name and path count.
+    `is_old`: it is in the folder of dist_ckpt 0.1.0, and so newer than those in the new folder, to
+    which nothing is written while there is an old one.
     """
 
     step: int
@@ -63,6 +67,7 @@ class StoredAnnotation:
     values: Mapping[str, Scalar]
     problem: str = ""
     by: str = ""
+    is_old: bool = False
 
 
 def put_annotation(
@@ -71,7 +76,8 @@ def put_annotation(
     """Add an annotation to a checkpoint; it is durable on return.
 
     Its number is above those of its kind there, and above `above`. Missing folders are made, the
-    root too. StorageError if it is not certain that the annotation exists.
+    root too. StorageError if it is not certain that the annotation exists, IncompatibleError if
+    the root is to be upgraded.
     """
     data = encode_annotation(annotation)
     folder = annotations_folder(root, annotation.step, annotation.attempt)
@@ -92,35 +98,61 @@ def put_annotation(
     raise StorageError(f"{folder} is removed again and again: look who does it")
 
 
-def read_annotations(storage: Storage, root: str) -> tuple[StoredAnnotation, ...]:
-    """Return all annotations of a root, by step, attempt and name; none without such a folder."""
-    return tuple(
-        sorted(_annotations(storage, root), key=lambda one: (one.step, one.attempt, one.name))
-    )
+def read_annotations(
+    storage: Storage, root: str, *, with_old: bool = False
+) -> tuple[StoredAnnotation, ...]:
+    """Return all annotations of a root, by step, attempt and name; none if there is no such folder.
+
+    `with_old`: those that dist_ckpt 0.1.0 has left there as well. Every caller but a writer, which
+    is refused there, asks for them if the root has any.
+    """
+    found = [
+        one for name in _folders(with_old=with_old) for one in _annotations(storage, root, name)
+    ]
+    return tuple(sorted(found, key=_by_place))
 
 
-def _annotations(storage: Storage, root: str) -> Iterator[StoredAnnotation]:
-    for entry in entries_at(storage, f"{root}/{ANNOTATIONS}"):
+def _folders(*, with_old: bool) -> tuple[str, ...]:
+    # An upgrade moves from the old one to the new one: in this order nothing is missed.
+    return (OLD_ANNOTATIONS, ANNOTATIONS) if with_old else (ANNOTATIONS,)
+
+
+def _by_place(one: StoredAnnotation) -> tuple[int, Attempt, bool, AnnotationName]:
+    return one.step, one.attempt, one.is_old, one.name
+
+
+def _annotations(storage: Storage, root: str, name: str) -> Iterator[StoredAnnotation]:
+    for entry in entries_at(storage, f"{root}/{name}"):
         step = parse_step(entry.name)
         if step is None:
             continue
-        for attempt in attempts_in(entries_at(storage, f"{root}/{ANNOTATIONS}/{entry.name}")):
-            yield from read_annotations_of(storage, root, step, attempt)
+        for attempt in attempts_in(entries_at(storage, f"{root}/{name}/{entry.name}")):
+            yield from _annotations_of(storage, f"{root}/{name}", step, attempt)
 
 
 def read_annotations_of(
-    storage: Storage, root: str, step: int, attempt: Attempt
+    storage: Storage, root: str, step: int, attempt: Attempt, *, with_old: bool = False
 ) -> tuple[StoredAnnotation, ...]:
-    """Return the annotations of one attempt, by name."""
-    folder = annotations_folder(root, step, attempt)
-    found = []
+    """Return the annotations of one attempt, by name; `with_old` as in `read_annotations`."""
+    found = [
+        one
+        for name in _folders(with_old=with_old)
+        for one in _annotations_of(storage, f"{root}/{name}", step, attempt)
+    ]
+    return tuple(sorted(found, key=_by_place))
+
+
+def _annotations_of(
+    storage: Storage, above: str, step: int, attempt: Attempt
+) -> Iterator[StoredAnnotation]:
+    folder = f"{above}/{step}/{attempt}"
+    is_old = posixpath.basename(above) == OLD_ANNOTATIONS
     for file in entries_at(storage, folder):
         name = parse_annotation_name(file.name)
         if name is not None and file.kind == "file":
             with suppress(FileNotFoundError):  # pruned since
-                one = StoredAnnotation(step, attempt, name, file.modified_at, {})
-                found.append(_read(storage, f"{folder}/{file.name}", one))
-    return tuple(sorted(found, key=lambda one: one.name))
+                one = StoredAnnotation(step, attempt, name, file.modified_at, {}, is_old=is_old)
+                yield _read(storage, f"{folder}/{file.name}", one)
 
 
 def new_annotation(
@@ -160,7 +192,16 @@ def _read(storage: Storage, file: str, one: StoredAnnotation) -> StoredAnnotatio
 
 
 def make_record_folders(storage: Storage, root: str, folder: str) -> None:
-    """Make a folder in the root, and what is missing above it; on return the names are durable."""
+    """Make a folder in the root, and what is missing above it; on return the names are durable.
+
+    IncompatibleError if the root is to be upgraded: nothing is recorded next to old records.
+    """
+    check_upgraded(storage, root)
+    make_durable_folders(storage, root, folder)
+
+
+def make_durable_folders(storage: Storage, root: str, folder: str) -> None:
+    """Do so without a look for old records: for an upgrade alone."""
     made: list[str] = []
     make_folders(storage, folder, made)
     # Who made those that were there may have died before it had synced them.

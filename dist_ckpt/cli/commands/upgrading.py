@@ -1,0 +1,67 @@
+"""The command that converts the records of an older version: upgrade."""
+
+from __future__ import annotations
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.storage import open_storage, real_path
+from dist_ckpt.runs.upgrade import UpgradePlan, plan_upgrade
+from dist_ckpt.runs.upgrade import upgrade as convert
+
+
+@click.command()
+@click.argument("root", type=shared_options.PATH)
+@shared_options.yes
+@shared_options.dry_run
+@shared_options.json
+def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
+    """Convert the records of dist_ckpt 0.1.0 in the folder ROOT of a run.
+
+    Version 0.1.0 kept pins, tags, leases and metrics in ROOT/.facts, and the incarnations of the
+    run in ROOT/.starts. They become ROOT/.annotations and ROOT/.incarnations, also next to backups.
+    Checkpoints stay as they are. Until then ROOT can be read, and everything that writes or removes
+    there is refused.
+
+    End the jobs of 0.1.0 first: it asks before it converts a root that one of them seems to use. If
+    it is interrupted, run it again. Afterwards 0.1.0 does not see the records any more.
+
+    \b
+    dist-ckpt upgrade runs/a --dry-run
+    dist-ckpt upgrade runs/a
+    """  # noqa: D301 - click knows the backspace
+    storage, folder = open_storage(root)
+    where = real_path(folder)
+    plan = plan_upgrade(storage, where, dry_run=dry_run)
+    if not dry_run:
+        if plan.alive and not yes:
+            output.confirm(
+                f"Upgrade {where} all the same?",
+                f"{where} is not upgraded, as jobs of 0.1.0 may use it: {'; '.join(plan.alive)}",
+                about=plan.alive,
+            )
+        plan = convert(storage, where, force=True)
+    _print(plan, dry_run=dry_run, as_json=as_json)
+
+
+def _print(plan: UpgradePlan, *, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        facts = {
+            "root": plan.root,
+            "dry_run": dry_run,
+            "folders": list(plan.folders),
+            "num_annotations": plan.num_annotations,
+            "num_incarnations": plan.num_incarnations,
+            "alive": list(plan.alive),
+        }
+        output.print_json("upgrade", facts)
+        return
+    root = output.printable(plan.root)
+    if not plan.folders:
+        click.echo(f"{root}: nothing to upgrade")
+        return
+    if dry_run:
+        for one in plan.alive:
+            click.echo(f"may use it: {output.printable(one)}")
+    counts = f"{plan.num_annotations} annotations and {plan.num_incarnations} incarnations"
+    click.echo(f"{root}: {counts} {'would be ' * dry_run}converted")

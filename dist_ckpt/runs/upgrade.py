@@ -1,0 +1,336 @@
+"""Upgrade a root of dist_ckpt 0.1.0: `.facts` to `.annotations`, `.starts` to `.incarnations`.
+
+It can die at any call and be repeated. Until its last removal the root has an old folder: nothing
+else writes there, and readers look into the old and the new ones. The folder of annotations is
+renamed, so that each file keeps the time at which it was made, by which a lease ends. Records of
+incarnations are written anew, as their fields have other names; the old ones are removed when all
+new ones are durable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dist_ckpt.core.commit import removal
+from dist_ckpt.core.commit.attempts import (
+    attempts_in,
+    entries_at,
+    list_attempts,
+    read_document,
+)
+from dist_ckpt.core.commit.records.incarnations import (
+    check_same_incarnation,
+    incarnations_in,
+    read_incarnation,
+)
+from dist_ckpt.core.commit.records.liveness import LIVENESS_INTERVAL_S, utc
+from dist_ckpt.core.commit.records.old_records import find_old_folders
+from dist_ckpt.core.commit.records.protections import LEASE, TAG, Where, protections_of
+from dist_ckpt.core.commit.records.record_store import (
+    StoredAnnotation,
+    make_durable_folders,
+    put_record,
+    read_annotations,
+)
+from dist_ckpt.core.format.filenames import (
+    ANNOTATIONS,
+    BACKUP,
+    INCARNATIONS,
+    OLD_ANNOTATIONS,
+    OLD_INCARNATIONS,
+    AnnotationName,
+    Attempt,
+    incarnation_file,
+    is_temporary_record,
+    parse_annotation_name,
+    parse_incarnation,
+    parse_liveness,
+    parse_step,
+)
+from dist_ckpt.core.format.run_records import (
+    MAX_NBYTES_OF_RECORD,
+    IncarnationRecord,
+    encode_incarnation,
+)
+from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
+
+# A job whose last sign of life is older than this has died, or ends soon: nothing proves it.
+ALIVE_S = 4 * LIVENESS_INTERVAL_S
+
+
+@dataclass(frozen=True, slots=True)
+class UpgradePlan:
+    """What an upgrade of a root converts.
+
+    `folders` are the paths of the old folders, also those next to backups. `alive` names the jobs
+    of dist_ckpt 0.1.0 that may still use the root, in words.
+    """
+
+    root: str
+    folders: tuple[str, ...]
+    num_annotations: int
+    num_incarnations: int
+    alive: tuple[str, ...]
+
+
+def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> UpgradePlan:
+    """Return what an upgrade of a root would convert, after all checks that it makes.
+
+    A `dry_run` changes nothing, and takes the time from this host; else a folder is made and
+    removed to ask the storage for it. NotFoundError if there is no such folder, ValueError if it is
+    a checkpoint. CorruptError or IncompatibleError if a record of an incarnation cannot be read, or
+    two jobs have recorded the same one; ExistsError if an old folder holds what is not ours.
+    """
+    if list_attempts(storage, root):
+        raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
+    try:
+        entries = storage.list(root)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"{root} is no folder; choose another path") from error
+    folders: list[str] = []
+    alive: list[str] = []
+    num_annotations = num_incarnations = 0
+    for above in _roots(root, entries):
+        folders += [f"{above}/{name}" for name in find_old_folders(storage, above)]
+        annotations = [
+            stored for stored in read_annotations(storage, above, with_old=True) if stored.is_old
+        ]
+        incarnations = _old_incarnations(storage, above)
+        _check_names(storage, above)
+        alive += _alive(storage, above, annotations, incarnations, dry_run=dry_run)
+        num_annotations += len(annotations)
+        num_incarnations += len(incarnations)
+    return UpgradePlan(root, tuple(folders), num_annotations, num_incarnations, tuple(alive))
+
+
+def upgrade(storage: Storage, root: str, *, force: bool = False) -> UpgradePlan:
+    """Convert the old folders of a root; return what was converted. One process calls it.
+
+    On return it is durable. If it is killed, or raises a StorageError, call it again. Raises what
+    `plan_upgrade` does before anything is changed, and ConflictError if a job of dist_ckpt 0.1.0
+    may be alive there, unless `force`: such a job makes the old folders again with its next record,
+    and all newer jobs are refused again.
+    """
+    plan = plan_upgrade(storage, root, dry_run=force)
+    if plan.alive and not force:
+        raise ConflictError(
+            f"{root} is not upgraded, as jobs of dist_ckpt 0.1.0 may use it: "
+            f"{'; '.join(plan.alive)}. End them, then upgrade it"
+        )
+    for above in _roots(root, storage.list(root)):
+        _move_annotations(storage, above)
+        _convert_incarnations(storage, above)
+        storage.sync(above)
+    return plan
+
+
+def _roots(root: str, entries: Sequence[Entry]) -> list[str]:
+    """Return the folders of a run that may have records: the root last, which then is done."""
+    root = root.rstrip("/")
+    backups = [entry for entry in entries if entry.name == BACKUP and entry.kind == "folder"]
+    return [f"{root}/{BACKUP}"] * len(backups) + [root]
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
+    """Return the old records, lowest first. CorruptError if a new one of a number is another."""
+    new = set(incarnations_in(storage, f"{root}/{INCARNATIONS}"))
+    old = f"{root}/{OLD_INCARNATIONS}"
+    records = [read_incarnation(storage, old, number) for number in incarnations_in(storage, old)]
+    for record in records:
+        if record.number in new:
+            other = read_incarnation(storage, f"{root}/{INCARNATIONS}", record.number)
+            check_same_incarnation(root, record, other)
+    return records
+
+
+def _check_names(storage: Storage, root: str) -> None:
+    """Raise ExistsError if a folder that is to be emptied holds what is not ours."""
+    for folder, names in _contents(storage, root):
+        if foreign := [name for name, is_ours in names if not is_ours]:
+            raise ExistsError(
+                f"{folder} holds what dist_ckpt did not write ({', '.join(foreign[:5])}): move it "
+                f"away, then upgrade again"
+            )
+
+
+def _contents(storage: Storage, root: str) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Return the old folders to be emptied, and of each name in them whether it is ours."""
+    old = f"{root}/{OLD_INCARNATIONS}"
+    contents = [
+        (old, [(entry.name, _is_of_incarnations(entry)) for entry in entries_at(storage, old)])
+    ]
+    if not entries_at(storage, f"{root}/{ANNOTATIONS}"):
+        return contents  # it is renamed as a whole
+    facts = f"{root}/{OLD_ANNOTATIONS}"
+    steps = entries_at(storage, facts)
+    contents.append((facts, [(entry.name, _is_step(entry)) for entry in steps]))
+    for step in filter(_is_step, steps):
+        inner = entries_at(storage, f"{facts}/{step.name}")
+        ours = {attempt.name for attempt in attempts_in(inner)}
+        contents.append(
+            (f"{facts}/{step.name}", [(entry.name, entry.name in ours) for entry in inner])
+        )
+        for name in sorted(ours):
+            files = entries_at(storage, f"{facts}/{step.name}/{name}")
+            names = [(entry.name, _is_of_annotations(entry)) for entry in files]
+            contents.append((f"{facts}/{step.name}/{name}", names))
+    return contents
+
+
+def _is_step(entry: Entry) -> bool:
+    return entry.kind == "folder" and parse_step(entry.name) is not None
+
+
+def _is_of_annotations(entry: Entry) -> bool:
+    name = entry.name
+    return entry.kind == "file" and (
+        is_temporary_record(name) or parse_annotation_name(name) is not None
+    )
+
+
+def _is_of_incarnations(entry: Entry) -> bool:
+    parsed = (parse_incarnation(entry.name), parse_liveness(entry.name))
+    return entry.kind == "file" and (is_temporary_record(entry.name) or any(parsed))
+
+
+def _alive(
+    storage: Storage,
+    root: str,
+    annotations: Sequence[StoredAnnotation],
+    incarnations: Sequence[IncarnationRecord],
+    *,
+    dry_run: bool,
+) -> list[str]:
+    """Return who of dist_ckpt 0.1.0 may still use a root: new signs of life, and leases."""
+    entries = entries_at(storage, f"{root}/{OLD_INCARNATIONS}")
+    signs = {
+        number: entry for entry in entries if (number := parse_liveness(entry.name)) is not None
+    }
+    if not signs and not any(stored.name.kind == LEASE for stored in annotations):
+        return []
+    now = time.time() if dry_run else removal.now_at(storage, root)
+    by = {record.number: record.by for record in incarnations}
+    jobs = [
+        f"incarnation {number}, {by.get(number, 'of no record')}, was alive at {utc(at)}"
+        for number, entry in sorted(signs.items())
+        if now - (at := entry.modified_at) < ALIVE_S
+    ]
+    leases = protections_of(annotations, now).leases
+    return jobs + [
+        f"{who} has a lease on step {where[0]}" for where in sorted(leases) for who in leases[where]
+    ]
+
+
+# --- conversion ------------------------------------------------------------------------------
+
+
+def _move_annotations(storage: Storage, root: str) -> None:
+    """Move all annotations, with the times at which they were made."""
+    old, new = f"{root}/{OLD_ANNOTATIONS}", f"{root}/{ANNOTATIONS}"
+    try:
+        storage.rename(old, new)
+    except FileNotFoundError:
+        return
+    except FileExistsError:
+        _merge_annotations(storage, root)
+        _remove(storage, old)
+
+
+def _merge_annotations(storage: Storage, root: str) -> None:
+    """Move them one by one, the lowest number first, above what is there of their kind.
+
+    Nothing is written to the new folder while there is an old one: so what is there is older.
+    """
+    annotations = read_annotations(storage, root, with_old=True)
+    highest: dict[tuple[str, Where | None], int] = {}
+    moved = {_identity(stored) for stored in annotations if not stored.is_old}
+    for stored in annotations:
+        if not stored.is_old:
+            highest[_scope(stored)] = max(stored.name.number, highest.get(_scope(stored), 0))
+    moving = [stored for stored in annotations if stored.is_old]
+    for stored in sorted(moving, key=lambda stored: (stored.name, stored.step, stored.attempt)):
+        if _identity(stored) not in moved:
+            number = max(stored.name.number, 1 + highest.get(_scope(stored), 0))
+            highest[_scope(stored)] = number
+            _copy(
+                storage,
+                root,
+                stored,
+                AnnotationName(stored.name.kind, number, stored.name.id),
+            )
+        folder = f"{root}/{ANNOTATIONS}/{stored.step}/{stored.attempt}"
+        storage.sync(folder)  # also what a killed upgrade has put there
+        _remove(
+            storage,
+            f"{root}/{OLD_ANNOTATIONS}/{stored.step}/{stored.attempt}/{stored.name}",
+        )
+    _remove_folders(storage, root)
+
+
+def _identity(stored: StoredAnnotation) -> tuple[int, Attempt, str, str]:
+    return stored.step, stored.attempt, stored.name.kind, stored.name.id
+
+
+def _scope(stored: StoredAnnotation) -> tuple[str, Where | None]:
+    """Return among which annotations a number counts: for a tag those of the whole root."""
+    about = None if stored.name.kind == TAG else (stored.step, stored.attempt)
+    return stored.name.kind, about
+
+
+def _copy(storage: Storage, root: str, stored: StoredAnnotation, name: AnnotationName) -> None:
+    """Give an annotation its new name: a link keeps its time, by which a lease ends."""
+    inner = f"{stored.step}/{stored.attempt}"
+    source, folder = (
+        f"{root}/{OLD_ANNOTATIONS}/{inner}/{stored.name}",
+        f"{root}/{ANNOTATIONS}/{inner}",
+    )
+    make_durable_folders(storage, root, folder)
+    try:
+        storage.link(source, f"{folder}/{name}")
+    except StorageError:  # the storage has no links: a lease then lasts longer
+        data = read_document(storage, source, MAX_NBYTES_OF_RECORD)
+        put_record(storage, folder, str(name), data)
+
+
+def _remove_folders(storage: Storage, root: str) -> None:
+    """Remove the folders of annotations that were moved, and files that were never put there."""
+    old = f"{root}/{OLD_ANNOTATIONS}"
+    for step in filter(_is_step, entries_at(storage, old)):
+        for attempt in attempts_in(entries_at(storage, f"{old}/{step.name}")):
+            folder = f"{old}/{step.name}/{attempt}"
+            for file in entries_at(storage, folder):
+                if is_temporary_record(file.name):
+                    _remove(storage, f"{folder}/{file.name}")
+            _remove(storage, folder)
+        _remove(storage, f"{old}/{step.name}")
+
+
+def _convert_incarnations(storage: Storage, root: str) -> None:
+    """Write the records anew; remove the old ones once all are durable."""
+    old, new = f"{root}/{OLD_INCARNATIONS}", f"{root}/{INCARNATIONS}"
+    records = _old_incarnations(storage, root)
+    if records:
+        make_durable_folders(storage, root, new)
+        there = set(incarnations_in(storage, new))
+        for record in records:
+            if record.number not in there:
+                put_record(
+                    storage, new, incarnation_file(record.number), encode_incarnation(record)
+                )
+        storage.sync(new)  # those that a killed upgrade has put
+    for entry in entries_at(storage, old):
+        if _is_of_incarnations(entry):
+            _remove(storage, f"{old}/{entry.name}")
+    _remove(storage, old)
+
+
+def _remove(storage: Storage, path: str) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        storage.remove(path)
