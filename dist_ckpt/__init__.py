@@ -10,6 +10,7 @@ Importing it does not import torch; `save` and `load` do.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from dist_ckpt.core.loading.build import build
     from dist_ckpt.core.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.core.loading.load import load
-    from dist_ckpt.core.loading.sources import Source
+    from dist_ckpt.core.loading.load_options import Source
     from dist_ckpt.core.planning.sharding_config import ShardingConfig
     from dist_ckpt.core.saving.save import save
     from dist_ckpt.core.saving.to_bytes import to_bytes
@@ -81,7 +82,7 @@ _MODULES = {
     "to_bytes": "core.saving.to_bytes",
     "from_bytes": "core.loading.from_bytes",
     "load_bytes": "core.loading.from_bytes",
-    "Source": "core.loading.sources",
+    "Source": "core.loading.load_options",
     "build": "core.loading.build",
     "open": "core.checkpoint.checkpoint",
     "Checkpoint": "core.checkpoint.checkpoint",
@@ -130,6 +131,10 @@ _NEW_NAMES = {
     "Stopped": "TrainingStopped",
     "ValueDifference": "ObjectDifference",
 }
+
+# Of the public names, the functions of the core that open what a user names: they get
+# `openers.OPENER`.
+_WITH_OPENER = frozenset({"open", "verify", "load", "build"})
 
 # Public modules, imported when first used as well.
 _PUBLIC_MODULES = {"keep": "runs.retention.retention_policy"}
@@ -200,6 +205,14 @@ __all__ = [
 ]
 
 
+@functools.cache
+def _with_opener(name: str) -> object:
+    function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    bound = importlib.import_module(f"{__name__}.openers").with_opener(function)
+    bound.__module__ = __name__  # here it is found, as by who pickles it
+    return bound
+
+
 # Not for type checkers: they know all names, and report others.
 if not TYPE_CHECKING:
 
@@ -211,6 +224,8 @@ if not TYPE_CHECKING:
             renamed = importlib.import_module(f"{__name__}.core.runtime.renamed")
             return renamed.refuse_old_names(__name__, _NEW_NAMES)(name)
         try:
+            if name in _WITH_OPENER:
+                return _with_opener(name)
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":

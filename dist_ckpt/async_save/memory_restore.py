@@ -12,7 +12,6 @@ from dist_ckpt import __version__
 from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.memory_source import (
-    MemorySource,
     committed_in_memory,
     uncommitted_in_memory,
 )
@@ -23,6 +22,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     recovered_saves,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
+from dist_ckpt.core.checkpoint.opener import MemorySource
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups

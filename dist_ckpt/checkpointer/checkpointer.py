@@ -20,7 +20,7 @@ from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run_session
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.loading.sources import Sources
+from dist_ckpt.core.loading.load_options import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments

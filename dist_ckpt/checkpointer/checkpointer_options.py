@@ -10,7 +10,7 @@ from dist_ckpt.checkpointer.maintenance import Hooks
 from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.format.index.model_description import check_description
-from dist_ckpt.core.loading.sources import text_of, uses_of
+from dist_ckpt.core.loading.load_options import text_of, uses_of
 from dist_ckpt.core.planning.selection import patterns
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments

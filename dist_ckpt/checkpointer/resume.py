@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
-from dist_ckpt.async_save.snapshots.memory_source import MemorySource, snapshots_on_host
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
 from dist_ckpt.core.comm.session import Session
@@ -30,22 +29,21 @@ from dist_ckpt.core.commit.records.incarnations import (
     newest_incarnation,
     secure_incarnation,
 )
-from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.leases import CheckpointRef, renewed_lease
 from dist_ckpt.core.commit.records.liveness import describe_liveness
 from dist_ckpt.core.commit.records.old_records import refuse_old
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.loading.load import load_together
-from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.loading.sources import Sources
+from dist_ckpt.core.loading.load_options import LoadOptions, Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
-from dist_ckpt.runs.lease_renewal import renewed_lease
+from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import select
 
@@ -302,9 +300,7 @@ class Resume:
                     self._leases.enter_context(renewed_lease(subject))
         options = self.options.load_options(notes=not self.options.read_only)
         try:
-            load_together(
-                self.ranks, state, one.path, options, kept=MemorySource(snapshots_on_host)
-            )
+            load_together(self.ranks, state, one.path, options, kept=OPENER.memory, opener=OPENER)
         except IncompatibleError as error:
             raise IncompatibleError(
                 f"{error}\nA run goes on with the state that it has saved. To begin another with "
@@ -330,9 +326,7 @@ class Resume:
             strict=self.options.init_strict,
             notes=not self.options.read_only,
         )
-        report = load_together(
-            self.ranks, state, init, options, kept=MemorySource(snapshots_on_host)
-        )
+        report = load_together(self.ranks, state, init, options, kept=OPENER.memory, opener=OPENER)
         taken = " and ".join(source.path for source in report.sources)
         return f"there was nothing to go on from; it begins with {taken}"
 

@@ -21,6 +21,7 @@ from dist_ckpt.cli.schemas.documents import Keys
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError
+from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.listing import Listing, list_run
 
 # Of each document the keys besides `schema`; of one that has several forms all of them.
@@ -147,7 +148,7 @@ def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     given = [ctx.params.get(name) for name in ("path", "source", "a")]
     path = next((one for one in [*given, *ctx.args] if isinstance(one, str)), "")
     found: set[str] = set()
-    with suppress(*_EXPECTED), checkpoint.open(path) as ck:
+    with suppress(*_EXPECTED), checkpoint.open(path, opener=OPENER) as ck:
         for fqn in ck:
             if fqn.startswith(incomplete):
                 more, _, _ = fqn[len(incomplete) :].partition(".")
@@ -159,7 +160,7 @@ def components_in(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the components of the checkpoint that was given before. Called by click."""
-    with suppress(*_EXPECTED), checkpoint.open(str(ctx.params.get("path"))) as ck:
+    with suppress(*_EXPECTED), checkpoint.open(str(ctx.params.get("path")), opener=OPENER) as ck:
         return _matching((one.name for one in ck.index.catalog.components), incomplete)
     return []
 

@@ -21,7 +21,7 @@ from torchtitan.tools import filesystem
 from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.run_session import TrainingStopped
-from dist_ckpt.core.loading.sources import Source
+from dist_ckpt.core.loading.load_options import Source
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.extra_state import extra_state_of

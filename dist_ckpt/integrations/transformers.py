@@ -27,6 +27,7 @@ from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.integrations.ddp_buffers import broadcast_module_buffers
 from dist_ckpt.integrations.extra_state import extra_state_of
+from dist_ckpt.openers import OPENER
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -325,7 +326,7 @@ def _told(batches: Mapping[str, int]) -> str:
 def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
     """Return the step of a run's newest checkpoint, and what the Trainer said of itself in it."""
     try:
-        found = open_checkpoint(f"{os.fspath(root)}@latest")
+        found = open_checkpoint(f"{os.fspath(root)}@latest", opener=OPENER)
     except NotFoundError:
         return None
     with found:

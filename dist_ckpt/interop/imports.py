@@ -27,7 +27,7 @@ from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.interop.registry import open_pickled, open_safetensors
+from dist_ckpt.interop.readers.open_foreign import open_pickled, open_safetensors
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun
 from dist_ckpt.tools.rewrite.reshard import even, rewrite, would_rewrite

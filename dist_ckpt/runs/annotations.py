@@ -9,14 +9,11 @@ Pins, tags and leases, which protect a checkpoint, are in `commit/records/protec
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-from dist_ckpt.core.commit.attempts import entries_at
-from dist_ckpt.core.commit.records.old_records import old_folders_in, warn_of_old
 from dist_ckpt.core.commit.records.protections import (
     Protections,
     Where,
@@ -24,19 +21,16 @@ from dist_ckpt.core.commit.records.protections import (
     protections_of,
 )
 from dist_ckpt.core.commit.records.record_store import (
+    VERIFIED,
     StoredAnnotation,
     new_annotation,
     put_annotation,
 )
-from dist_ckpt.core.format.filenames import ANNOTATIONS, INCARNATIONS
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport
 
-_log = logging.getLogger("dist_ckpt")
-
-METRICS, VERIFIED, SAVED = "metrics", "verified", "saved"
+METRICS, SAVED = "metrics", "saved"
 
 # The phases of a save in the background for which the training stands still.
 _STALLING = frozenset({"ready", "agree", "stage"})
@@ -94,11 +88,6 @@ def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, 
     put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
 
 
-def put_verified(storage: Storage, root: str, where: Where, level: str) -> None:
-    """Note that every byte of a checkpoint was read and is right; durable on return."""
-    put_annotation(storage, root, new_annotation(*where, VERIFIED, {"level": level}))
-
-
 def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> None:
     """Note how long a save of a run took; durable on return."""
     # Of a save in the foreground all phases are the training's.
@@ -134,39 +123,6 @@ def _times_of(values: Mapping[str, float]) -> SaveTimes:
         None if rank is None else int(rank),
         values.get(_SLOWEST),
     )
-
-
-def note_verified(storage: Storage, path: str, where: Where, level: str) -> None:
-    """Do so for the checkpoint at a path, where a run keeps records and this process can write.
-
-    Never raises: that all of it was right is the news, not that this could be put down.
-    """
-    root = path.rpartition("/")[0] or "/"
-    try:
-        if can_keep_records(storage, root):
-            put_verified(storage, root, where, level)
-    except (CheckpointError, OSError) as error:
-        _log.debug("%s: that it was checked is not put down: %s", path, error)
-
-
-def can_keep_records(storage: Storage, root: str) -> bool:
-    """Return True if a folder has records of a run: annotations, or incarnations; also old ones."""
-    return _has_records(storage, root)[0]
-
-
-def can_lease(storage: Storage, root: str) -> bool:
-    """Return True if a folder has records of a run, and more may be written there."""
-    has_records, is_old = _has_records(storage, root)
-    return has_records and not is_old
-
-
-def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
-    """Return whether there are records, and whether they are old, which is logged."""
-    entries = entries_at(storage, root)
-    old = old_folders_in(entries)
-    warn_of_old(root, old)
-    has_new = any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries)
-    return has_new or bool(old), bool(old)
 
 
 def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:

@@ -15,15 +15,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from math import isnan
 
 from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef, renewed_lease
+from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import is_selector, selections
 from dist_ckpt.core.storage import Storage, open_storage, real_path
-from dist_ckpt.errors import NotFoundError, listed
+from dist_ckpt.errors import NotFoundError, StorageError, listed
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")
+
+# How often the selected checkpoint may be removed before it is leased.
+_ROUNDS = 16
 
 _KNOWN = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
 
@@ -143,6 +149,58 @@ def _of_step(listing: Listing, step: int) -> RunCheckpoint:
 def _there(kind: str, names: Iterable[str]) -> str:
     names = list(names)
     return f"the {kind} there are: {listed(names)}" if names else f"there are no {kind}"
+
+
+# --- with a lease ----------------------------------------------------------------------------
+
+
+def lease_selected(
+    storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
+) -> RunCheckpoint:
+    """Select a checkpoint, and lease it until the stack ends; select again if it is removed.
+
+    Raises what `choose` does, ValueError for one without a step, NotFoundError if the selected
+    checkpoint is removed again and again.
+    """
+    for num_left in reversed(range(_ROUNDS)):
+        info = choose()
+        try:
+            stack.enter_context(renewed_lease(checkpoint_ref_of(storage, info), ttl_s))
+            return info
+        except NotFoundError:
+            if not num_left:
+                raise
+    raise AssertionError
+
+
+def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
+    """Return what `resolve` does, leased until the stack ends if the root has records of a run.
+
+    A root that cannot be written gets no lease. Without a selector there is no lease, and no call
+    to the storage.
+    """
+    if (first := resolve_at(storage, path)) is None:
+        return path
+    root = first.path.rpartition("/")[0]
+    if first.where is None or not can_lease(storage, root):
+        return first.path
+    try:
+        return lease_selected(
+            storage, lambda: resolve_at(storage, path) or first, TTL_S, stack
+        ).path
+    except StorageError as error:
+        _log.debug("%s is not leased: %s", first.path, error)
+        return first.path
+
+
+def checkpoint_ref_of(storage: Storage, info: RunCheckpoint) -> CheckpointRef:
+    """Return the reference by which annotations are written. ValueError without a step."""
+    if info.where is None:
+        raise ValueError(
+            f"{info.path} is {info.state} and of step {info.step}: only committed checkpoints with "
+            f"a step have annotations"
+        )
+    return CheckpointRef(storage, info.path.rpartition("/")[0] or "/", info.path, info.where)
 
 
 def _exists(storage: Storage, path: str) -> bool:

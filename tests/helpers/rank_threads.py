@@ -10,6 +10,7 @@ from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
 
@@ -59,6 +60,7 @@ def try_load(
             path,
             LoadOptions(**options),
             storage_of(rank),
+            opener=OPENER,
         ),
         hosts=hosts,
     )

@@ -16,9 +16,10 @@ import torch
 from safetensors import safe_open
 
 import dist_ckpt as dc
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
-from dist_ckpt.interop.hf import export, export_files
+from dist_ckpt.interop.hf import export
 from dist_ckpt.interop.hf.export_plan import nbytes_of
 from dist_ckpt.interop.writers import new_folder
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -102,7 +103,7 @@ def test_a_model_that_fits_into_one_file_has_no_index(tmp_path: Path) -> None:
 def test_a_tensor_of_many_windows_comes_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_files, "WINDOW_NBYTES", 64)
+    monkeypatch.setattr(export, "WINDOW_NBYTES", 64)
     state = {**tensors(), "deep": torch.randn(3, 5, 7, 2)}
     source = saved(tmp_path, {"model": state}, 3)
     told: list[tuple[int, int]] = []
@@ -197,7 +198,7 @@ def test_a_file_that_holds_nothing_else_is_cloned(
         return copy(*args)
 
     monkeypatch.setattr(os, "copy_file_range", spied)
-    monkeypatch.setattr(export_files.ExportReader, "windows", None)  # nothing is read to be written
+    monkeypatch.setattr(OpenCheckpoint, "read", None)  # nothing is read to be written
     export.export_folder(source, tmp_path / "hf", reflink=True, max_shard_size=1)
     assert cloned == [(0, 0)]
     assert_same(read(tmp_path / "hf"), tensors())
@@ -462,11 +463,11 @@ def test_a_clone_that_finds_no_space_leaves_nothing(
 
 DIES = """
 import os, sys
-from dist_ckpt.interop.hf import export as hf, export_files as hf_files
+from dist_ckpt.interop.hf import export as hf
 def dies(done, total):
     if done > total // 2:
         os._exit(9)
-hf_files.WINDOW_NBYTES = 64
+hf.WINDOW_NBYTES = 64
 hf.export_folder(sys.argv[1], sys.argv[2], progress=dies)
 """
 

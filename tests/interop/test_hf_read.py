@@ -20,7 +20,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.interop.registry import open_source
+from dist_ckpt.openers import OPENER
 
 INDEX = "model.safetensors.index.json"
 
@@ -181,7 +181,7 @@ def test_a_folder_of_ours_may_have_any_name(tmp_path: Path) -> None:
 
 def test_nothing_is_changed_in_what_others_wrote(tmp_path: Path) -> None:
     save_file(model().state_dict(), tmp_path / "a.safetensors")
-    storage, path = open_source(tmp_path / "a.safetensors")
+    storage, path = OPENER.find(tmp_path / "a.safetensors")
     calls: list[Callable[[], object]] = [
         lambda: storage.make_folder(f"{path}/a2"),
         lambda: storage.create(f"{path}/x", 1),

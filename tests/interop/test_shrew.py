@@ -16,6 +16,7 @@ import pytest
 import dist_ckpt as dc
 import shrew_writer as w
 from dist_ckpt.core.checkpoint.checkpoint import open_at
+from dist_ckpt.core.commit.new_files import new_file
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.errors import (
     CorruptError,
@@ -26,7 +27,6 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.interop.shrew import encoding, files
 from dist_ckpt.interop.writers import single_process_save
-from dist_ckpt.interop.writers.local_files import new_file
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage

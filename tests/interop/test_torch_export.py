@@ -26,7 +26,7 @@ from dist_ckpt.core.format import dtypes
 from dist_ckpt.core.storage.local import local_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
 from dist_ckpt.interop import imports
-from dist_ckpt.interop.hf import export_files
+from dist_ckpt.interop.torch_save import export as torch_export
 from dist_ckpt.interop.torch_save.export import export_file, would_export_file
 from ranks import run_ranks
 
@@ -99,7 +99,7 @@ def state() -> dict[Any, Any]:
 def test_what_torch_saved_comes_back_to_the_last_bit(
     state: dict[Any, Any], window_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export_files, "WINDOW_NBYTES", window_nbytes)
+    monkeypatch.setattr(torch_export, "WINDOW_NBYTES", window_nbytes)
     save(state, tmp_path / "a.pt")
     imports.from_torch(tmp_path / "a.pt", tmp_path / "ck")
     done: list[tuple[int, int]] = []

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dist_ckpt as dc
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
 from ranks import run_ranks
 from torch_can import save_by_dcp_without_collectives
@@ -258,15 +259,15 @@ def load_while_it_is_replaced(rank: int, path: str) -> str:
     reader = StorageReader(path)
     if rank == 1:  # found before it was replaced
         reader.read_metadata()
-        found = reader._stored
+        found = reader._opened
         reader.read_metadata = lambda *_, **__: stale(reader, found)  # type: ignore[method-assign]
     return message_of(lambda: dcp.load({"x": torch.zeros(2)}, storage_reader=reader))
 
 
 def stale(reader: Any, found: Any) -> Any:
-    reader._stored = found
-    found.name = "a000000.other"
-    return found.metadata(None)
+    opened, keys = reader._opened = found
+    opened.attempt = Attempt(0, "f" * 16)
+    return keys.metadata(None)
 
 
 def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ ORDER = (
     "checkpointer",
     "interop",
     "tools",
+    "openers",
+    "interop.registry",
     "async_save",
     "runs",
     "core.loading",
@@ -41,30 +43,12 @@ ORDER = (
     "top",
 )
 
-# Arrows that still point up: the core opens what lies above it. Each goes when a load, a tool and
-# `dc.open` take an opener; none is added.
-KNOWN_ARROWS = {
-    ("core.checkpoint.checkpoint", "interop.registry"),
-    ("core.checkpoint.checkpoint", "runs.selectors"),
-    ("core.checkpoint.streaming", "interop.registry"),
-    ("core.checkpoint.streaming", "runs.selectors"),
-    ("core.checkpoint.verify", "runs.annotations"),
-    ("core.checkpoint.verify", "runs.selectors"),
-    ("core.loading.build", "async_save.snapshots.memory_source"),
-    ("core.loading.build", "runs.lease_renewal"),
-    ("core.loading.check", "async_save.snapshots.memory_source"),
-    ("core.loading.check", "async_save.snapshots.memory_source"),
-    ("core.loading.check", "interop.registry"),
-    ("core.loading.load", "async_save.snapshots.memory_source"),
-    ("core.loading.load", "interop.registry"),
-    ("core.loading.load", "runs.annotations"),
-    ("core.loading.load_messages", "runs.lease_renewal"),
-    ("core.saving.carry.carry", "runs.lease_renewal"),
-    ("tools.inspect.estimate", "interop.registry"),
-    ("tools.report.write_report", "interop.writers.local_files"),
-    ("tools.rewrite.copying", "interop.registry"),
-    ("tools.rewrite.reshard", "interop.registry"),
-}
+# Modules that are rooms of their own: what opens a user's path knows runs, other systems and
+# snapshots; of other systems it knows the table of their readers, which are imported by name.
+ROOMS_OF_ONE_MODULE = ("openers", "interop.registry")
+
+# Imports that point up; none is added.
+KNOWN_ARROWS: set[tuple[str, str]] = set()
 
 # What a reader can take in. A level is a folder of `dist_ckpt`, with its modules and folders: about
 # nine names, and never more than these. One idea is one module: a module is split where a second
@@ -123,6 +107,8 @@ TORCH_OR_NUMPY_IF_THERE = {
 }
 # Public packages whose names are imported when they are first used.
 LAZY_EXPORTS = "dist_ckpt.core.runtime.lazy_exports"
+# The readers of other systems' files, imported when their files are there.
+READERS = "dist_ckpt.interop.registry"
 
 # The front door imports what is asked of it; nothing else is lazy without saying why.
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", f"{PACKAGE}.storage")
@@ -194,6 +180,8 @@ def package_of(module: str) -> str:
     """Return the room of a module; the front doors, which import anything, are of the first."""
     if module in FRONT_DOORS:
         return ORDER[0]
+    if module.removeprefix(f"{PACKAGE}.") in ROOMS_OF_ONE_MODULE:
+        return module.removeprefix(f"{PACKAGE}.")
     parts = module.split(".")[1:]
     if parts[0] not in FOLDERS:
         return "top"
@@ -293,7 +281,7 @@ def test_every_folder_is_a_package_that_has_its_place_and_says_what_it_is() -> N
     }
     assert inside == FOLDERS.keys()
     rooms = {name for name in FOLDERS if name.count(".") == (1 if name.startswith("core.") else 0)}
-    assert rooms - {"core"} == {*ORDER, "testing"} - {"top"}
+    assert rooms - {"core"} == {*ORDER, "testing"} - {"top", *ROOMS_OF_ONE_MODULE}
     assert [name for name in FOLDERS if not line_of(name).endswith(".")] == []
 
 
@@ -336,7 +324,7 @@ def test_the_tests_mirror_the_rooms() -> None:
     folders = {".".join(p.parent.relative_to(tests).parts) for p in tests.rglob("test_*.py")}
     of_no_room = {"benchmarks", "gpu", "multi_process", "repository", "top"}
     assert folders - of_no_room <= FOLDERS.keys()
-    assert {name for name in ORDER if name != "top"} - folders == set()
+    assert {*ORDER} - {"top", *ROOMS_OF_ONE_MODULE} - folders == set()
 
 
 def test_imports_point_one_way() -> None:
@@ -439,7 +427,7 @@ def test_imports_are_absolute_and_at_the_top() -> None:
 def test_nothing_is_imported_by_a_name_in_a_string_but_by_those_who_say_so() -> None:
     by_name = re.compile(r"\b(import_module|__import__|find_spec|spec_from_\w+)\(")
     users = {name for name, text in SOURCES.items() if by_name.search(text)}
-    assert users == {PACKAGE, LAZY_EXPORTS, *TORCH_OR_NUMPY_IF_THERE}
+    assert users == {PACKAGE, LAZY_EXPORTS, READERS, *TORCH_OR_NUMPY_IF_THERE}
 
 
 def test_a_lazy_import_is_found_unless_it_says_why() -> None:

@@ -23,9 +23,9 @@ from commit_cases import step_at
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin, untag
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import read_annotations
+from dist_ckpt.core.commit.records.record_store import put_verified, read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.runs.annotations import put_metrics, put_verified
+from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import Listing, list_run
 from dist_ckpt.runs.retention.deletion import delete_at
 from dist_ckpt.runs.retention.prune import prune

@@ -12,8 +12,9 @@ from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.liveness import LivenessFile
 from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import put_verified
 from dist_ckpt.errors import NotFoundError
-from dist_ckpt.runs.annotations import put_metrics, put_verified
+from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.retention import retention_policy as keep
 from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
 from dist_ckpt.runs.watch_changes import RunObservation, changes, kept_by, observe_run

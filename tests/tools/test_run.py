@@ -15,7 +15,7 @@ from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.runs.lease_renewal import checkpoint_ref_of
+from dist_ckpt.runs.selectors import checkpoint_ref_of
 from run_folders import committed
 
 

@@ -55,7 +55,12 @@ BACKGROUND_SAVE = Door(
     frozenset({"self", "state", "path"}),
     frozenset({*OF_RUNS, "carry_over"}),
 )
-LOAD = Door(dc.load, (LoadOptions,), frozenset({"state", "path", "group"}), frozenset({"notes"}))
+LOAD = Door(
+    dc.load,
+    (LoadOptions,),
+    frozenset({"state", "path", "group", "opener"}),
+    frozenset({"notes"}),
+)
 RESTORE = Door(
     dc.AsyncSaver.restore,
     (LoadOptions,),

@@ -1,18 +1,14 @@
-"""Which files of a checkpoint a load reads from snapshots in memory, and not from the storage.
+"""Which files of a checkpoint a load reads from snapshots in memory, and not from the storage."""
 
-A storage of which some files are read from snapshots in memory, and the others as always.
-"""
-
-# ruff: noqa: D102  # the protocols document the methods
+# the protocols document the methods
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, has_jobs
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
@@ -21,15 +17,16 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     recovered_saves,
 )
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage
-from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
-from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
-from dist_ckpt.reports import IoCount
+from dist_ckpt.core.storage.wrappers.overlay_storage import ServedFile
+from dist_ckpt.errors import CheckpointError, CorruptError
+
+_log = logging.getLogger("dist_ckpt")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,140 +71,7 @@ class MemoryDocument:
         target[:] = self.data[offset : offset + len(target)]
 
 
-# A file that is served: of a snapshot, or a document that was made from some.
-Served = MemoryFile | MemoryDocument
-
-
-class OverlayStorage(ForwardingStorage):
-    """Hands every call to `inner`, but for reading the files that it was told to `serve`.
-
-    Those are listed, too, whether `inner` has them or not. One that is gone from memory meanwhile
-    is read from `inner`. `from_memory` counts what was read of them otherwise: calls and bytes.
-    Threads may share it.
-    """
-
-    def __init__(self, inner: Storage) -> None:
-        super().__init__(inner)
-        self.from_memory = IoCount()
-        self._files: dict[str, Served] = {}
-        self._lock = threading.Lock()
-
-    def serve(self, files: Mapping[str, Served]) -> None:
-        """Read these files, by their paths, from memory from now on, and no others."""
-        self._files = dict(files)
-
-    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
-        served = {entry.name: entry for entry in self._served_in(folder)}
-        try:
-            found = self.inner.list(folder, follow=follow)
-        except (FileNotFoundError, NotADirectoryError):
-            if not served:
-                raise
-            found = ()
-        return sorted({**served, **{entry.name: entry for entry in found}}.values())
-
-    def open(self, path: str) -> ReadableFile:
-        served = self._files.get(path)
-        if served is None:
-            return self.inner.open(path)
-        return _File(served, lambda: self.inner.open(path), self._count)
-
-    def _served_in(self, folder: str) -> Sequence[Entry]:
-        entries = []
-        for path, served in self._files.items():
-            if not path.startswith(f"{folder}/"):
-                continue
-            name, _, below = path[len(folder) + 1 :].partition("/")
-            nbytes = 0 if below else served.nbytes
-            entries.append(Entry(name, "folder" if below else "file", nbytes, 0.0))
-        return entries
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.from_memory = self.from_memory.plus(nbytes)
-
-
-class _File:
-    """A file of a snapshot; of the storage, from when on the snapshot is gone."""
-
-    def __init__(
-        self,
-        served: Served,
-        open_stored: Callable[[], ReadableFile],
-        count: Callable[[int], None],
-    ) -> None:
-        self._served = served
-        self._open_stored = open_stored
-        self._count = count
-        self._lock = threading.Lock()
-        self._stored: ReadableFile | None = None
-        self._is_closed = False
-
-    num_links = 1  # of the file itself nothing is known
-
-    @property
-    def nbytes(self) -> int:
-        return self._served.nbytes
-
-    def read_into(self, offset: int, target: memoryview) -> int:
-        start = min(offset, self.nbytes)
-        count = min(target.nbytes, self.nbytes - start)
-        if self._stored is None:
-            try:
-                self._served.read_into(start, target[:count])
-            except CorruptError as error:
-                self._open(instead_of=error)
-            else:
-                self._count(count)
-                return count
-        assert self._stored is not None
-        return self._stored.read_into(offset, target)
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            stored = self._stored
-        if stored is not None:
-            stored.close()
-
-    def _open(self, *, instead_of: CorruptError) -> None:
-        """Open the file in the storage. Raises what is wrong with the snapshot if there is none."""
-        with self._lock:
-            if self._is_closed:
-                raise StorageError(f"{instead_of}, and is closed") from instead_of
-            if self._stored is None:
-                try:
-                    self._stored = self._open_stored()
-                except FileNotFoundError:
-                    raise instead_of from None
-
-
-_log = logging.getLogger("dist_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySource:
-    """What a load finds in memory, instead of in the storage: on one rank, which decides by itself.
-
-    `found` returns the files, by their paths, of the checkpoint that was found (its path, its
-    index) which memory has just as they are; what it gives to the stack may be needed until that is
-    closed. `unfound` are those that the load is to find, though the storage does not have them.
-    """
-
-    found: Callable[[str, Index, ExitStack], Mapping[str, Served]]
-    unfound: Mapping[str, Served] = field(default_factory=dict)
-
-    @property
-    def is_only_copy(self) -> bool:
-        """Whether the storage has no such checkpoint."""
-        return bool(self.unfound)
-
-
-# For a load that reads everything from the storage.
-NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
-
-
-def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, Served]:
+def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, ServedFile]:
     """Return what the job that saves into the checkpoint's folder has left on this host.
 
     If it is dead, or alive in this very process: the arenas of other trainers are theirs. If there
@@ -247,7 +111,7 @@ def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None
     is found of the save if it was committed or superseded meanwhile.
     """
     folder = f"{save.identity.path}/{attempt}"
-    files: dict[str, Served] = {f"{folder}/{name}": file for name, file, _ in _sealed_files(save)}
+    files: dict[str, ServedFile] = {f"{folder}/{n}": file for n, file, _ in _sealed_files(save)}
     if index is not None:
         files[f"{folder}/{INDEX}"] = MemoryDocument(index)
     return MemorySource(
@@ -255,7 +119,7 @@ def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None
     )
 
 
-def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, Served]:
+def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFile]:
     """Return the files of a checkpoint that a save has in memory, byte for byte.
 
     An attempt's name is random, so that it is no other's; and every block of what is read is
@@ -264,7 +128,7 @@ def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, Served]:
     if save.attempt != index.attempt:
         return {}
     listed = set(records_of(index))
-    found: dict[str, Served] = {}
+    found: dict[str, ServedFile] = {}
     for name, file, receipt in _sealed_files(save):
         if receipt not in listed:
             continue

@@ -22,6 +22,7 @@ from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.format.index.model_description import KIND, as_json, leaves_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, listed
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
@@ -127,7 +128,7 @@ def show(paths: tuple[str, ...], *, as_json: bool) -> None:
     """  # noqa: D301 - click knows the backspace
     summaries = []
     for number, path in enumerate(paths):
-        with checkpoint.open(path) as ck:
+        with checkpoint.open(path, opener=OPENER) as ck:
             if as_json:
                 summaries.append(_summary(ck))
             else:

@@ -22,11 +22,10 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.reports import size
 from dist_ckpt.runs import save_requests as asking
-from dist_ckpt.runs.lease_renewal import checkpoint_ref_of
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.retention import retention_policy as policies
 from dist_ckpt.runs.retention.prune import Decision
-from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
 from dist_ckpt.tools.inspect.run import Run
 
 _path = click.argument("path", type=shared_options.PATH)

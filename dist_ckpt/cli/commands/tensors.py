@@ -18,6 +18,7 @@ from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.model_description import as_json as told
 from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import size
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, ShardPlacement
@@ -31,7 +32,7 @@ def _chosen(
 ) -> tuple[str, dict[str, TensorInfo]]:
     """Return a checkpoint's path and its chosen tensors. ValueError if a glob matches nothing."""
     selection = selection_of(include or None, exclude or None)
-    with checkpoint.open(path) as ck:
+    with checkpoint.open(path, opener=OPENER) as ck:
         found = ck.tensors
         if problems := selection.unmatched(found):
             raise ValueError("; ".join(problems))

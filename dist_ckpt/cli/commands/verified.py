@@ -11,6 +11,7 @@ import click
 from dist_ckpt.cli import output
 from dist_ckpt.core.checkpoint.verify import Level, VerifyReport, verify
 from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import size
 from dist_ckpt.runs.listing import RunCheckpoint
 
@@ -18,7 +19,7 @@ from dist_ckpt.runs.listing import RunCheckpoint
 def verify_one(path: str, level: Level, *, as_json: bool) -> None:
     """Check one checkpoint and print what was found; exit with `FINDING` if that is damage."""
     with output.progress("verify") as update:
-        report = verify(path, level=level, progress=update)
+        report = verify(path, level=level, progress=update, opener=OPENER)
     with output.exit_with(output.FINE if report.ok else output.FINDING):
         if as_json:
             output.print_json("verify", _facts(report))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
-from threading import Lock
+from operator import index as as_int
+from types import EllipsisType
+from typing import SupportsIndex
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.checkpoint.basic_index import BasicIndex, select
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.checkpoint.parameter_counts import ParameterCounts, count_parameters
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.format import filenames, strict_json
+from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Region, Shape
@@ -30,34 +32,25 @@ from dist_ckpt.core.format.index.model_description import (
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json
-from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
-from dist_ckpt.core.shard_io.memory.host_array import Array, ArrayTarget
-from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.open_files import (
-    OpenFile,
-    open_files,
-    read_attached_file,
-    read_objects,
-)
-from dist_ckpt.core.shard_io.read.read_work import CellTargets
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.interop.registry import open_source
-from dist_ckpt.runs.selectors import resolve
 
 # So many shard files stay open between reads: enough for a tensor's shards on one host.
 MAX_KEPT = 64
 
 
-def open(path: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  # it is `dc.open`
+def open(  # noqa: A001  # it is `dc.open`
+    path: str | os.PathLike[str], *, opener: Opener = NATIVE
+) -> Checkpoint:
     """Open the checkpoint at `path`; nothing but its index is read yet.
 
     `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss". Raises
     NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
     if a newer dist_ckpt wrote it.
     """
-    return open_at(*open_source(resolve(path)))
+    return open_at(*opener.find(path))
 
 
 def open_at(storage: Storage, path: str) -> Checkpoint:
@@ -86,19 +79,13 @@ class Checkpoint:
     that is forgotten goes with a ResourceWarning. Threads may share it; they take turns.
     """
 
-    _files: OrderedDict[int, OpenFile] | None = None
-
     def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
         self.path = path
         self.index = index
-        self._storage = storage
-        self._attempt = attempt
-        self._folder = f"{path}/{attempt.name}"
-        self._threads = Config.from_environment().threads
-        self._files = OrderedDict()
-        self._own: dict[int, ObjectsFile] = {}
-        self._objects_records = {record.name: record for record in index.objects}
-        self._turn = Lock()
+        threads = Config.from_environment().threads
+        self._opened = OpenCheckpoint(
+            storage, path, attempt, index, make=_made, most_kept=MAX_KEPT, threads=threads
+        )
 
     @property
     def step(self) -> int | None:
@@ -142,27 +129,16 @@ class Checkpoint:
     @cached_property
     def objects(self) -> Mapping[str, object]:
         """The values that are not tensors and not per rank; torch's types as stand-ins."""
-        values = dict(self._main.values)
-        for fqn, rank in self.index.catalog.values.items():
-            held = self._values_of(rank).values if rank else values
-            if fqn not in held:
-                name = filenames.objects_file(rank) if rank else filenames.OBJECTS
-                raise _lacks(self._folder, name, fqn)
-            values[fqn] = held[fqn]
-        return values
+        own = self.index.catalog.values
+        return {**self._main.values, **{fqn: self._opened.value(fqn) for fqn in own}}
 
     @cached_property
     def per_rank(self) -> Mapping[str, Mapping[Key, object]]:
         """The per-rank values of each name, by whose they are."""
-        found: dict[str, dict[Key, object]] = {}
-        for fqn, keys in self.index.catalog.per_rank.items():
-            found[fqn] = {}
-            for key, rank in keys:
-                values = self._values_of(rank).per_rank.get(fqn, {})
-                if key not in values:
-                    raise _lacks(self._folder, filenames.objects_file(rank), f"{fqn} of {key!r}")
-                found[fqn][key] = values[key]
-        return found
+        return {
+            fqn: {key: self._opened.value_of_rank(fqn, key) for key, _ in keys}
+            for fqn, keys in self.index.catalog.per_rank.items()
+        }
 
     @property
     def metadata(self) -> Mapping[str, object]:
@@ -209,10 +185,8 @@ class Checkpoint:
 
         CorruptError if it is damaged.
         """
-        for record in self.index.attached:
-            if record.name == name:
-                with attempts.not_found_if_removed(self._storage, self.path, self._attempt):
-                    return read_attached_file(self._storage, self._folder, record)
+        if name in self.attached:
+            return self._opened.attached(name)
         there = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
         raise KeyError(f"{self.path} has no attached {name!r}; {there}")
 
@@ -260,24 +234,18 @@ class Checkpoint:
         return f"Checkpoint({self.path!r}, step={self.step}, {len(self)} tensors)"
 
     def close(self) -> None:
-        """Let the open files go; nothing can be read after it. Never raises."""
-        with self._turn:
-            self._close_files()
-
-    def _close_files(self) -> None:
-        for file in (self._files or {}).values():
-            file.close()
-        self._files = None
+        """Close the open files; nothing can be read after it. Never raises."""
+        self._opened.close()
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        if not self._files:
+        opened: OpenCheckpoint | None = getattr(self, "_opened", None)
+        if opened is None or not opened.has_open_files:
             return
         try:
             message = f"{self!r} was not closed: call close(), or use it in a `with`"
             warn(message, ResourceWarning, stacklevel=2, source=self)
         finally:
-            # Nobody else has it: without its turn, which a fork may have left taken.
-            self._close_files()
+            opened.close_unshared()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -292,41 +260,15 @@ class Checkpoint:
         info = self._info(fqn)
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
-        plan = plan_load(self.index, (TensorRequest(fqn, info.dtype, info.shape, (region,)),))
-        with self._turn, attempts.not_found_if_removed(self._storage, self.path, self._attempt):
-            self._read(plan, {(fqn, 0): ArrayTarget(data, itemsize)})
+        self._opened.read([TensorRequest(fqn, info.dtype, info.shape, (region,))], data)
+        self._opened.free_buffers()  # it may stay open for long, and read no more
         return Array(info.dtype, region.shape, data)
 
-    def _read(self, plan: LoadPlan, targets: CellTargets) -> None:
-        if (files := self._files) is None:
-            raise ValueError(f"{self.path} was closed; open it again")
-        opened = open_files(
-            self._storage, self._folder, self.index, plan, threads=self._threads, known=files
-        )
-        for number in plan:
-            files[number] = opened.files[number]
-            files.move_to_end(number)
-        try:
-            BlockReader(opened, targets, verify=True).run(self._threads)
-        finally:
-            while len(files) > MAX_KEPT:
-                files.popitem(last=False)[1].close()
-
-    @cached_property
+    @property
     def _main(self) -> ObjectsFile:
-        return self._objects_file(filenames.OBJECTS) or ObjectsFile(metadata=self.index.metadata)
-
-    def _values_of(self, rank: int) -> ObjectsFile:
-        """Return what a rank stored for itself; none is as good as nothing."""
-        if rank not in self._own:
-            self._own[rank] = self._objects_file(filenames.objects_file(rank)) or ObjectsFile()
-        return self._own[rank]
-
-    def _objects_file(self, name: str) -> ObjectsFile | None:
-        if (record := self._objects_records.get(name)) is None:
-            return None
-        with attempts.not_found_if_removed(self._storage, self.path, self._attempt):
-            return read_objects(self._storage, self._folder, record, make=_made)
+        if self._opened.has_objects():
+            return self._opened.objects()
+        return ObjectsFile(metadata=self.index.metadata)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -359,7 +301,44 @@ def _made(stand_in: Placeholder) -> object:
     return stand_in
 
 
-def _lacks(folder: str, name: str, what: str) -> CorruptError:
-    return CorruptError(
-        f"{folder}/{name} lacks {what}, which the index says it holds; load an older checkpoint"
-    )
+# --- indices ---------------------------------------------------------------------------------
+
+# Each is one entry of a tuple, too.
+BasicIndex = SupportsIndex | slice | EllipsisType
+
+
+def select(where: BasicIndex | tuple[BasicIndex, ...], shape: Shape) -> tuple[Region, Shape]:
+    """Return the box that an index means, and the shape of what it returns.
+
+    Raises IndexError as numpy does, ValueError for what is no basic index of step 1.
+    """
+    entries = where if isinstance(where, tuple) else (where,)
+    if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
+        raise ValueError("an index can have one `...` only")
+    if (num_dims := len(entries) - num_dots) > len(shape):
+        raise IndexError(f"{num_dims} indices for a tensor of {len(shape)} dimensions")
+    rest = (slice(None),) * (len(shape) - num_dims)
+    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    offset, extent, kept = [], [], []
+    for dim, entry in enumerate((*entries[:at], *rest, *entries[at + 1 :])):
+        bounds = _bounds(entry, shape[dim], dim)
+        offset.append(bounds.start)
+        extent.append(len(bounds))
+        if isinstance(entry, slice):
+            kept.append(len(bounds))
+    return Region(tuple(offset), tuple(extent)), tuple(kept)
+
+
+def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
+    """Return what one entry of an index selects of its dimension."""
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(size)
+        if step != 1:
+            raise ValueError(f"a step of {step}: read the range and pick from it")
+        return range(start, stop)
+    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
+        raise ValueError(f"{entry!r} is no index here: use integers, slices and `...`")
+    number = as_int(entry)
+    if not -size <= number < size:
+        raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
+    return range(number % size, number % size + 1)

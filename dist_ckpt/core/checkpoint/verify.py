@@ -12,7 +12,9 @@ from threading import Lock
 from typing import Literal
 
 from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import ROUNDS, find, is_there, read_document
+from dist_ckpt.core.commit.records.record_store import note_verified
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -47,8 +49,6 @@ from dist_ckpt.core.shard_io.read.open_files import (
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.annotations import note_verified
-from dist_ckpt.runs.selectors import resolve
 
 Level = Literal["full", "quick"]
 
@@ -89,7 +89,11 @@ class VerifyReport:
 
 
 def verify(
-    path: str | os.PathLike[str], *, level: Level = "full", progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    level: Level = "full",
+    progress: Progress | None = None,
+    opener: Opener = NATIVE,
 ) -> VerifyReport:
     """Check one checkpoint and report everything that is wrong with it.
 
@@ -103,7 +107,7 @@ def verify(
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
-    storage, root = open_storage(resolve(path), direct_reads=True)
+    storage, root = open_storage(opener.without_selector(path), direct_reads=True)
     for _ in range(ROUNDS):
         try:
             return _verify_once(storage, root, level, progress or _silent)

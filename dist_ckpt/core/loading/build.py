@@ -6,31 +6,27 @@ import glob
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.async_save.snapshots.memory_source import MemorySource, snapshots_on_host
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.checkpoint.parameter_counts import count_parameters
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.model_description import config_of, kind_of
-from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.shard_io.read.open_files import read_objects
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.runs.lease_renewal import resolve_with_lease
+from dist_ckpt.errors import IncompatibleError, listed
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -61,6 +57,7 @@ def build(
     *,
     component: str = "model",
     group: ProcessGroup | None = None,
+    opener: Opener = NATIVE,
 ) -> Model:
     """Make the model of a checkpoint and fill it. Collective: every rank of `group` calls this.
 
@@ -78,13 +75,14 @@ def build(
     """
     ranks = session_of(group)
     with ExitStack() as held:
-        found, model = _made(ranks, path, table, component, held)
+        describe = partial(_described, opener=opener, held=held)
+        found, model = _made(ranks, path, table, component, describe)
         # What took its place meanwhile may be of another kind.
         config: dict[str, object] = decode_value(found.config, make=make)
         options = LoadOptions(include=f"{glob.escape(component)}.*", config=config, kind=found.kind)
-        kept = MemorySource(snapshots_on_host)
+        state = {component: model}
         try:
-            load_together(ranks, {component: model}, found.path, options, kept=kept)
+            load_together(ranks, state, found.path, options, kept=opener.memory, opener=opener)
         except IncompatibleError as error:
             raise IncompatibleError(f"{error}\n{_counts(found, model, component)}") from error
     return model
@@ -95,7 +93,7 @@ def _made(
     path: str | os.PathLike[str],
     table: Mapping[str, Callable[[Any], Model]],
     component: str,
-    held: ExitStack,
+    describe: Callable[[Storage, _BuildRequest], _Description],
 ) -> tuple[_Description, Model]:
     """Find the checkpoint and make its model, on all ranks or on none."""
     with ranks.operation(f"build of {path}"):
@@ -106,7 +104,7 @@ def _made(
             gathered = describing.gather(request)
             if gathered is not None:
                 check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
-                describing.decide(_described(storage, gathered[0], held))
+                describing.decide(describe(storage, gathered[0]))
         found = describing.result(_Description)
         with ranks.channel.exchange("make"):
             model = table[found.kind](decode_value(found.config, make=make))
@@ -127,22 +125,13 @@ def _check(table: object, component: object) -> None:
         raise TypeError(f'component={component!r}: give the key of the model, such as "model"')
 
 
-def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Description:
+def _described(
+    storage: Storage, asked: _BuildRequest, *, opener: Opener, held: ExitStack
+) -> _Description:
     """Return what a checkpoint says that it is of. Rank 0 only."""
-    path = resolve_with_lease(storage, asked.path, held)
-    attempt, index = attempts.find(storage, path)
-    files: dict[str, ObjectsFile] = {}
-
-    def read(name: str) -> ObjectsFile:
-        if name not in files:
-            record = next((one for one in index.objects if one.name == name), None)
-            if record is None:
-                raise CorruptError(f"{path}: its index lists no {name}; take an older checkpoint")
-            with attempts.not_found_if_removed(storage, path, attempt):
-                files[name] = read_objects(storage, f"{path}/{attempt.name}", record)
-        return files[name]
-
-    metadata = read(filenames.OBJECTS).metadata
+    path = opener.resolve(storage, asked.path, held)
+    opened = OpenCheckpoint.at(storage, path)
+    metadata = opened.objects().metadata
     kind, config = kind_of(metadata), config_of(metadata)
     if kind is None or config is None:
         lacking = "kind=" if kind is None else "config="
@@ -153,7 +142,7 @@ def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Desc
         raise IncompatibleError(
             f"{path} is of the kind {kind!r}, and the table has {listed(list(asked.kinds))}: add it"
         )
-    catalog = index.catalog
+    catalog = opened.catalog
     names = [*catalog.tensors, *catalog.aliases, *catalog.values]
     if not any(name.startswith(f"{asked.component}.") for name in names):
         there = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
@@ -161,20 +150,9 @@ def _described(storage: Storage, asked: _BuildRequest, held: ExitStack) -> _Desc
             f"{path} holds nothing of {asked.component!r}: give as component= one of "
             f"{listed([*there])}"
         )
-    value_of = _values_of(index, read)
-    counts = count_parameters(catalog, value_of, asked.component)
+    counts = count_parameters(catalog, opened.value, asked.component)
     num_parameters = None if counts is None else counts.num_parameters
     return _Description(path, kind, encode_value(dict(config)), num_parameters)
-
-
-def _values_of(index: Index, read: Callable[[str], ObjectsFile]) -> Callable[[str], object]:
-    """Return what reads a plain value by its name; None if it is not where it should be."""
-
-    def value_of(fqn: str) -> object:
-        rank = index.catalog.values[fqn]
-        return read(filenames.objects_file(rank) if rank else filenames.OBJECTS).values.get(fqn)
-
-    return value_of
 
 
 def _counts(found: _Description, model: nn.Module, component: str) -> str:

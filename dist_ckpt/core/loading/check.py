@@ -5,48 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
 
 from msgspec import structs
 
-from dist_ckpt.async_save.snapshots.memory_source import MemorySource, OverlayStorage
+from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.model_description import problems_of_description
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.loading.collective_read import by_checkpoint, open_all
 from dist_ckpt.core.loading.load_messages import (
     CheckFindings,
     LoadRequest,
-    ResolvedCheckpoint,
     ResolvedSources,
     bits_of,
     short,
 )
-from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.loading.open_sources import by_checkpoint, open_all
+from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceShare, uses_of
 from dist_ckpt.core.loading.read_once.read_once_agreement import listen, runs_of
-from dist_ckpt.core.loading.sources import Sources, SourceShare, uses_of
 from dist_ckpt.core.planning.load.load_planner import problems_of
 from dist_ckpt.core.planning.load.read_sharing import BlockRequests
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
-from dist_ckpt.core.shard_io.read.open_files import OpenFiles, read_objects
+from dist_ckpt.core.shard_io.read.open_files import OpenFiles
 from dist_ckpt.core.shard_io.read.read_work import CellTargets
 from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import rename_of
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.sources.scopes import Scope, Scopes, tagged
-from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.leaves import without_frozen
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.errors import CorruptError
-from dist_ckpt.interop.registry import Opener, open_source
+from dist_ckpt.core.storage.wrappers.overlay_storage import OverlayStorage
 from dist_ckpt.reports import LoadedSource
 
 
@@ -60,7 +53,7 @@ class LoadCall:
     options: LoadOptions
     storage: Storage | None
     kept: MemorySource
-    opener: Opener | None = None
+    opener: Opener
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +132,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
 def _place(call: LoadCall, path: str) -> StorageLocation:
     # What is read twice, or by several ranks, is left to the page cache to fetch once.
     direct_reads = call.options.read_once != "off" and not call.options.check_first
-    if call.opener is not None:
-        storage = call.opener(path)[0]
-    else:
-        storage = call.storage or open_source(path, direct_reads=direct_reads)[0]
+    storage = call.storage or call.opener.open(path, direct_reads=direct_reads)[0]
     counting = CountingStorage(storage)
     with_kept = OverlayStorage(counting)
     with_kept.serve(call.kept.unfound)
@@ -213,10 +203,7 @@ def check_load(
     options, ranks = call.options, call.ranks
     from_memory = _serve(call, asked, found, stack)
     selection = asked.selection_in(found)
-    contents = [
-        _contents(storage, one)
-        for storage, one in zip(asked.storages, found.checkpoints, strict=True)
-    ]
+    contents: list[_MainAndOthers] = [(one.objects(), one.objects) for one in found.checkpoints]
     saved = _saved(options, asked, selection, found, contents)
     with paused_collector():
         binding = bind(
@@ -240,14 +227,7 @@ def check_load(
         unclaimed = bits_of(binding.unclaimed, _names(found, saved))
         if problems:
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
-    files = open_all(
-        asked.storages,
-        found.checkpoints,
-        wanted,
-        saved,
-        threads=ranks.config.threads,
-        stack=stack,
-    )
+    files = open_all(found.checkpoints, wanted, saved, threads=ranks.config.threads, stack=stack)
     targets = None if binding.makes_memory else binding.allocate()
     links, wants = None, b""
     if found.meeting:
@@ -316,25 +296,9 @@ def _saved(
         return merge_sources(offers, [one.path for one in found.checkpoints])
 
 
-def _contents(storage: Storage, one: ResolvedCheckpoint) -> _MainAndOthers:
-    folder = f"{one.path}/{one.attempt.name}"
-
-    def read(rank: int) -> ObjectsFile:
-        return _read_objects(storage, folder, one.index, filenames.objects_file(rank))
-
-    return _read_objects(storage, folder, one.index, filenames.OBJECTS), cache(read)
-
-
 def _names(found: ResolvedSources, saved: SavedTree) -> Sequence[str]:
     """Return the names of all that was saved, as `Binding.unclaimed` has them."""
     if not saved.origins:
         return found.names
     every = enumerate(found.checkpoints)
     return [tagged(number, name) for number, one in every for name in one.names]
-
-
-def _read_objects(storage: Storage, folder: str, index: Index, name: str) -> ObjectsFile:
-    for record in index.objects:
-        if record.name == name:
-            return read_objects(storage, folder, record, make=make)
-    raise CorruptError(f"{folder}: the index lists no {name}; load an older checkpoint")

@@ -14,19 +14,18 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import reduce
 
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.async_save.snapshots.memory_source import (
-    NOTHING_IN_MEMORY,
-    MemorySource,
-    snapshots_on_host,
-)
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemorySource, Opener
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import ROUNDS, not_found_if_removed
+from dist_ckpt.core.commit.attempts import ROUNDS
+from dist_ckpt.core.commit.records.record_store import note_verified
 from dist_ckpt.core.loading.check import (
     LoadArguments,
     LoadCall,
@@ -41,22 +40,19 @@ from dist_ckpt.core.loading.load_messages import (
     LoadDecision,
     OpenedMessage,
     RankTotals,
-    ReadOnce,
-    ResolvedCheckpoint,
     ResolvedSources,
     decide_load,
     find,
     found_in,
     total_reports,
 )
-from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
 from dist_ckpt.core.loading.read_once.read_once import verify_shared
 from dist_ckpt.core.loading.read_once.read_once_agreement import (
     SharedReadGroup,
     UnreachableRanks,
     gather_requests,
 )
-from dist_ckpt.core.loading.sources import Sources, text_of
 from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
@@ -66,9 +62,7 @@ from dist_ckpt.core.shard_io.read.read_work import CellTargets, nbytes_placed_by
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
-from dist_ckpt.interop.registry import Opener
 from dist_ckpt.reports import IoCount, LoadReport, Phases
-from dist_ckpt.runs.annotations import note_verified
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -91,6 +85,7 @@ def load(
     cast: Cast = None,
     config: Mapping[str, object] | None = None,
     kind: str | None = None,
+    opener: Opener = NATIVE,
 ) -> LoadReport:
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -136,6 +131,7 @@ def load(
 
     What background saves have left of this very checkpoint in the memory of a host is taken from
     there, checked like what is read from storage, unless another process still trains on it.
+    `opener` turns paths into checkpoints: the default one does all of this.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -151,9 +147,8 @@ def load(
         config=config,
         kind=kind,
     )
-    return load_together(
-        session_of(group), state, path, options, kept=MemorySource(snapshots_on_host)
-    )
+    ranks = session_of(group)
+    return load_together(ranks, state, path, options, kept=opener.memory, opener=opener)
 
 
 def load_together(
@@ -164,20 +159,20 @@ def load_together(
     storage: Storage | None = None,
     kept: MemorySource = NOTHING_IN_MEMORY,
     *,
-    opener: Opener | None = None,
+    opener: Opener = NATIVE,
 ) -> LoadReport:
     """Load over a given session. Collective: every rank of the session calls this.
 
-    `opener` opens what `dc.load` refuses, such as files of other systems that must be asked for.
-
-    What `kept` has in memory is not read from the storage; if it proves damaged, all of it is.
+    `opener` opens the paths, those of `storage` excepted, and resolves selectors. What `kept` has
+    in memory is not read from the storage; if it proves damaged, all of it is.
     """
+    call = LoadCall(ranks, state, path, options, storage, kept, opener)
     try:
-        return _load(LoadCall(ranks, state, path, options, storage, kept, opener))
+        return _load(call)
     except _DamagedInMemoryError as error:
-        told = text_of(path), error.__cause__
-        _log.warning("%s: %s. All of it is read from storage now", *told)
-    return _load(LoadCall(ranks, state, path, options, storage, NOTHING_IN_MEMORY))
+        path_and_why = text_of(path), error.__cause__
+        _log.warning("%s: %s. All of it is read from storage now", *path_and_why)
+    return _load(replace(call, kept=NOTHING_IN_MEMORY))
 
 
 class _DamagedInMemoryError(Exception):
@@ -260,7 +255,7 @@ def _agree(
                 checked, findings = _examine(call, asked, found, stack)
                 gathered = checking.gather(findings)
                 if gathered is not None:
-                    checking.decide(decide_load(asked.storages, asked.request, found, gathered))
+                    checking.decide(decide_load(asked.request, found, gathered))
             passed = checking.result(LoadDecision)
         if not passed.is_gone:
             assert checked is not None
@@ -273,13 +268,13 @@ def _open(
 ) -> tuple[LoadArguments, ResolvedSources]:
     """Find the checkpoints, and hand their indexes to all: encoded, but to the coordinator."""
     ranks = call.ranks
-    found: tuple[ResolvedCheckpoint, ...] = ()
+    found: tuple[OpenCheckpoint, ...] = ()
     encoded: tuple[bytes, ...] = ()
     with ranks.channel.exchange(f"open{suffix}") as opening:
         asked = asked or read_arguments(call)
         gathered = opening.gather(asked.request)
         if gathered is not None:
-            answer, found, encoded = find(asked.storages, gathered, held)
+            answer, found, encoded = find(asked.storages, gathered, call.opener, held)
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
     ranks.collectives_group.renew(opened.bulk)
@@ -291,7 +286,8 @@ def _open(
                 typed_msgpack.encode(encoded) if found else None
             )
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
-    return asked.at([path for path, _ in opened.attempts]), found_in(opened, found, encoded)
+    asked = asked.at([path for path, _ in opened.attempts])
+    return asked, found_in(opened, found, encoded, asked.storages)
 
 
 def _examine(
@@ -300,8 +296,8 @@ def _examine(
     stack.pop_all().close()  # what an attempt that is gone now has left open
     try:
         with ExitStack() as there:
-            for storage, one in zip(asked.storages, found.checkpoints, strict=True):
-                there.enter_context(not_found_if_removed(storage, one.path, one.attempt))
+            for one in found.checkpoints:
+                there.enter_context(one.not_found_if_removed())
             return check_load(call, asked, found, stack)
     except NotFoundError:
         return None, CheckFindings(is_gone=True)

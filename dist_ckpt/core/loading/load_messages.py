@@ -11,18 +11,21 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
 
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
+from dist_ckpt.core.loading.load_options import ReadOnce
 from dist_ckpt.core.planning.load.read_sharing import BlockRequests, have_equal_requests
 from dist_ckpt.core.planning.selection import unmatched_on_all
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode
 from dist_ckpt.core.state.binding.bind import unexpected_problem
+from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
     CheckpointError,
@@ -32,12 +35,8 @@ from dist_ckpt.errors import (
     ranks_text,
 )
 from dist_ckpt.reports import slowest_of
-from dist_ckpt.runs.lease_renewal import resolve_with_lease
 
 _log = logging.getLogger("dist_ckpt")
-
-# Where what several ranks want is fetched from storage once: on each host, or in the whole job.
-ReadOnce = Literal["host", "job", "off"]
 
 # What the coordinator takes from all ranks, or hands to all of them, in an exchange; more than
 # that comes by a bulk collective, whose cost does not grow with the ranks.
@@ -82,25 +81,10 @@ class OpenedMessage(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedCheckpoint:
-    """One checkpoint that a load reads."""
-
-    path: str
-    attempt: Attempt
-    index: Index
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all that was saved."""
-        catalog = self.index.catalog
-        return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
-
-
-@dataclass(frozen=True, slots=True)
 class ResolvedSources:
     """An `OpenedMessage`, decoded."""
 
-    checkpoints: tuple[ResolvedCheckpoint, ...]
+    checkpoints: tuple[OpenCheckpoint, ...]
     keys: Mapping[str, Sequence[Key]]
     meeting: str
 
@@ -109,7 +93,7 @@ class ResolvedSources:
         """The names of all that was saved, those of several checkpoints one after another."""
         return tuple(name for one in self.checkpoints for name in one.names)
 
-    def by_checkpoint(self, bits: int) -> list[tuple[ResolvedCheckpoint, list[str]]]:
+    def by_checkpoint(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
         """Return which names of each checkpoint some bits tell of all `names`."""
         told = iter(f"{bits:0{len(self.names)}b}")
         return [
@@ -178,8 +162,8 @@ class JobTotals(Message, frozen=True):
 
 
 def find(
-    storages: Sequence[Storage], told: Sequence[LoadRequest], held: ExitStack
-) -> tuple[OpenedMessage, tuple[ResolvedCheckpoint, ...], tuple[bytes, ...]]:
+    storages: Sequence[Storage], told: Sequence[LoadRequest], opener: Opener, held: ExitStack
+) -> tuple[OpenedMessage, tuple[OpenCheckpoint, ...], tuple[bytes, ...]]:
     """Find the checkpoints, each on its storage. Returns their indexes encoded, too, if asked for.
 
     That is if others are to have them. What is named by a selector is held until `held` ends. If
@@ -188,12 +172,12 @@ def find(
     check_equal_on_all_ranks(
         "load", told, ("path", "sources", "strict", "check_first", "read_once")
     )
-    found: list[ResolvedCheckpoint] = []
+    found: list[OpenCheckpoint] = []
     errors: list[CheckpointError | ValueError] = []
     for storage, asked in zip(storages, told[0].paths, strict=True):
         try:
-            path = resolve_with_lease(storage, asked, held)
-            found.append(ResolvedCheckpoint(path, *attempts.find(storage, path)))
+            path = opener.resolve(storage, asked, held)
+            found.append(_opened(storage, path, *attempts.find(storage, path)))
         except (CheckpointError, ValueError) as error:
             errors.append(error)
     if len(errors) > 1:
@@ -218,33 +202,39 @@ def short(data: bytes, world_size: int) -> bytes | None:
 
 
 def found_in(
-    opened: OpenedMessage, found: tuple[ResolvedCheckpoint, ...], encoded: Sequence[bytes]
+    opened: OpenedMessage,
+    found: tuple[OpenCheckpoint, ...],
+    encoded: Sequence[bytes],
+    storages: Sequence[Storage],
 ) -> ResolvedSources:
     """Return what was found; the coordinator has it, others have the indexes encoded."""
     if not found:
         found = tuple(
-            _decoded(path, attempt, index)
-            for (path, attempt), index in zip(opened.attempts, encoded, strict=True)
+            _decoded(storage, path, attempt, index)
+            for storage, (path, attempt), index in zip(
+                storages, opened.attempts, encoded, strict=True
+            )
         )
     return ResolvedSources(found, opened.keys, opened.meeting)
 
 
-def _decoded(path: str, name: str, encoded: bytes) -> ResolvedCheckpoint:
+def _decoded(storage: Storage, path: str, name: str, encoded: bytes) -> OpenCheckpoint:
     attempt, index = filenames.parse_attempt(name), index_json.decode(encoded)
     assert attempt is not None
     assert isinstance(index, Index)
-    return ResolvedCheckpoint(path, attempt, index)
+    return _opened(storage, path, attempt, index)
+
+
+def _opened(storage: Storage, path: str, attempt: Attempt, index: Index) -> OpenCheckpoint:
+    return OpenCheckpoint(storage, path, attempt, index, make=make)
 
 
 def decide_load(
-    storages: Sequence[Storage],
-    asked: LoadRequest,
-    found: ResolvedSources,
-    told: Sequence[CheckFindings],
+    asked: LoadRequest, found: ResolvedSources, told: Sequence[CheckFindings]
 ) -> LoadDecision:
     """Return what all ranks are to know. IncompatibleError names every problem of every rank."""
     if gone := [rank for rank, one in enumerate(told) if one.is_gone]:
-        _check_shared(storages, found, gone)
+        _check_shared(found, gone)
         return LoadDecision(is_gone=True)
     unexpected = found.by_checkpoint(_common_bits([one.unclaimed for one in told]))
     problems = _merge_problems([one.problems for one in told])
@@ -297,12 +287,9 @@ def bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
     return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
 
 
-def _check_shared(storages: Sequence[Storage], found: ResolvedSources, gone: Sequence[int]) -> None:
+def _check_shared(found: ResolvedSources, gone: Sequence[int]) -> None:
     """Raise StorageError if only some ranks see no more what all are to read."""
-    there = [
-        attempts.is_there(storage, one.path, one.attempt)
-        for storage, one in zip(storages, found.checkpoints, strict=True)
-    ]
+    there = [attempts.is_there(one.storage, one.path, one.attempt) for one in found.checkpoints]
     if all(there):
         folders = " or ".join(f"{one.path}/{one.attempt}" for one in found.checkpoints)
         raise StorageError(

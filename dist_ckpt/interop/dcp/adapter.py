@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,25 +38,28 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dist_ckpt.config import launched_world_size
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of, single_process_session
 from dist_ckpt.core.loading.collective_read import CollectiveReader
 from dist_ckpt.core.loading.load import load_together
-from dist_ckpt.core.loading.load_messages import ReadOnce
-from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.planning.selection import Cast
+from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
+from dist_ckpt.core.planning.selection import Cast, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
 from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.state.binding.sources.rename import Rename, rename_of
+from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ConflictError, RankError
-from dist_ckpt.interop.dcp.metadata import DcpCheckpoint
-from dist_ckpt.interop.dcp.planner_items import local_state_of
-from dist_ckpt.interop.dcp.required_values import RequiredValues
-from dist_ckpt.interop.registry import open_source, opener_of_dcp
+from dist_ckpt.interop.dcp.metadata import DcpKeys
+from dist_ckpt.interop.dcp.planner_items import PlannedReads, local_state_of
+from dist_ckpt.interop.readers.nested_state import ImportFilter
+from dist_ckpt.interop.readers.open_foreign import open_pickled
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
-from dist_ckpt.runs.selectors import resolve
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -97,7 +101,13 @@ def load(
         cast=cast,
         notes=False,
     )
-    opener = opener_of_dcp(RequiredValues(state, path, options))
+    needed = ImportFilter(needs=RequiredValues(state, path, options))
+
+    def open_folder(path: DcpPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
+        del direct_reads
+        return open_pickled("dcp", path, needed)
+
+    opener = replace(OPENER, name="DCP", open=open_folder)
     return load_together(session_of(group), state, path, options, opener=opener)
 
 
@@ -255,14 +265,14 @@ class StorageReader(dcp.StorageReader):
         self.checkpoint_id = path
         self.report: DcpLoadReport | None = None
         self._group = process_group
-        self._stored: DcpCheckpoint | None = None
+        self._opened: tuple[OpenCheckpoint, DcpKeys] | None = None
         self._phases = Phases("load", "", quiet=True)
 
     def reset(self, checkpoint_id: DcpPath | None = None) -> None:
         """Begin another load, of `checkpoint_id` if that is given."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-        self._stored = None
+        self._opened = None
         self.report = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -271,8 +281,10 @@ class StorageReader(dcp.StorageReader):
         path = _checked(self.checkpoint_id, "StorageReader")
         self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
         with self._phases.phase("open"):
-            self._stored = DcpCheckpoint(*open_source(resolve(path)), self._rank)
-            return self._stored.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
+            opened = OpenCheckpoint.open(path, opener=OPENER, make=make)
+            keys = DcpKeys(opened, self._rank)
+            self._opened = opened, keys
+            return keys.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))
 
     def set_up_storage_reader(
         self,
@@ -284,7 +296,7 @@ class StorageReader(dcp.StorageReader):
         """Check that values per rank are those of the rank that DCP takes this one for."""
         told = kwargs.get("rank")
         # Who loads alone (no_dist) is told 0, whatever its rank, as is the first of any group.
-        if told and told != self._rank and self._found.per_rank:
+        if told and told != self._rank and self._found[1].per_rank:
             raise ValueError(
                 f"dcp.load calls this rank {told}, and in the group of the StorageReader it is "
                 f"{self._rank}; {self.checkpoint_id} has values per rank: give both the same "
@@ -293,7 +305,7 @@ class StorageReader(dcp.StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Say in the plan what this rank has found, and which rank of the job it is."""
-        return replace(plan, storage_data=(self._found.name, _job_rank()))
+        return replace(plan, storage_data=(self._found[0].attempt.name, _job_rank()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks have found the same, and say in their plans whether they meet.
@@ -318,26 +330,25 @@ class StorageReader(dcp.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what is asked for into the planner's tensors. CorruptError names what is damaged."""
-        stored, meeting = self._found, str(plan.storage_data or "")
+        (opened, keys), meeting = self._found, str(plan.storage_data or "")
         # Other ranks of the job may read by themselves what this one does.
         is_one_of_many = not meeting and _is_in_job()
         ranks = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with _lost_ranks_logged():
-            nbytes_read, nbytes_received = stored.fill(
-                tensors,
-                planner,
+            # Where each rank reads all that it wants, the page cache shares it among them.
+            storage, _ = OPENER.open(opened.path, direct_reads=not is_one_of_many)
+            nbytes_read, nbytes_received = PlannedReads(tensors, planner, keys).fill(
+                OpenCheckpoint(storage, opened.path, opened.attempt, opened.index),
                 CollectiveReader(ranks, self._phases, meeting),
-                # The page cache shares it among them.
-                direct_reads=not is_one_of_many,
             )
         with self._phases.phase("place"):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _bytes_of(stored.value(item.storage_index.fqn)))
+                    planner.load_bytes(item, _bytes_of(keys.value(item.storage_index.fqn)))
         self.report = DcpLoadReport(
             os.fspath(_checked(self.checkpoint_id, "StorageReader")),
-            stored.name,
+            opened.attempt.name,
             nbytes_read,
             nbytes_received,
             self._phases.seconds,
@@ -353,10 +364,10 @@ class StorageReader(dcp.StorageReader):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     @property
-    def _found(self) -> DcpCheckpoint:
-        if self._stored is None:
+    def _found(self) -> tuple[OpenCheckpoint, DcpKeys]:
+        if self._opened is None:
             raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
-        return self._stored
+        return self._opened
 
     @property
     def _rank(self) -> int:
@@ -400,3 +411,59 @@ def _checked(path: DcpPath | None, who: str) -> DcpPath:
     if path is None:
         raise ValueError(f"where is not known: give {who} a path, or dcp a checkpoint_id=")
     return path
+
+
+# --- what a load of a folder of DCP needs ------------------------------------------------------
+
+
+# An optimizer is bound by what its groups say, also where a load leaves these out.
+_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+
+
+@dataclass(frozen=True)
+class RequiredValues:
+    """Says whether a load into `state` may read the value that was saved under a name.
+
+    It does not if a rename drops it, if nothing at the top of the state has its name, or if that,
+    or the value itself, is left out. `path` is what the load is given: a `Source` has options of
+    its own, of which nothing is known here.
+    """
+
+    state: Mapping[object, object]
+    path: object
+    options: LoadOptions
+
+    def __call__(self, saved: str) -> bool:
+        """Say whether it may be; if unsure, yes."""
+        is_sure = isinstance(self.path, str | os.PathLike)
+        is_of_optimizer = not _OF_OPTIMIZERS.isdisjoint(saved.split("."))
+        if not is_sure or (is_of_optimizer and self.options.rename):
+            return True
+        name = self._rename.of_all([saved])[0].get(saved, saved)
+        if name is None or not self._may_choose(frozenset(names_above(name))):
+            return False
+        return is_of_optimizer or name in self._not_excluded
+
+    def _may_choose(self, above: frozenset[str]) -> bool:
+        """Say whether something may be chosen at or below the top of a name, given all above it."""
+        tops = above & self._tops if self._tops else {min(above, key=len)}
+        if self._selection.include is not None:
+            tops = {top for top in tops if self._selection.may_reach(top)}
+        return any(top in self._not_excluded for top in tops)
+
+    @cached_property
+    def _tops(self) -> frozenset[str]:
+        """What the state has at its top; nothing if all that was saved is taken."""
+        return frozenset(map(str, self.state))
+
+    @cached_property
+    def _rename(self) -> Rename:
+        return rename_of(self.options.rename)
+
+    @cached_property
+    def _selection(self) -> Selection:
+        return selection_of(self.options.include, self.options.exclude)
+
+    @cached_property
+    def _not_excluded(self) -> Selection:
+        return Selection(exclude=self._selection.exclude)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import closing
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -18,23 +16,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, boxes_in_order
+from dist_ckpt.core.commit.new_files import check_outside
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
-from dist_ckpt.core.runtime.buffers import BufferPool
-from dist_ckpt.core.runtime.threads import results_of
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
+from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
+from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
-from dist_ckpt.interop.dcp.metadata import DcpCheckpoint
-from dist_ckpt.interop.registry import open_source
-from dist_ckpt.interop.torch_save.export_state import can_be_saved
-from dist_ckpt.interop.writers.local_files import check_outside
+from dist_ckpt.interop.dcp.metadata import DcpKeys
+from dist_ckpt.interop.torch_save.export import can_be_saved
 from dist_ckpt.interop.writers.new_folder import check_replaceable, new_folder
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 _DATA = "__0_0.distcp"
@@ -64,29 +61,30 @@ def export_folder(
     none. ExistsError if something is there; IncompatibleError, with all names, for what DCP has no
     place for, as `export_file` of `torch_export`; and what reading raises.
     """
-    stored, metadata = _opened(source, folder, selection_of(include, exclude))
+    opened, stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
     entries = metadata.state_dict_metadata
     tensors = {
         key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
     }
     first: dict[str, str] = {}
-    parts: list[_BoxItem] = []
     for key, entry in tensors.items():
-        own = [*_parts_of(key, entry)]
-        entry.chunks = [_chunk(part.region) for part in own]
-        if first.setdefault(stored.fqn(key), key) == key:
-            parts += own
+        whole, itemsize = Region.whole(tuple(entry.size)), entry.properties.dtype.itemsize
+        # As `stream` cuts them.
+        entry.chunks = [_chunk(box) for box in boxes_in_order(whole, _PART_NBYTES // itemsize)]
+        first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION
     with new_folder(target, real_path(path), overwrite=None) as there:
-        least = sum(part.nbytes for part in parts)
-        with StreamedFile(target, f"{there}/{_DATA}", least) as data:
+        with (
+            opened,
+            StreamedFile(target, f"{there}/{_DATA}", opened.tensor_nbytes(first)) as data,
+        ):
             places = {
                 MetadataIndex(key): _put_item(data, stored.value(key))
                 for key in entries
                 if key not in tensors
             }
-            places |= _put_parts(stored, parts, data, progress)
+            places |= _put_tensors(opened, first, data, progress)
             data.finish()
         # Tied tensors are cut alike.
         metadata.storage_data = places | {
@@ -110,7 +108,7 @@ def would_export(
 
     Sizes are the least: what torch.save puts around each tensor is not known before.
     """
-    stored, metadata = _opened(source, folder, selection_of(include, exclude))
+    _, stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
     check_replaceable(target, real_path(path), overwrite=None)
     whole = {
@@ -124,10 +122,11 @@ def would_export(
 
 def _opened(
     source: str | os.PathLike[str], folder: str | os.PathLike[str], selection: Selection
-) -> tuple[DcpCheckpoint, Metadata]:
-    storage, path = open_source(resolve(source))
+) -> tuple[OpenCheckpoint, DcpKeys, Metadata]:
+    storage, path = OPENER.find(source)
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
-    stored = DcpCheckpoint(storage, path, rank=0)
+    opened = OpenCheckpoint.at(storage, path, make=make)
+    stored = DcpKeys(opened, rank=0)
     if unmatched := selection.unmatched((*stored.names.values(), *stored.per_rank)):
         raise ValueError("; ".join(unmatched))
     metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
@@ -143,11 +142,11 @@ def _opened(
         raise ValueError(f"{selection} leaves nothing: give other patterns")
     metadata.state_dict_metadata = chosen
     metadata.planner_data = {key: where for key, where in paths.items() if key in chosen}
-    return stored, metadata
+    return opened, stored, metadata
 
 
 def _problems(
-    stored: DcpCheckpoint, chosen: Mapping[str, object], kept: Set[str], selection: Selection
+    stored: DcpKeys, chosen: Mapping[str, object], kept: Set[str], selection: Selection
 ) -> Iterator[str]:
     """Yield what cannot be written, with what to do."""
     for name in stored.broken_lists(kept):
@@ -163,114 +162,42 @@ def _problems(
             yield f"{name} has a value for each rank: leave it out ({excluded_names(name)})"
     for key, entry in chosen.items():
         if isinstance(entry, TensorStorageMetadata):
-            dtype, name = stored.wanted(key).dtype, stored.names[key]
+            dtype, name = stored.record(key).dtype, stored.names[key]
             if not can_be_saved(dtype):
                 remedy = f"leave it out ({excluded_names(name)})"
                 yield f"{name} is {dtype}, which torch.save does not know: {remedy}"
 
 
-@dataclass(frozen=True, slots=True)
-class _BoxItem:
-    """A box of a tensor, which is an item of the file."""
-
-    key: str
-    dtype: torch.dtype
-    region: Region
-
-    @property
-    def nbytes(self) -> int:
-        return self.region.numel * self.dtype.itemsize
-
-
-def _parts_of(key: str, entry: TensorStorageMetadata) -> Iterator[_BoxItem]:
-    """Yield a tensor as boxes, whose elements lie in order, and are easily in memory."""
-    dtype = entry.properties.dtype
-    for region in _cut(Region.whole(tuple(entry.size)), _PART_NBYTES // dtype.itemsize):
-        yield _BoxItem(key, dtype, region)
-
-
-def _cut(box: Region, most: int) -> Iterator[Region]:
-    """Cut a box along its first dimension that can be, until no part has more elements."""
-    if box.numel <= most:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    rows = max(most // prod(box.shape[dim + 1 :]), 1)
-    for start in range(0, box.shape[dim], rows):
-        offset, shape = [*box.offset], [*box.shape]
-        offset[dim] += start
-        shape[dim] = min(rows, box.shape[dim] - start)
-        yield from _cut(Region(tuple(offset), tuple(shape)), most)
-
-
-def _put_parts(
-    stored: DcpCheckpoint, parts: Sequence[_BoxItem], data: StreamedFile, progress: Progress | None
+def _put_tensors(
+    opened: OpenCheckpoint, keys: Mapping[str, str], data: StreamedFile, progress: Progress | None
 ) -> dict[MetadataIndex, DcpStorageInfo]:
-    places, done, nbytes = {}, 0, sum(part.nbytes for part in parts)
-    for part, tensor in _read(stored, parts):
-        places[MetadataIndex(part.key, torch.Size(part.region.offset))] = _put_item(data, tensor)
-        done += part.nbytes
-        if progress is not None:
-            progress(done, nbytes)
+    """Write the tensors with these names, by DCP's keys, a box after another; return their places.
+
+    Boxes of a tensor are items of the file; a tensor without elements is one.
+    """
+    places, done, nbytes = {}, 0, opened.tensor_nbytes(keys)
+    for fqn, key in keys.items():
+        record = opened.catalog.tensors[fqn]
+        if 0 in record.shape:
+            empty = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
+            index = MetadataIndex(key, torch.Size([0] * len(record.shape)))
+            places[index] = _put_item(data, empty)
+    windows = opened.stream(keys, window_nbytes=_PART_NBYTES, order="names")
+    with closing(windows):
+        for want, memory in (part for window in windows for part in window.parts):
+            (box,) = want.cells
+            assert isinstance(box, Region)
+            tensor = torch.frombuffer(memory, dtype=torch_dtype(want.dtype)).view(box.shape)
+            index = MetadataIndex(keys[want.fqn], torch.Size(box.offset))
+            places[index] = _put_item(data, tensor)
+            done += memory.nbytes
+            if progress is not None:
+                progress(done, nbytes)
     return places
 
 
 def _chunk(region: Region) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
-
-
-def _windows(parts: Iterable[_BoxItem]) -> Iterator[Sequence[_BoxItem]]:
-    """Yield parts together that are read at once."""
-    window: list[_BoxItem] = []
-    free = _PART_NBYTES
-    for part in parts:
-        if window and part.nbytes > free:
-            yield window
-            window, free = [], _PART_NBYTES
-        window.append(part)
-        free -= part.nbytes
-    if window:
-        yield window
-
-
-def _read(
-    stored: DcpCheckpoint, parts: Iterable[_BoxItem]
-) -> Iterator[tuple[_BoxItem, torch.Tensor]]:
-    """Yield parts as tensors, each until the next; a window is read while one is written."""
-    slots = BufferPool(_PART_NBYTES)
-    with stored.tensors() as tensors:
-
-        def read(window: Sequence[_BoxItem]) -> tuple[Sequence[_BoxItem], memoryview, ExitStack]:
-            lent = ExitStack()
-            memory = lent.enter_context(slots.one())
-            tensors.fetch([*_wanted(stored, window)], memory)
-            return window, memory, lent
-
-        with closing(results_of(read, _windows(parts), threads=1, waiting=1)) as ready:
-            for window, memory, lent in ready:
-                with lent:
-                    yield from zip(window, _tensors_in(memory, window), strict=True)
-
-
-def _wanted(stored: DcpCheckpoint, window: Sequence[_BoxItem]) -> Iterator[TensorRequest]:
-    """Yield what is read for a window: the boxes of a tensor, of which each has some, as one."""
-    boxes: dict[str, list[Region]] = {}
-    for part in window:
-        if part.nbytes:
-            boxes.setdefault(part.key, []).append(part.region)
-    for key, some in boxes.items():
-        yield stored.wanted(key)._replace(cells=tuple(some))
-
-
-def _tensors_in(memory: memoryview, window: Sequence[_BoxItem]) -> Iterator[torch.Tensor]:
-    start = 0
-    for part in window:
-        if part.nbytes:
-            flat = torch.frombuffer(memory, dtype=part.dtype, count=part.region.numel, offset=start)
-            yield flat.view(part.region.shape)
-        else:
-            yield torch.empty(part.region.shape, dtype=part.dtype)
-        start += part.nbytes
 
 
 def _put_item(data: StreamedFile, value: object) -> DcpStorageInfo:

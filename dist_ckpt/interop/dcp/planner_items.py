@@ -1,4 +1,4 @@
-"""What a planner of DCP's wants to be saved, as the state of a rank.
+"""What a planner of DCP's wants to be saved, as the state of a rank, and what it wants to read.
 
 Items name tensors by the keys of a flattened state dict; the planner's data says how the keys were
 nested. By these paths they get the names that `dc.save` would give them.
@@ -11,19 +11,34 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.planning.plan import Inventory, TensorEntry, View
+from dist_ckpt.core.loading.collective_read import CollectiveReader, OpenedInput, read_together
+from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
+from dist_ckpt.core.shard_io.memory.protocol import Target
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
+from dist_ckpt.core.shard_io.read.open_files import open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
-from dist_ckpt.core.state.tensors.local_tensors import class_name
+from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.read_tensor import describe
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
+from dist_ckpt.interop.dcp.metadata import DcpKeys, join_all
 from dist_ckpt.interop.readers.nested_state import Path, tree_of
 
 # The component of tensors that are themselves at the top of the state dict.
@@ -64,11 +79,6 @@ def _paths_of(plan: SavePlan) -> dict[str, Path]:
     }
     alone: dict[str, Path] = {item.index.fqn: (item.index.fqn,) for item in plan.items}
     return alone | paths
-
-
-def join_all(path: Path) -> str:
-    """Return the name of what is at a path."""
-    return ".".join(map(str, path))
 
 
 def _check_name(fqn: str) -> None:
@@ -166,3 +176,78 @@ def _looked_up(planner: SavePlanner, item: WriteItem) -> object:
     data: Any = planner.resolve_data(item)
     data.seek(0)
     return torch.load(data, weights_only=True)  # noqa: TID251 - of the planner, just now
+
+
+# --- what is read ------------------------------------------------------------------------------
+
+
+class PlannedReads:
+    """What a planner asks for: the boxes of each tensor, by DCP's key, and where they go."""
+
+    def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner, keys: DcpKeys) -> None:
+        self.parts: dict[str, list[tuple[Region, torch.Tensor]]] = {}
+        self._items = items
+        self._planner = planner
+        self._keys = keys
+        self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._resolved: list[tuple[ReadItem, torch.Tensor]] = []
+
+    def fill(self, source: OpenCheckpoint, together: CollectiveReader) -> tuple[int, int]:
+        """Fill the tensors of the planner. Collective: all ranks of `together` call this.
+
+        Returns how many bytes came from storage, and how many from other ranks. CorruptError, on
+        all ranks, if what one of them reads is damaged.
+        """
+
+        def opened() -> OpenedInput:
+            for item in self._items:
+                self._add(item)
+            return self._open(source, together.ranks.config.threads)
+
+        with together.ranks.operation(f"load of {source.folder}"):
+            moved = read_together(together, opened, source.not_found_if_removed)
+        with together.phases.phase("place"):
+            self._place()
+        return moved
+
+    def _open(self, source: OpenCheckpoint, threads: int) -> OpenedInput:
+        """Open the files that the boxes are in, and wait for devices that use their memory."""
+        wanted = []
+        targets: dict[tuple[str, int], Target] = {}
+        for key, every_part in self.parts.items():
+            record, fqn = self._keys.record(key), self._keys.name_of(key)
+            parts = [(region, tensor) for region, tensor in every_part if region.numel]
+            wanted.append(
+                TensorRequest(fqn, record.dtype, record.shape, tuple(region for region, _ in parts))
+            )
+            for number, (region, tensor) in enumerate(parts):
+                targets[fqn, number] = TensorTarget(tensor, region)
+        plan = plan_load(source.index, wanted)
+        synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
+        files = open_files(source.storage, source.folder, source.index, plan, threads=threads)
+        return OpenedInput(files, targets)
+
+    def _add(self, item: ReadItem) -> None:
+        """Ask the planner where an item goes; through memory of our own if that has another dtype.
+
+        That is taken now: all that a rank may lack is lacking before anything lands anywhere.
+        """
+        stored = torch_dtype(self._keys.record(item.storage_index.fqn).dtype)
+        own = self._planner.resolve_tensor(item)
+        self._resolved.append((item, own))
+        target = own.detach()
+        if target.dtype != stored:
+            self._converted.append((target, torch.empty(target.shape, dtype=stored)))
+            target = self._converted[-1][1]
+        where = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+        offset = tuple(a + b for a, b in zip(where, item.storage_offsets, strict=True))
+        region = Region(offset, tuple(item.lengths))
+        self.parts.setdefault(item.storage_index.fqn, []).append((region, target))
+
+    def _place(self) -> None:
+        """Convert what is to be converted, and tell the planner that all is there."""
+        synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
+        for target, read in self._converted:
+            target.copy_(read)
+        for item, own in self._resolved:
+            self._planner.commit_tensor(item, own)

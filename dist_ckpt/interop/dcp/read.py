@@ -30,10 +30,10 @@ from dist_ckpt.interop.pickles.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.interop.pickles.torch_pickles import TensorView
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, joined
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+from dist_ckpt.interop.registry import DCP_METADATA, DCP_METADATA_OF_RANK
 from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file
 
-METADATA = ".metadata"
-METADATA_OF_RANK = "__0.metadata"
+METADATA, METADATA_OF_RANK = DCP_METADATA, DCP_METADATA_OF_RANK
 MAX_METADATA_NBYTES = 1 << 30
 
 _T = TypeVar("_T")
@@ -93,7 +93,7 @@ class _Item:
     region: Region | None = None
 
 
-def read_folder(storage: Storage, folder: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, folder: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a folder holds, named as `dc.save` would name it.
 
     NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,

@@ -30,9 +30,8 @@ from dist_ckpt.interop.pickles.restricted_pickle import (
 from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+from dist_ckpt.interop.registry import DEEPSPEED_LATEST as LATEST
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened, whole_file
-
-LATEST = "latest"
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

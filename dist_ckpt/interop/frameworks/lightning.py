@@ -14,9 +14,9 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, numbered
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+from dist_ckpt.interop.registry import LIGHTNING_META
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened
 
-META = "meta.pt"
 VERSION = "pytorch-lightning_version"
 
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
@@ -29,8 +29,8 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     CorruptError, IncompatibleError for what is none, or holds what no checkpoint does.
     """
     found = Nested(path, interest)
-    is_folder = is_file(storage, f"{path}/{META}")
-    with opened(storage, f"{path}/{META}" if is_folder else path) as archive:
+    is_folder = is_file(storage, f"{path}/{LIGHTNING_META}")
+    with opened(storage, f"{path}/{LIGHTNING_META}" if is_folder else path) as archive:
         state = dict_of(archive)
         if VERSION not in state:
             raise IncompatibleError(

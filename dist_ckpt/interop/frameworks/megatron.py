@@ -19,11 +19,10 @@ from dist_ckpt.interop.pickles.restricted_pickle import PickledRecord, record_ma
 from dist_ckpt.interop.pickles.torch_pickles import TABLE
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+from dist_ckpt.interop.registry import MEGATRON_ABOUT, MEGATRON_COMMON, MEGATRON_LATEST
 from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened, whole_file
 
-COMMON = "common.pt"
-ABOUT = "metadata.json"
-LATEST = "latest_checkpointed_iteration.txt"
+COMMON, ABOUT, LATEST = MEGATRON_COMMON, MEGATRON_ABOUT, MEGATRON_LATEST
 
 _MAX_TEXT_NBYTES = 1 << 20
 _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}

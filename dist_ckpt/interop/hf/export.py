@@ -10,18 +10,25 @@ lies, as `{"model": ...}`.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, TensorWindow
+from dist_ckpt.core.commit.new_files import check_outside
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
-from dist_ckpt.interop.hf.export_files import ExportReader
+from dist_ckpt.errors import IncompatibleError, StorageError
 from dist_ckpt.interop.hf.export_plan import (
+    WINDOW_NBYTES,
+    ExportContents,
     ExportedFile,
     chosen,
     dtype_of,
@@ -30,17 +37,21 @@ from dist_ckpt.interop.hf.export_plan import (
     packed,
 )
 from dist_ckpt.interop.hf.read import INDEX, MODEL
-from dist_ckpt.interop.registry import open_source
-from dist_ckpt.interop.writers.local_files import check_outside
 from dist_ckpt.interop.writers.new_folder import check_replaceable, new_folder
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.rewrite.dry_run import DryRun
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["export_folder"]
+
+# What a file system says that makes no clones, nor copies within itself, or not between these two.
+_NO_CLONES = (
+    *(errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
+    *(errno.EBADF, errno.EPERM, errno.ETXTBSY),
+)
 
 
 class ExportOptions(TypedDict, total=False):
@@ -100,10 +111,9 @@ def export_folder(  # noqa: PLR0913 - a front door
     )
     with _planned(source, folder, options) as plan:
         tell = CopyProgress(sum(file.data_nbytes for file in plan.files), progress)
-        writer = ExportReader(plan.storage, plan.attempt, plan.index, tell)
         with new_folder(plan.target, plan.path, overwrite=overwrite) as new:
             for file in plan.files:
-                writer.write(plan.target, new, file)
+                _write_file(plan.source, plan.target, new, file, tell)
             nbytes = sum(file.nbytes for file in plan.files)
             if len(plan.files) > 1:
                 nbytes += _put_index(plan.target, new, index_of(plan.files))
@@ -130,9 +140,7 @@ def would_export(
 class _ExportPlan:
     """What is read, which files are made of it, and where; `replaces` are those that then go."""
 
-    storage: Storage
-    attempt: str
-    index: Index
+    source: OpenCheckpoint
     files: tuple[ExportedFile, ...]
     target: Storage
     path: str
@@ -151,21 +159,18 @@ def _planned(
         raise TypeError(f"reflink={reflink!r}: give True or False")
     if not isinstance(only, str) or not only:
         raise ValueError(f"only={only!r}: give the name of a component")
-    storage, path = open_source(resolve(source))
+    storage, path = OPENER.find(source)
     target, target_path = open_storage(folder)
     target_path = real_path(target_path)
     if target_path != real_path(path):  # a folder of an export may take its own place
         check_outside(real_path(path), target_path)
     stays = check_replaceable(target, target_path, overwrite=options.get("overwrite", False))
-    attempt, index = attempts.find(storage, path)
-    with attempts.not_found_if_removed(storage, path, attempt):
-        tensors = chosen(index.catalog, path, only, selection, wanted)
-        folder_of = f"{path}/{attempt.name}"
-        reader = ExportReader(storage, folder_of, index, lambda _: None)
-        files = packed(tensors, most, reader.whole_files(tensors) if reflink else {})
+    with OpenCheckpoint.at(storage, path) as opened, opened.not_found_if_removed():
+        tensors = chosen(opened.catalog, path, only, selection, wanted)
+        files = packed(tensors, most, _whole_files(opened, tensors) if reflink else {})
         there = os.listdir(target_path) if os.path.isdir(target_path) else []
         gone = tuple(f"{target_path}/{name}" for name in sorted({*there} - {*stays}))
-        yield _ExportPlan(storage, folder_of, index, files, target, target_path, gone)
+        yield _ExportPlan(opened, files, target, target_path, gone)
 
 
 def _put_index(storage: Storage, folder: str, data: bytes) -> int:
@@ -175,3 +180,122 @@ def _put_index(storage: Storage, folder: str, data: bytes) -> int:
         return file.finish()
     finally:
         file.discard()
+
+
+# --- the files ---------------------------------------------------------------------------------
+
+
+def _write_file(
+    source: OpenCheckpoint,
+    target: Storage,
+    folder: str,
+    file: ExportedFile,
+    tell: Callable[[int], None],
+) -> None:
+    """Write one file; on return it is durable. CorruptError if what is read is damaged."""
+    path = f"{folder}/{file.name}"
+    if file.clone_of is not None:
+        source.check([_whole(one) for one, _ in file.tensors])
+        record = source.index.files[file.clone_of]
+        stored = f"{source.folder}/{source.index.file_name(record)}"
+        if clone(stored, record.header_nbytes, path, file):
+            tell(file.data_nbytes)
+            return
+    tensors = {one.fqn: one for one, _ in file.tensors}
+    # What is converted may be larger where it is written, which has to fit as well.
+    ratio = max(_itemsize(one.dtype) // _itemsize(one.saved) for one in tensors.values())
+    windows = source.stream(tensors, window_nbytes=WINDOW_NBYTES // max(1, ratio), order="names")
+    out = target.create(path, file.nbytes)
+    try:
+        out.write_at(0, file.header)
+        start = len(file.header)
+        with closing(windows):
+            for window in windows:
+                for part in _as_written(window, tensors):
+                    out.write_at(start, part)
+                    start += part.nbytes
+                    tell(part.nbytes)
+        if out.finish() != file.nbytes:
+            raise StorageError(f"{path} has another size than was written: try again")
+    finally:
+        out.discard()
+
+
+def _whole_files(
+    source: OpenCheckpoint, tensors: Sequence[ExportContents]
+) -> dict[int, tuple[ExportContents, ...]]:
+    """Return the files that hold some of the tensors whole, and nothing else, by number."""
+    index = source.index
+    by_fqn = {one.fqn: one for one in tensors if one.saved == one.dtype}
+    components = {index.catalog.tensors[fqn].component for fqn in by_fqn}
+    found = {}
+    for number, record in enumerate(index.files if index.has_digests else ()):
+        if record.component not in components:
+            continue
+        shards = open_file(source.storage, source.folder, index, number, keep=False).shards
+        if len(shards) and all(
+            shard.fqn in by_fqn and shard.cell == Region.whole(shard.shape) for shard in shards
+        ):
+            found[number] = tuple(by_fqn[shard.fqn] for shard in shards)
+    return found
+
+
+def _whole(tensor: ExportContents) -> TensorRequest:
+    return TensorRequest(tensor.fqn, tensor.saved, tensor.shape, (Region.whole(tensor.shape),))
+
+
+def _itemsize(dtype: str) -> int:
+    return DTYPES[dtype].itemsize
+
+
+def _as_written(
+    window: TensorWindow, tensors: Mapping[str, ExportContents]
+) -> Iterator[memoryview]:
+    """Yield the bytes of a window as they are written, from parts that are read one by one."""
+    parts = [(tensors[want.fqn], data) for want, data in window.parts]
+    if all(tensor.saved == tensor.dtype for tensor, _ in parts):
+        yield window.data
+        return
+    from dist_ckpt.core.shard_io.memory.casting import converted  # noqa: PLC0415  (only this needs torch)
+
+    for tensor, data in parts:
+        part: memoryview | None = data
+        if tensor.saved != tensor.dtype:
+            part = converted(data, tensor.saved, tensor.dtype)
+        if part is None:
+            raise IncompatibleError(
+                f"{tensor.fqn} has finite values that {tensor.dtype} has not, they would be "
+                f"infinite: choose another dtype (bfloat16 has nearly the range of float32)"
+            )
+        yield part
+
+
+def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
+    """Write a file of its header and of what a file holds from `start` on, durably.
+
+    The kernel shares the data where the file system can (XFS, btrfs: `copy_file_range` does so for
+    whole pages, and both headers end at one), and copies it where not. False if it does neither
+    here: then there is no file.
+    """
+    if not hasattr(os, "copy_file_range"):  # it is Linux's
+        return False
+    try:
+        with open(source, "rb") as held, open(path, "xb") as out:
+            out.write(file.header)
+            out.flush()
+            done, nbytes = 0, file.data_nbytes
+            while done < nbytes:
+                count = os.copy_file_range(
+                    *(held.fileno(), out.fileno(), nbytes - done),
+                    *(start + done, len(file.header) + done),
+                )
+                if not count:
+                    raise OSError(errno.EIO, "the file ended while it was copied")
+                done += count
+            os.fsync(out.fileno())
+    except OSError as error:
+        if error.errno in _NO_CLONES:
+            os.unlink(path)
+            return False
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+    return True

@@ -10,12 +10,14 @@ from json import dumps
 from math import prod
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ByteRange, ElementRange, Shape, boxes_of
+from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Catalog
-from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, excluded_names
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES, ONE_FILE, SUFFIX
+
+# Three windows are in memory at once, with what is read for them.
+WINDOW_NBYTES = 16 << 20
 
 # In each file: what transformers asks for, and that an export may replace it.
 METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
@@ -72,19 +74,6 @@ class ExportedFile:
     def nbytes(self) -> int:
         """Its size."""
         return len(self.header) + self.data_nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class ExportWindow:
-    """Some bytes of a file, counted after its header, and what is read for them, in order.
-
-    `wanted` has the dtypes that are saved; `parts` are those that are written, with the element
-    counts.
-    """
-
-    span: ByteRange
-    wanted: tuple[TensorRequest, ...]
-    parts: tuple[tuple[ExportContents, int], ...]
 
 
 def dtype_of(asked: object) -> str | None:
@@ -250,26 +239,3 @@ def index_of(files: Sequence[ExportedFile]) -> bytes:
         "weight_map": dict(sorted(places.items())),
     }
     return (dumps(doc, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def windows_of(file: ExportedFile, nbytes: int) -> Iterator[ExportWindow]:
-    """Cut the data of a file into windows of `nbytes`, a multiple of all sizes of elements."""
-    total, first = file.data_nbytes, 0
-    for start in range(0, total, nbytes):
-        stop = min(start + nbytes, total)
-        wanted, parts = [], []
-        for number in range(first, len(file.tensors)):
-            tensor, begin = file.tensors[number]
-            if begin >= stop:
-                break
-            if begin + tensor.nbytes <= start:
-                first = number + 1
-            if begin + tensor.nbytes <= max(start, begin):  # it has nothing here, or nothing at all
-                continue
-            itemsize = DTYPES[tensor.dtype].itemsize
-            last = min(stop, begin + tensor.nbytes)
-            part = ElementRange((max(start, begin) - begin) // itemsize, (last - begin) // itemsize)
-            cells = tuple(boxes_of(part, tensor.shape))
-            wanted.append(TensorRequest(tensor.fqn, tensor.saved, tensor.shape, cells))
-            parts.append((tensor, part.numel))
-        yield ExportWindow(ByteRange(start, stop), tuple(wanted), tuple(parts))

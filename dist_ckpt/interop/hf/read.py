@@ -18,14 +18,18 @@ from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
-from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
+from dist_ckpt.interop.readers.virtual_checkpoint import (
+    ForeignChunk,
+    ForeignState,
+    ForeignTensor,
+    checkpoint_of,
+)
+from dist_ckpt.interop.registry import HF_FILE, HF_INDEX, SAFETENSORS
 
 # What the tensors of such files are parts of, as in `{"model": model}`.
 MODEL = "model"
 
-INDEX = "model.safetensors.index.json"
-ONE_FILE = "model.safetensors"
-SUFFIX = ".safetensors"
+INDEX, ONE_FILE, SUFFIX = HF_INDEX, HF_FILE, SAFETENSORS
 
 # What safetensors itself reads of a header, and more than any index has.
 MAX_HEADER_NBYTES = 100_000_000
@@ -34,6 +38,17 @@ MAX_INDEX_NBYTES = 256 << 20
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 _MOST_DIMENSIONS = 64
 MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
+
+
+def open_file(storage: Storage, path: str, file: str) -> Storage:
+    """Return what reads a file, which may be the one of a folder, as a checkpoint at `path`."""
+    what = "a safetensors file" if file == path else "a folder with a safetensors file"
+    return checkpoint_of(storage, path, read_file(storage, file), what)
+
+
+def open_folder(storage: Storage, path: str) -> Storage:
+    """Return what reads the files of a folder with an index as a checkpoint."""
+    return checkpoint_of(storage, path, read_folder(storage, path), "a folder of safetensors files")
 
 
 def read_file(storage: Storage, path: str) -> ForeignState:

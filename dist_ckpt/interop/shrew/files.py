@@ -18,6 +18,7 @@ from contextlib import closing
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
+from dist_ckpt.core.commit.new_files import check_new_file, check_outside, new_file
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
@@ -25,15 +26,10 @@ from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.interop.shrew import encoding
-from dist_ckpt.interop.writers.local_files import (
-    FileSource,
-    LocalFile,
-    check_new_file,
-    check_outside,
-    new_file,
-)
+from dist_ckpt.interop.writers.local_files import FileSource, LocalFile
 from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, described, is_tensor
 from dist_ckpt.interop.writers.single_process_save import save_single_process, would_save_alone
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun
 
@@ -139,7 +135,7 @@ def export_file(  # noqa: PLR0913 - a front door
     IncompatibleError for what such a file cannot hold, ExistsError without `overwrite` if something
     is there, and what `dc.open` and reading raise.
     """
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, opener=OPENER) as checkpoint:
         _check_target(checkpoint, file, overwrite=overwrite)
         state = _state_of(checkpoint, selection_of(include, exclude))
         number = encoding.version_for(state, version)
@@ -161,7 +157,7 @@ def would_export_file(
     overwrite: bool = False,
 ) -> DryRun:
     """Return what `export_file` would write. Nothing is changed. Raises what it does before."""
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, opener=OPENER) as checkpoint:
         where = _check_target(checkpoint, file, overwrite=overwrite)
         state = _state_of(checkpoint, selection_of(include, exclude))
         nbytes = _nbytes_of(state, encoding.version_for(state, version))

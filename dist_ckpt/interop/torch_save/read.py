@@ -41,7 +41,7 @@ _FREE_NBYTES = 1 << 20
 _SMALL_NBYTES = 64 << 10
 
 
-def read_file(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
     """Return what a file holds; a state dict of tensors alone is that of `{"model": model}`.
 
     CorruptError, IncompatibleError for what is no such file, or holds what no checkpoint does.

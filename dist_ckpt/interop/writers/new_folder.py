@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from dist_ckpt.core.commit.new_files import check_parent, temporary_beside
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.exclusive_rename import exchange
 from dist_ckpt.core.storage.local.local_storage import with_remedy
@@ -19,7 +20,6 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.interop.hf import read
 from dist_ckpt.interop.hf.export_plan import METADATA
-from dist_ckpt.interop.writers.local_files import check_parent, temporary_beside
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -16,7 +16,11 @@ from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.leases import CheckpointRef, forget, remove_if_unprotected
 from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT, Where, protections_of
-from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
+from dist_ckpt.core.commit.records.record_store import (
+    StoredAnnotation,
+    can_keep_records,
+    read_annotations,
+)
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
@@ -26,7 +30,6 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.runs.annotations import can_keep_records
 from dist_ckpt.runs.selectors import open_resolved
 
 # Annotations of absent attempts stay for this long: this host may see the attempt late.

@@ -11,20 +11,18 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import fsum
-from threading import Lock
 from typing import NamedTuple
 
 import torch
 
-from dist_ckpt.core.commit.attempts import not_found_if_removed
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.buffers import BufferPool, scratch
-from dist_ckpt.core.runtime.threads import results_of
-from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Window, windows_of
+from dist_ckpt.core.shard_io.read.read_windows import Window, read_ahead, windows_of
 from dist_ckpt.core.state.tree.containers import whole_of
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.tools.average.source_selection import AverageSources
@@ -273,12 +271,13 @@ class AveragedTensors:
     ) -> None:
         self._chosen = chosen
         self._averaged = averaged
-        keeps_open = len(chosen) <= _MOST_OPEN
-        self._tensors = [
-            StoredTensors(one.storage, one.folder, one.index, slots=slots, keeps_open=keeps_open)
+        most_kept = None if len(chosen) <= _MOST_OPEN else 0
+        self._opened = [
+            OpenCheckpoint(
+                *(one.storage, one.path, one.attempt, one.index), slots=slots, most_kept=most_kept
+            )
             for one in chosen
         ]
-        self._locks = [Lock() for _ in chosen]
 
     def nbytes_to_read(self, files: Sequence[FilePlan]) -> int:
         """Return how many bytes are read for some files."""
@@ -295,15 +294,13 @@ class AveragedTensors:
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
         slots, mean = BufferPool(max(nbytes, 1)), Mean([one.weight for one in self._chosen], nbytes)
 
-        def read(piece: _SourcePart) -> _Read:
-            lent = ExitStack()
-            memory = lent.enter_context(slots.one())
-            self._fetch(piece, memory)
-            return piece, memory, lent
+        def read(piece: _SourcePart, memory: memoryview) -> None:
+            self._opened[piece.number].read(piece.wanted, memory)
 
         pieces = self._pieces(windows_of(files, nbytes, self._order))
         # Each is read by several threads as it is; of two at a time one begins as another ends.
-        with closing(results_of(read, pieces, threads=2, waiting=_AT_ONCE - 1)) as ready:
+        reading = read_ahead(read, pieces, slots, threads=2, waiting=_AT_ONCE - 1)
+        with closing(reading) as ready:
             for several in _together(ready):
                 with ExitStack() as all_lent:
                     for _, _, lent in several:
@@ -329,18 +326,10 @@ class AveragedTensors:
                 yield _SourcePart(window, averaged, runs, number, last=False)
             yield _SourcePart(window, averaged, runs, newest, last=True)
 
-    def _fetch(self, piece: _SourcePart, memory: memoryview) -> None:
-        one = self._chosen[piece.number]
-        with (
-            self._locks[piece.number],
-            not_found_if_removed(one.storage, one.path, one.attempt),
-        ):
-            self._tensors[piece.number].fetch(piece.wanted, memory)
-
     def close(self) -> None:
         """Close the files. Never raises."""
-        for tensors in self._tensors:
-            tensors.close()
+        for opened in self._opened:
+            opened.close()
 
 
 def _together(ready: Iterator[_Read]) -> Iterator[list[_Read]]:

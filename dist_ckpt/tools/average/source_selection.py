@@ -11,15 +11,21 @@ from dataclasses import dataclass
 from math import frexp, fsum, ldexp
 
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.leases import renewed_lease
+from dist_ckpt.core.commit.records.record_store import can_keep_records, can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.runs.annotations import can_keep_records, can_lease
-from dist_ckpt.runs.lease_renewal import checkpoint_ref_of, renewed_lease, resolve_with_lease
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.runs.selectors import measured, resolve_at, warn_of_unreadable
+from dist_ckpt.runs.selectors import (
+    checkpoint_ref_of,
+    measured,
+    resolve_at,
+    resolve_with_lease,
+    warn_of_unreadable,
+)
 
 _MOST = sys.float_info.max
 

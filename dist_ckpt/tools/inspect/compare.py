@@ -11,11 +11,11 @@ from math import isnan
 
 from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.records.record_store import can_keep_records
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.format.index.model_description import leaves_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
-from dist_ckpt.runs.annotations import can_keep_records
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")

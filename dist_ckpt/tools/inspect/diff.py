@@ -9,21 +9,14 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
-from dist_ckpt.core.checkpoint.streaming import (
-    WINDOW_NBYTES,
-    TensorStream,
-    nbytes_of,
-    open_tensor_stream,
-    parts_of,
-    stored_windows,
-)
+from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint, parts_in
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, differences
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers, numpy_module
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 
 if TYPE_CHECKING:
@@ -108,11 +101,11 @@ def diff(  # noqa: PLR0913 - the names, what is compared, and how
     """
     tolerance = _checked(rtol, atol, values=values)
     selection = selection_of(include, exclude)
-    with open_tensor_stream(a) as one, open_tensor_stream(b) as other:
-        with open_checkpoint(one.path) as first, open_checkpoint(other.path) as second:
-            left, right = _names(one, other, selection, {**first.objects, **second.objects})
-            config = _config(first, second)
-            objects = _objects(first, second, selection) if values else None
+    with _opened(a) as one, _opened(b) as other:
+        first, second = (Checkpoint(i.storage, i.path, i.attempt, i.index) for i in (one, other))
+        left, right = _names(one, other, selection, {**first.objects, **second.objects})
+        config = _config(first, second)
+        objects = _objects(first, second, selection) if values else None
         changed = dict(_changed(one, other, left, right))
         same = [name for name in left if name in right and name not in changed]
         found = None
@@ -131,6 +124,10 @@ def diff(  # noqa: PLR0913 - the names, what is compared, and how
     )
 
 
+def _opened(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    return OpenCheckpoint.open(path, opener=OPENER, direct_reads=True)
+
+
 def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolerance:
     if type(values) is not bool:
         raise TypeError(f"values={values!r}: give True or False")
@@ -147,7 +144,7 @@ def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolera
 
 
 def _names(
-    one: TensorStream, other: TensorStream, selection: Selection, objects: Iterable[str]
+    one: OpenCheckpoint, other: OpenCheckpoint, selection: Selection, objects: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the selected tensors of both, each with the name that it is stored under.
 
@@ -165,7 +162,7 @@ def _names(
 
 
 def _changed(
-    one: TensorStream, other: TensorStream, left: Mapping[str, str], right: Mapping[str, str]
+    one: OpenCheckpoint, other: OpenCheckpoint, left: Mapping[str, str], right: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     for name in (name for name in left if name in right):
         texts = (
@@ -198,8 +195,8 @@ def _objects(
 
 
 def _values(
-    one: TensorStream,
-    other: TensorStream,
+    one: OpenCheckpoint,
+    other: OpenCheckpoint,
     pairs: Mapping[str, tuple[str, str]],
     tolerance: _Tolerance,
     progress: Progress | None,
@@ -210,15 +207,14 @@ def _values(
     for left, right in found:
         partners.setdefault(left, []).append(right)
     names = set(partners)
-    total, done = nbytes_of(one.catalog, names), 0
-    here, there = (memoryview(bytearray(min(total, WINDOW_NBYTES))) for _ in range(2))
-    for window in stored_windows(one.catalog, names):
-        one.tensors.fetch(window.wanted, here)
-        mine = {want.fqn: (want, data) for want, data in parts_of(window.wanted, here)}
+    total, done = one.tensor_nbytes(names), 0
+    there = memoryview(bytearray(min(total, WINDOW_NBYTES)))
+    for window in one.stream(names, window_nbytes=WINDOW_NBYTES):
+        mine = {want.fqn: (want, data) for want, data in window.parts}
         for turns in _turns([(left, right) for left in mine for right in partners[left]]):
             wanted = [_as_named(mine[left][0], right) for left, right in turns]
-            other.tensors.fetch(wanted, there)
-            for pair, (want, data) in zip(turns, parts_of(wanted, there), strict=True):
+            other.read(wanted, there)
+            for pair, (want, data) in zip(turns, parts_in(wanted, there), strict=True):
                 found[pair].compare(want.dtype, mine[pair[0]][1], data, tolerance)
         done += window.nbytes
         if progress is not None:

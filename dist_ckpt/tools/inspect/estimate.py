@@ -9,18 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.planning.sharded_views import plan_stored
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import StorageError
-from dist_ckpt.interop.registry import open_source
+from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.retention.policy_text import parse_rules
 from dist_ckpt.runs.retention.retention_policy import Candidate, RetentionPolicy
-from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.rewrite.reshard import SourceCheckpoint, even
+from dist_ckpt.tools.rewrite.reshard import even
 
 # Saves of a job that are gone through one by one.
 MAX_SAVES = 5000
@@ -91,13 +89,10 @@ def estimate(  # noqa: PLR0913 - what a job is
     num_saves = _checked(steps, save_every, step_s, rate)
     if keep is not None and not isinstance(keep, RetentionPolicy):
         raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
-    storage, where = open_source(resolve(path))
-    attempt, index = attempts.find(storage, where)
+    opened = OpenCheckpoint.open(path, opener=OPENER)
+    where, index, main = opened.path, opened.index, opened.merged_objects()
     world_size = index.catalog.world_size if world_size is None else world_size
-    with attempts.not_found_if_removed(storage, where, attempt):
-        stored = SourceCheckpoint(CountingStorage(storage), f"{where}/{attempt.name}", index)
-        plan = plan_stored(stored.catalog, even(world_size), stored.main.tree, stored.main.numpy)
-        stored.tensors.close()
+    plan = plan_stored(index.catalog, even(world_size), main.tree, main.numpy)
     files = stored_nbytes(plan.catalog)
     ranks = [0] * world_size
     for (_, rank), nbytes in files.items():

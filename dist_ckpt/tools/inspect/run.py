@@ -6,23 +6,24 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import isnan
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
 from dist_ckpt.core.checkpoint.verify import verify
 from dist_ckpt.core.commit.attempts import entries_at
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.incarnations import read_history
+from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef
+from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.runtime.renamed import refuse_old_attributes
-from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
-from dist_ckpt.runs.annotations import put_metrics
-from dist_ckpt.runs.lease_renewal import TTL_S, checkpoint_ref_of, lease_selected
+from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
 from dist_ckpt.runs.retention.prune import Decision, metrics_of, plan_prune, prune
 from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
-from dist_ckpt.runs.selectors import select
-from dist_ckpt.tools.inspect.best_checkpoint import best_measured
+from dist_ckpt.runs.selectors import checkpoint_ref_of, lease_selected, select
 
 _POLL_S = 2.0
 
@@ -203,3 +204,39 @@ def _text(value: object, name: str, least: int = 0) -> str:
     if not isinstance(value, str) or len(value) < least:
         raise TypeError(f"{name}={value!r}: give a text")
     return value
+
+
+# --- the best checkpoint ---------------------------------------------------------------------
+
+
+def best_measured(
+    storage: Storage, listing: Listing, metric: str, *, is_max: bool
+) -> RunCheckpoint | None:
+    """Return the best checkpoint of a listing; None if nothing was measured.
+
+    NotFoundError if what is known to be better is not there any more.
+    """
+    there = {one.where: one for one in listing.alive}
+    measured = annotations_of(listing.annotations, time.time()).metrics
+    values = {where: found[metric] for where, found in measured.items() if metric in found}
+    history = read_history(storage, listing.root, with_old=bool(listing.old_folders))
+
+    def counts(where: Where) -> bool:
+        if where in there:
+            return True
+        replaced = any(found and found[0] == where[0] and found > where for found in there)
+        return not (replaced or history.is_orphaned(*where))
+
+    known = [where for where, value in values.items() if not isnan(value) and counts(where)]
+    if not known:
+        return None
+    sign = -1 if is_max else 1
+    best = min(known, key=lambda where: (sign * values[where], where not in there, where))
+    if best not in there:
+        kind = "max" if is_max else "min"
+        raise NotFoundError(
+            f"{listing.root}: the best {metric} is {values[best]:g}, of step {best[0]}, whose "
+            f"checkpoint {best[1]} is gone or damaged. What is left of it is "
+            f"@{kind}:{metric}; keep=dc.keep.best(1, {kind}={metric!r}) keeps the best"
+        )
+    return there[best]

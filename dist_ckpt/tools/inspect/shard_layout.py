@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
-from dist_ckpt.core.checkpoint.streaming import chosen_names
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell
 from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
 from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.openers import OPENER
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ def layout(
     a pattern that matches nothing, otherwise as `dc.open`.
     """
     selection = selection_of(include, exclude)
-    with open_checkpoint(path) as checkpoint:
+    with OpenCheckpoint.open(path, opener=OPENER) as checkpoint:
         index = checkpoint.index
-    names = set() if selection.is_everything else {*chosen_names(index.catalog, selection).values()}
+    names = set() if selection.is_everything else {*checkpoint.select(selection).values()}
     records = {(one.rank, one.component): one for one in index.files}
     files = []
     for rank, components in enumerate(cells_of_ranks(index.catalog)):

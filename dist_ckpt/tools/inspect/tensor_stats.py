@@ -8,18 +8,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from dist_ckpt.core.checkpoint.streaming import (
-    WINDOW_NBYTES,
-    chosen_names,
-    nbytes_of,
-    open_tensor_stream,
-    parts_of,
-    stored_windows,
-)
+from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers, numpy_module
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 
 if TYPE_CHECKING:
@@ -73,16 +67,14 @@ def stats(
     """
     selection = selection_of(include, exclude)
     numpy_module()  # before anything is read
-    with open_tensor_stream(path) as opened:
+    with OpenCheckpoint.open(path, opener=OPENER, direct_reads=True) as opened:
         catalog = opened.catalog
-        names = chosen_names(catalog, selection)
+        names = opened.select(selection)
         counted = {fqn: _Counts() for fqn in names.values()}
         stored = {fqn for fqn in counted if has_numbers(catalog.tensors[fqn].dtype)}
-        total, done = nbytes_of(catalog, stored), 0
-        memory = memoryview(bytearray(min(total, WINDOW_NBYTES)))
-        for window in stored_windows(catalog, stored):
-            opened.tensors.fetch(window.wanted, memory)
-            for want, data in parts_of(window.wanted, memory):
+        total, done = opened.tensor_nbytes(stored), 0
+        for window in opened.stream(stored, window_nbytes=WINDOW_NBYTES):
+            for want, data in window.parts:
                 counted[want.fqn].add(want.dtype, data)
             done += window.nbytes
             if progress is not None:

@@ -19,6 +19,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.tools.report.damage import Check, CheckResult, checked
@@ -231,7 +232,7 @@ def checkpoint_facts(
     more than the result of the check. NotFoundError if there is none.
     """
     try:
-        with checkpoint.open(path) as ck:
+        with checkpoint.open(path, opener=OPENER) as ck:
             facts = _facts_of(ck)
             has_digests = ck.index.has_digests
     except CorruptError as error:

@@ -8,6 +8,7 @@ from typing import Literal
 from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.errors import CheckpointError
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.tools.report.texts import bounded, first_of
 
@@ -57,7 +58,7 @@ def checked(path: str, check: Check, progress: Progress | None) -> CheckResult:
         return CheckResult(why="no check was asked for")
     level: Level = check
     try:
-        return CheckResult(verify(path, level=level, progress=progress))
+        return CheckResult(verify(path, level=level, progress=progress, opener=OPENER))
     except CheckpointError as error:
         return CheckResult(why=str(error), has_failed=True)
 

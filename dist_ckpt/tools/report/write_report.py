@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 from dist_ckpt import __version__
+from dist_ckpt.core.commit.new_files import check_new_file, new_file
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import NotFoundError
-from dist_ckpt.interop.writers.local_files import check_new_file, new_file
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.report.checkpoint_facts import checkpoint_facts

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.leases import leased_source
 from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import read_annotations_of
@@ -21,7 +23,6 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
-from dist_ckpt.runs.lease_renewal import leased_source
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 
@@ -58,8 +59,8 @@ def backup_at(
     with leased_source(storage, path) as (attempt, index):
         kept = _kept_at(storage, target, index)
         if kept is None:
-            carried = _Carried(path, attempt, index)
-            kept = _make(storage, carried, target, overwrite=overwrite, progress=progress)
+            source = OpenCheckpoint(storage, path, attempt, index)
+            kept = _make(storage, source, target, overwrite=overwrite, progress=progress)
         # Whoever made what was there may have died before it had synced it.
         for one in (f"{target}/{kept}", target, folder, root):
             storage.sync(one)
@@ -108,18 +109,9 @@ def _kept_at(storage: Storage, target: str, index: Index) -> Attempt | None:
     return attempt if is_same or (index.save and there.save == index.save) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Carried:
-    """The checkpoint that is kept."""
-
-    path: str
-    attempt: Attempt
-    index: Index
-
-
 def _make(
     storage: Storage,
-    source: _Carried,
+    source: OpenCheckpoint,
     target: str,
     *,
     overwrite: bool,

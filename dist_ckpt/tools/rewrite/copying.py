@@ -8,7 +8,8 @@ from dataclasses import replace
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.record_store import read_annotations_of
+from dist_ckpt.core.commit.records.leases import leased_source
+from dist_ckpt.core.commit.records.record_store import can_keep_records, read_annotations_of
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.saving.transaction import Transaction
@@ -18,8 +19,7 @@ from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
-from dist_ckpt.runs.annotations import annotations_of, can_keep_records, put_metrics
-from dist_ckpt.runs.lease_renewal import leased_source
+from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 

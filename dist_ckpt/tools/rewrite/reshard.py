@@ -10,18 +10,18 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 from dist_ckpt import __version__
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
-from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.receipts import attached_of, check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
-from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node, ObjectsFileRecord
+from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
@@ -36,16 +36,14 @@ from dist_ckpt.core.saving.carry.carried_names import (
     with_carried,
 )
 from dist_ckpt.core.saving.transaction import Transaction
-from dist_ckpt.core.shard_io.read.open_files import read_attached_file, read_objects
-from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
+from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.errors import CorruptError, listed
-from dist_ckpt.interop.registry import open_source
-from dist_ckpt.reports import Phases, Progress, SaveReport
-from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.errors import listed
+from dist_ckpt.openers import OPENER
+from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
 
 MIN_MEMORY = 64 << 20
@@ -82,7 +80,7 @@ def reshard(
     config = _config_of(sharding, world_size, max_memory)
     selection = selection_of(include, exclude)
     return rewrite(
-        open_source(resolve(source)),
+        OPENER.find(source),
         target,
         config,
         max_memory=max_memory,
@@ -116,7 +114,7 @@ def would_reshard(
     config = _config_of(options.get("sharding"), options.get("world_size"), max_memory)
     selection = selection_of(options.get("include"), options.get("exclude"))
     overwrite = options.get("overwrite", False)
-    opened = open_source(resolve(source))
+    opened = OPENER.find(source)
     return would_rewrite(opened, target, config, overwrite=overwrite, selection=selection)
 
 
@@ -174,7 +172,7 @@ def _planned(
     overwrite: object,
     selection: Selection,
     step: int | None,
-) -> Iterator[tuple[SourceCheckpoint, SavePlan, tuple[CountingStorage, str]]]:
+) -> Iterator[tuple[_ReshardInput, SavePlan, tuple[CountingStorage, str]]]:
     """Yield what is read, what is planned of it, and where it goes: nothing is written yet."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
@@ -189,18 +187,10 @@ def _planned(
         )
     if real_target.startswith(f"{real_source}/"):
         raise ValueError(f"the target {target_path} lies in the source: give another target")
-    counted = CountingStorage(source_storage)
-    attempt, index = attempts.find(counted, source_path)
-    with attempts.not_found_if_removed(counted, source_path, attempt):
-        stored = SourceCheckpoint(counted, f"{source_path}/{attempt.name}", index)
-        if not index.has_digests:
-            step = index.step if step is None else step
-            stored.index = replace(index, save=secrets.token_hex(16), step=step)
-        if not selection.is_everything:
-            stored.choose(selection)
+    with OpenCheckpoint.at(CountingStorage(source_storage), source_path) as opened:
+        stored = _ReshardInput.of(opened, selection, step)
         plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
-        with closing(stored.tensors):
-            yield stored, plan, (CountingStorage(target_storage), target_path)
+        yield stored, plan, (CountingStorage(target_storage), target_path)
 
 
 def even(world_size: object) -> ShardingConfig:
@@ -212,56 +202,48 @@ def even(world_size: object) -> ShardingConfig:
     return ShardingConfig.even(world_size)
 
 
-class SourceCheckpoint:
-    """The checkpoint to read from: its index, its objects files, and its tensors.
+@dataclass(frozen=True, slots=True)
+class _ReshardInput:
+    """What is written again of an open checkpoint: all of it, or the part that was selected.
 
-    `catalog` is what is to be written of it, and `main` the global objects file of that, with the
-    values of all ranks.
+    `main` is the global objects file of that, with the values of all ranks.
     """
 
-    def __init__(self, storage: CountingStorage, folder: str, index: Index) -> None:
-        self.index = index
-        self.storage = storage
-        self.tensors = StoredTensors(storage, folder, index)
-        self._folder = folder
-        contents = objects_file.contents_of(index.catalog)
-        self.files = {one.name: self._read_objects(one, contents) for one in index.objects}
-        if filenames.OBJECTS not in self.files:
-            raise CorruptError(f"{folder}: the index lists no {filenames.OBJECTS}")
-        self.catalog = index.catalog
-        values = {fqn: one for file in self.files.values() for fqn, one in file.values.items()}
-        self.main = replace(self.files[filenames.OBJECTS], values=values, per_rank={})
+    opened: OpenCheckpoint
+    index: Index
+    catalog: Catalog
+    main: ObjectsFile
 
-    def choose(self, selection: Selection) -> None:
-        """Take only a part of it, as a checkpoint with an id of its own."""
-        self.catalog, self.main = select_part(self.catalog, self.main, selection)
-        self.index = replace(self.index, save=secrets.token_hex(16))
+    @staticmethod
+    def of(opened: OpenCheckpoint, selection: Selection, step: int | None) -> _ReshardInput:
+        """Return what a selection leaves, as a checkpoint with an id of its own if it is a part."""
+        index, catalog, main = opened.index, opened.catalog, opened.merged_objects()
+        if not index.has_digests:
+            step = index.step if step is None else step
+            index = replace(index, save=secrets.token_hex(16), step=step)
+        if not selection.is_everything:
+            catalog, main = select_part(catalog, main, selection)
+            index = replace(index, save=secrets.token_hex(16))
+        return _ReshardInput(opened, index, catalog, main)
 
     def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
         """Return the per-rank values by the ranks that store them in a plan."""
         keyed: dict[int, dict[str, dict[Key, object]]] = {}
         for fqn, keys in plan.catalog.per_rank.items():
-            sources = dict(self.index.catalog.per_rank[fqn])
             for key, rank in keys:
-                name = filenames.objects_file(sources[key])
-                value = self.files[name].per_rank[fqn][key]
+                value = self.opened.value_of_rank(fqn, key)
                 keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
         return keyed
 
-    def _read_objects(
-        self, record: ObjectsFileRecord, contents: objects_file.Contents
-    ) -> objects_file.ObjectsFile:
-        file = read_objects(self.storage, self._folder, record)
-        for what in objects_file.missing_error(file, record.name, self.index.catalog, contents):
-            raise CorruptError(f"{self._folder}/{record.name} lacks {what}; use another checkpoint")
-        return file
+    @property
+    def reads(self) -> IoCount:
+        """What was read of it."""
+        assert isinstance(self.opened.storage, CountingStorage)
+        return self.opened.storage.reads
 
     def attached(self) -> dict[str, bytes]:
         """Return what users have attached, by the names of its files in an attempt."""
-        return {
-            one.file_name: read_attached_file(self.storage, self._folder, one)
-            for one in self.index.attached
-        }
+        return {one.file_name: self.opened.attached(one.name) for one in self.index.attached}
 
 
 class _Reshard:
@@ -269,7 +251,7 @@ class _Reshard:
 
     def __init__(
         self,
-        stored: SourceCheckpoint,
+        stored: _ReshardInput,
         plan: SavePlan,
         storage: CountingStorage,
         path: str,
@@ -296,7 +278,7 @@ class _Reshard:
                 index = self._index(attempt.name, receipts)
                 decision = transaction.commit_index(index, seconds=phases.seconds["write"])
             transaction.supersede()
-        reads, writes = self._stored.storage.reads, self._storage.writes
+        reads, writes = self._stored.reads, self._storage.writes
         return transaction.report(decision, phases, reads=reads, writes=writes)
 
     def _write(self, folder: str) -> list[Receipt]:
@@ -316,7 +298,7 @@ class _Reshard:
     def _write_rank(
         self, folder: str, files: tuple[FilePlan, ...], rank: int
     ) -> tuple[FileReceipt, ...]:
-        filled = read_windows(self._stored.tensors, files, self._window_nbytes, self._tell)
+        filled = read_windows(self._stored.opened.read, files, self._window_nbytes, self._tell)
         windows = Windows(files, filled)
         content = RankFiles(
             step=self._stored.index.step,

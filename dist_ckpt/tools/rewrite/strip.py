@@ -16,13 +16,14 @@ from functools import partial
 
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import CheckpointRef, protections_at
+from dist_ckpt.core.commit.records.leases import CheckpointRef, leased_source, protections_at
 from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import PIN, Where, protections_of
-from dist_ckpt.core.commit.records.record_store import read_annotations
+from dist_ckpt.core.commit.records.record_store import can_keep_records, read_annotations
 from dist_ckpt.core.commit.removal import now_at
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
@@ -36,15 +37,13 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.saving.transaction import Transaction
-from dist_ckpt.core.shard_io.read.open_files import read_objects
 from dist_ckpt.core.shard_io.write.copied_files import FileRecord, link_or_copy_files
 from dist_ckpt.core.shard_io.write.shard_writer import write_objects
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, listed
 from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
-from dist_ckpt.runs.annotations import annotations_of, can_keep_records, put_metrics
-from dist_ckpt.runs.lease_renewal import leased_source
+from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 
 # In `saved_by`: the attempt that this one has taken the place of.
@@ -94,8 +93,7 @@ def strip_at(
     phases = Phases("strip", path, quiet=False)
     found = attempts.find(counting, path)
     _finish_former(counting, path, *found)
-    with attempts.not_found_if_removed(counting, path, found[0]):
-        part = _Part.of(counting, f"{path}/{found[0]}", found[1], names)
+    part = _Part.of(OpenCheckpoint(counting, path, *found), names)
     if not force:
         _check_unprotected(protections_at(counting, path, [found[0]], now_at), path)
     with (
@@ -139,8 +137,7 @@ def remaining_after(
     """
     check_upgraded(storage, os.path.dirname(path))
     attempt, index = attempts.find(storage, path)
-    with attempts.not_found_if_removed(storage, path, attempt):
-        left = _Part.of(storage, f"{path}/{attempt}", index, names).left
+    left = _Part.of(OpenCheckpoint(storage, path, attempt, index), names).left
     if not force:  # by our own clock: to ask the storage's, a strip writes
         _check_unprotected(protections_at(storage, path, [attempt], lambda *_: time.time()), path)
     return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
@@ -163,9 +160,9 @@ class _Part:
     files: Mapping[str, ObjectsFile]
 
     @staticmethod
-    def of(storage: Storage, folder: str, index: Index, names: frozenset[str]) -> _Part:
+    def of(source: OpenCheckpoint, names: frozenset[str]) -> _Part:
         """Read the objects files, and see what is left. ValueError if that makes no sense."""
-        files = {one.name: read_objects(storage, folder, one) for one in index.objects}
+        files, index = source.all_objects(), source.index
         keys = top_level_keys(node for file in files.values() for node in file.tree)
         left = drop_from_index(index, names, keys)
         stripped = {name: _reduce_objects(file, names, keys) for name, file in files.items()}

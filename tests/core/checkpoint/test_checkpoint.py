@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.core.checkpoint import checkpoint
-from dist_ckpt.core.checkpoint.basic_index import select
-from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, select
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Region, Shape, row_major_strides
@@ -335,9 +334,10 @@ def test_neither_the_end_of_a_process_nor_a_fork_makes_a_noise_or_waits(tmp_path
     full_checkpoint(tmp_path / "ck")
     script = (
         "import os, sys; from dist_ckpt.core.checkpoint.checkpoint import open; "
-        "ck = open(sys.argv[1]); ck['model.w'][1:, 0]; ck._turn.acquire(); child = os.fork()\n"
+        "ck = open(sys.argv[1]); ck['model.w'][1:, 0]; turn = ck._opened._turn\n"
+        "turn.acquire(); child = os.fork()\n"
         "if not child: del ck; os._exit(7)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7; ck._turn.release(); "
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7; turn.release(); "
         "assert len(ck['model.w'][1:, 0].data) == 12"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "ck")]

@@ -11,6 +11,7 @@ from torch import nn
 
 import dist_ckpt as dc
 import rank_threads
+from dist_ckpt.core.checkpoint import open_checkpoint
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import build as building
 from dist_ckpt.core.shard_io.read.open_files import read_objects
@@ -157,11 +158,11 @@ def test_the_counts_are_those_of_the_component(tmp_path: Path, path: Path) -> No
 def test_what_is_deleted_while_it_is_described_is_not_called_damaged(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_late(*args: Any) -> Any:
+    def read_late(*args: Any, **options: Any) -> Any:
         dc.delete(path)
-        return read_objects(*args)
+        return read_objects(*args, **options)
 
-    monkeypatch.setattr(building, "read_objects", read_late)
+    monkeypatch.setattr(open_checkpoint, "read_objects", read_late)
     with pytest.raises(NotFoundError, match="was replaced or deleted while it was read"):
         dc.build(path, {"ddl": Ddl})
 

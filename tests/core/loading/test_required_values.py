@@ -8,7 +8,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.interop.dcp.required_values import RequiredValues
+from dist_ckpt.interop.dcp.adapter import RequiredValues
 
 SAVED = (
     "args",

@@ -103,7 +103,7 @@ def test_where_the_root_cannot_be_written_a_load_goes_on(root: Path, monkeypatch
         raise dc.StorageError("read-only")
 
     monkeypatch.setattr(CheckpointRef, "put", refuse)
-    monkeypatch.setattr("dist_ckpt.runs.annotations.put_annotation", refuse)
+    monkeypatch.setattr("dist_ckpt.core.commit.records.record_store.put_annotation", refuse)
     assert dc.load({"x": 0}, f"{root}@latest").step == 2
 
 

@@ -12,13 +12,16 @@ reasons.
 
 from __future__ import annotations
 
+import logging
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from time import monotonic
 
+from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
 from dist_ckpt.core.commit.records.old_records import old_folders_in
 from dist_ckpt.core.commit.records.protections import (
@@ -35,6 +38,7 @@ from dist_ckpt.core.commit.records.protections import (
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     annotations_folder,
+    can_lease,
     new_annotation,
     put_annotation,
     read_annotations,
@@ -47,6 +51,7 @@ from dist_ckpt.core.format.filenames import (
     is_temporary_record,
     parse_annotation_name,
 )
+from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
@@ -319,3 +324,71 @@ def _outdated_tags(where: Where, annotations: Sequence[StoredAnnotation]) -> lis
 def _remove(storage: Storage, path: str) -> None:
     with suppress(FileNotFoundError, NotADirectoryError):
         storage.remove(path)
+
+
+# --- renewal ---------------------------------------------------------------------------------
+
+
+_log = logging.getLogger("dist_ckpt")
+
+# Longer than a storage is unavailable, and short enough for the leases of dead processes.
+TTL_S = 1800.0
+
+
+@contextmanager
+def renewed_lease(subject: CheckpointRef, ttl_s: float = TTL_S) -> Iterator[None]:
+    """Lease a checkpoint inside the `with`, however long that takes; released at its end.
+
+    The lease lasts for `ttl_s` after the last renewal, by the storage's clock: that of a process
+    that dies, or stalls for longer, expires. NotFoundError if the checkpoint is removed, or about
+    to be.
+    """
+    lease = Lease(subject, checked_ttl(ttl_s))
+    lease.take()
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_renew, args=(lease, ended), name="dist_ckpt lease", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        # A renewal in progress would come after the release. It has the storage's deadline.
+        thread.join(ttl_s)
+        lease.release()
+
+
+def _renew(lease: Lease, ended: threading.Event) -> None:
+    while not ended.wait(lease.ttl_s / 3):
+        try:
+            lease.take()
+        except (NotFoundError, StorageError) as error:
+            _log.warning("%s: the lease could not be renewed: %s", lease.subject.path, error)
+            # A deletion intent does not end the lease: its owner sees the lease and withdraws.
+            if isinstance(error, NotFoundError) and _is_gone(lease.subject):
+                return
+
+
+def _is_gone(subject: CheckpointRef) -> bool:
+    try:
+        return not subject.is_there()
+    except StorageError:
+        return False
+
+
+@contextmanager
+def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
+    """Yield the checkpoint at `path`, protected against removal inside the `with`.
+
+    It is leased if the root has records of a run. Otherwise a removal inside the `with` becomes
+    NotFoundError.
+    """
+    attempt, index = attempts.find(storage, path)
+    root = path.rpartition("/")[0] or "/"
+    with ExitStack() as stack:
+        if index.step is not None and can_lease(storage, root):
+            subject = CheckpointRef(storage, root, path, (index.step, attempt))
+            stack.enter_context(renewed_lease(subject))
+        stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))
+        yield attempt, index

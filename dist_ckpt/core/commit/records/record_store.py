@@ -10,6 +10,7 @@ there, on every storage that keeps the protocol. So are the records of `incarnat
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import socket
@@ -27,9 +28,10 @@ from dist_ckpt.core.commit.attempts import (
     store,
 )
 from dist_ckpt.core.commit.new_folders import make_folders
-from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.core.commit.records.old_records import check_upgraded, old_folders_in, warn_of_old
 from dist_ckpt.core.format.filenames import (
     ANNOTATIONS,
+    INCARNATIONS,
     MAX_FACT,
     OLD_ANNOTATIONS,
     AnnotationName,
@@ -47,6 +49,11 @@ from dist_ckpt.core.format.run_records import (
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
+
+_log = logging.getLogger("dist_ckpt")
+
+# The kind of annotation that every byte of a checkpoint was read and is right.
+VERIFIED = "verified"
 
 # --- annotations -----------------------------------------------------------------------------
 
@@ -240,3 +247,44 @@ def _is(storage: Storage, file: str, data: bytes) -> bool:
         return read_document(storage, file, MAX_NBYTES_OF_RECORD) == data
     except (CorruptError, FileNotFoundError):
         return False
+
+
+# --- what was checked -------------------------------------------------------------------------
+
+
+def put_verified(storage: Storage, root: str, where: tuple[int, Attempt], level: str) -> None:
+    """Note that every byte of a checkpoint was read and is right; durable on return."""
+    put_annotation(storage, root, new_annotation(*where, VERIFIED, {"level": level}))
+
+
+def note_verified(storage: Storage, path: str, where: tuple[int, Attempt], level: str) -> None:
+    """Do so for the checkpoint at a path, where a run keeps records and this process can write.
+
+    Never raises: that all of it was right is the news, not that this could be put down.
+    """
+    root = path.rpartition("/")[0] or "/"
+    try:
+        if can_keep_records(storage, root):
+            put_verified(storage, root, where, level)
+    except (CheckpointError, OSError) as error:
+        _log.debug("%s: that it was checked is not put down: %s", path, error)
+
+
+def can_keep_records(storage: Storage, root: str) -> bool:
+    """Return True if a folder has records of a run: annotations, or incarnations; also old ones."""
+    return _has_records(storage, root)[0]
+
+
+def can_lease(storage: Storage, root: str) -> bool:
+    """Return True if a folder has records of a run, and more may be written there."""
+    has_records, is_old = _has_records(storage, root)
+    return has_records and not is_old
+
+
+def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
+    """Return whether there are records, and whether they are old, which is logged."""
+    entries = entries_at(storage, root)
+    old = old_folders_in(entries)
+    warn_of_old(root, old)
+    has_new = any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries)
+    return has_new or bool(old), bool(old)

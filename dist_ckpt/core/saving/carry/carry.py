@@ -8,43 +8,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 
+from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import find, not_found_if_removed
+from dist_ckpt.core.commit.records.leases import leased_source
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
-from dist_ckpt.core.format.index.index import Index, Key
+from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.carry.carried_names import carried_names, not_loaded, with_carried
-from dist_ckpt.core.saving.carry.carried_plan import CarryPlan, plan_carried
-from dist_ckpt.core.shard_io.read.open_files import read_objects
-from dist_ckpt.core.shard_io.read.read_windows import StoredTensors, Windows, read_windows
+from dist_ckpt.core.saving.carry.carried_names import (
+    CarryPlan,
+    carried_names,
+    not_loaded,
+    plan_carried,
+    with_carried,
+)
+from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.copied_files import link_or_copy_files
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.errors import CorruptError, NotFoundError, StorageError, listed
+from dist_ckpt.errors import NotFoundError, StorageError, listed
 from dist_ckpt.reports import IoCount, LoadReport
-from dist_ckpt.runs.lease_renewal import leased_source
 
 _log = logging.getLogger("dist_ckpt")
-
-# How much of what is copied a rank has in memory.
-WINDOW_NBYTES = 16 * BLOCK_NBYTES
 
 
 class CarryRequest(Message, frozen=True):
@@ -83,6 +84,10 @@ class CarrySource:
     found: tuple[str, ...]
     excluded: Selection
     reads: IoCount
+
+    def opened(self, storage: Storage, slots: BufferPool | None = None) -> OpenCheckpoint:
+        """Return it open for reading on a storage."""
+        return OpenCheckpoint(storage, self.path, self.attempt, self.index, slots=slots)
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems of patterns that match nothing here either: `exclude` is for both."""
@@ -186,18 +191,18 @@ class CarryOver:
 
     def objects(self, storage: Storage, live: Mapping[str, bytes], rank: int) -> dict[str, bytes]:
         """Return a rank's objects files with what it carries on in them, encoded, by name."""
-        reading, objects = _ObjectsOf(storage, self.source), dict(live)
+        source, objects = self.source.opened(storage), dict(live)
         if rank == 0:
             if hidden := self.plan.names.hidden:
                 what = f"{self.source.path}: {listed(hidden)}"
                 _log.warning("%s: not carried on, the state has something else there", what)
-            values = {fqn: reading.value(fqn) for fqn in self.plan.names.values}
+            values = {fqn: source.value(fqn) for fqn in self.plan.names.values}
             main = objects_file.decode(objects[filenames.OBJECTS])
-            both = with_carried(main, reading.main, self.plan.names, values)
+            both = with_carried(main, source.objects(), self.plan.names, values)
             objects[filenames.OBJECTS] = objects_file.encode(both)
         keyed = {
             fqn: {
-                key: reading.keyed(fqn, key)
+                key: source.value_of_rank(fqn, key)
                 for key, holder in self.plan.catalog.per_rank[fqn]
                 if holder == rank
             }
@@ -242,10 +247,9 @@ class CarryOver:
         if self.plan.copied is None:
             return ()
         plans = items_of(self.plan.copied, ranks.channel.rank)
-        tensors = StoredTensors(storage, self._folder, self.source.index, slots=ranks.slots)
-        with closing(tensors):
+        with self.source.opened(storage, slots=ranks.slots) as source:
             windows = Windows(
-                plans, read_windows(tensors, plans, WINDOW_NBYTES, lambda nbytes: None)
+                plans, read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
             )
             files = RankFiles(step, plans, windows.sources, {})
             # One thread: a window is read at a time, and its blocks are written in its order.
@@ -260,44 +264,3 @@ class CarryOver:
     @property
     def _folder(self) -> str:
         return f"{self.source.path}/{self.source.attempt}"
-
-
-class _ObjectsOf:
-    """The objects files of a source, each read when something of it is asked for."""
-
-    def __init__(self, storage: Storage, source: CarrySource) -> None:
-        self._catalog = source.index.catalog
-        self._folder = f"{source.path}/{source.attempt}"
-        records = {one.name: one for one in source.index.objects}
-
-        @cache
-        def read(name: str) -> ObjectsFile:
-            if name not in records:
-                raise CorruptError(f"{self._folder}: the index lists no {name}")
-            return read_objects(storage, self._folder, records[name])
-
-        self._read = read
-
-    @property
-    def main(self) -> ObjectsFile:
-        """The global one."""
-        return self._read(filenames.OBJECTS)
-
-    def value(self, fqn: str) -> object:
-        """Return a value. CorruptError if the file does not have it."""
-        rank = self._catalog.values[fqn]
-        name = filenames.objects_file(rank) if rank else filenames.OBJECTS
-        values = self._read(name).values
-        self._check(fqn in values, fqn, name)
-        return values[fqn]
-
-    def keyed(self, fqn: str, key: Key) -> object:
-        """Return the value of a key. CorruptError if the file does not have it."""
-        name = filenames.objects_file(dict(self._catalog.per_rank[fqn])[key])
-        values = self._read(name).per_rank.get(fqn, {})
-        self._check(key in values, f"{fqn} of {key!r}", name)
-        return values[key]
-
-    def _check(self, is_there: bool, what: str, name: str) -> None:  # noqa: FBT001
-        if not is_there:
-            raise CorruptError(f"{self._folder}/{name} lacks {what}; use another checkpoint")

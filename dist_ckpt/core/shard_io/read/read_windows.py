@@ -2,76 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.format.checksums import blocks
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, boxes_of
-from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.shard_file import StoredShard
-from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.buffers import BufferPool
-from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
+from dist_ckpt.core.runtime.threads import results_of
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
-from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_files
-from dist_ckpt.core.storage import Storage
+
+# Reads the wanted cells, one after another, into memory.
+Fetch = Callable[[Sequence[TensorRequest], memoryview], None]
+
+W = TypeVar("W")
 
 
-class StoredTensors:
-    """The tensors of a checkpoint, by cells; close it when done. One thread uses it at a time.
+def read_ahead(
+    read: Callable[[W, memoryview], None],
+    windows: Iterable[W],
+    slots: BufferPool,
+    *,
+    threads: int = 1,
+    waiting: int = 1,
+) -> Generator[tuple[W, memoryview, ExitStack], None, None]:
+    """Yield windows, each read into a slot, while the next ones are read by other threads.
 
-    What was open for a fetch stays open for the next one if `keeps_open`. `slots` are scratch
-    memory.
+    The stack gives the slot back. Close what is not taken to the end.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        folder: str,
-        index: Index,
-        *,
-        slots: BufferPool | None = None,
-        keeps_open: bool = True,
-    ) -> None:
-        self.index = index
-        self._storage = storage
-        self._folder = folder
-        self._slots = slots or BufferPool()
-        self._keeps_open = keeps_open
-        self._files: dict[int, OpenFile] = {}
+    def read_one(window: W) -> tuple[W, memoryview, ExitStack]:
+        lent = ExitStack()
+        memory = lent.enter_context(slots.one())
+        read(window, memory)
+        return window, memory, lent
 
-    def fetch(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
-        """Read the wanted cells, one after another, into `memory`; each block is checked."""
-        targets = {}
-        start = 0
-        for want in wanted:
-            itemsize = DTYPES[want.dtype].itemsize
-            for part, cell in enumerate(want.cells):
-                stop = start + cell.numel * itemsize
-                targets[want.fqn, part] = ArrayTarget(memory[start:stop], itemsize)
-                start = stop
-        plan = plan_load(self.index, wanted)
-        threads = Config.from_environment().threads
-        opened = open_files(
-            self._storage, self._folder, self.index, plan, threads=threads, known=self._files
-        )
-        for number in self._files.keys() - plan.keys():
-            self._files.pop(number).close()
-        self._files.update((number, opened.files[number]) for number in plan)
-        BlockReader(opened, targets, verify=True, slots=self._slots).run(threads)
-        if not self._keeps_open:
-            self.close()
-
-    def close(self) -> None:
-        """Close what is open. Never raises."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+    with closing(results_of(read_one, windows, threads=threads, waiting=waiting)) as ready:
+        yield from ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +90,7 @@ def windows_of(
 
 
 def read_windows(
-    tensors: StoredTensors,
+    fetch: Fetch,
     files: Sequence[FilePlan],
     window_nbytes: int,
     tell: Callable[[int], None],
@@ -127,7 +99,7 @@ def read_windows(
     nbytes = sum(item.span.nbytes for file in files for item in file.items)
     memory = memoryview(bytearray(min(nbytes, window_nbytes)))
     for window in windows_of(files, window_nbytes):
-        tensors.fetch(window.wanted, memory)
+        fetch(window.wanted, memory)
         tell(window.nbytes)
         yield window, memory
 

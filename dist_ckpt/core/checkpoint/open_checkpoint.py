@@ -1,0 +1,405 @@
+"""A committed checkpoint that is open for reading: its index, objects files and tensors."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from threading import Lock
+from typing import Literal, Self
+
+from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import BLOCK_NBYTES
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.format.index.index import Catalog, Index, Key
+from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.format.objects.plain_types import Placeholder
+from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.save.save_planner import items_of_ranks
+from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
+from dist_ckpt.core.shard_io.read.open_files import (
+    OpenFile,
+    open_files,
+    read_attached_file,
+    read_objects,
+)
+from dist_ckpt.core.shard_io.read.read_windows import read_ahead, windows_of
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CorruptError
+
+# So many bytes of a checkpoint are in memory at a time: a multiple of a block.
+WINDOW_NBYTES = 16 * BLOCK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWindow:
+    """Parts of tensors with their bytes: `data` has them in this order, until the next window."""
+
+    parts: tuple[tuple[TensorRequest, memoryview], ...]
+    data: memoryview
+
+    @staticmethod
+    def of(wanted: Sequence[TensorRequest], memory: memoryview) -> TensorWindow:
+        """Return the window of what was read into memory."""
+        parts = tuple(parts_in(wanted, memory))
+        return TensorWindow(parts, memory[: sum(data.nbytes for _, data in parts)])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return self.data.nbytes
+
+
+class OpenCheckpoint:
+    """A committed checkpoint that is open for reading. No torch.
+
+    Threads may share it; those that read tensors take turns. A file that is missing or damaged
+    because the checkpoint was removed meanwhile raises NotFoundError; any other damage raises
+    CorruptError. `make` turns a placeholder in an objects file into an object. `slots` are scratch
+    memory. Of the files that were read `most_kept` stay open; None stands for those of the last
+    read. `threads` is how many read at once, by default as the environment says.
+    """
+
+    def __init__(  # noqa: PLR0913 - the checkpoint, and how it is read
+        self,
+        storage: Storage,
+        path: str,
+        attempt: Attempt,
+        index: Index,
+        *,
+        make: Callable[[Placeholder], object] = lambda value: value,
+        slots: BufferPool | None = None,
+        most_kept: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self.storage = storage
+        self.path = path
+        self.attempt = attempt
+        self.index = index
+        self._make = make
+        self._slots = slots or BufferPool()
+        self._most_kept = most_kept
+        self._threads = threads
+        self._files: OrderedDict[int, OpenFile] | None = OrderedDict()
+        self._objects: dict[str, ObjectsFile] = {}
+        self._objects_records = {record.name: record for record in index.objects}
+        self._turn = Lock()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        opener: Opener = NATIVE,
+        direct_reads: bool = False,
+        make: Callable[[Placeholder], object] = lambda value: value,
+    ) -> Self:
+        """Open the checkpoint at `path`: nothing but its index is read yet.
+
+        Raises NotFoundError if there is none, CorruptError if its index is damaged,
+        IncompatibleError if a newer dist_ckpt wrote it.
+        """
+        return cls.at(*opener.find(path, direct_reads=direct_reads), make=make)
+
+    @classmethod
+    def at(
+        cls,
+        storage: Storage,
+        path: str,
+        *,
+        make: Callable[[Placeholder], object] = lambda value: value,
+    ) -> Self:
+        """Open the checkpoint at a storage's path, as `open` does."""
+        return cls(storage, path, *attempts.find(storage, path), make=make)
+
+    @property
+    def folder(self) -> str:
+        """The folder of its attempt."""
+        return f"{self.path}/{self.attempt.name}"
+
+    @property
+    def catalog(self) -> Catalog:
+        """What it holds."""
+        return self.index.catalog
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all that was saved."""
+        catalog = self.index.catalog
+        return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+
+    def not_found_if_removed(self) -> AbstractContextManager[None]:
+        """Turn what is missing or damaged inside the block into NotFoundError if it was removed."""
+        return attempts.not_found_if_removed(self.storage, self.path, self.attempt)
+
+    # --- values ---
+
+    def has_objects(self, rank: int | None = None) -> bool:
+        """Return True if the index lists the objects file of a rank, or the global one."""
+        return _objects_name(rank) in self._objects_records
+
+    def objects(self, rank: int | None = None) -> ObjectsFile:
+        """Return the objects file of a rank, or the global one; it is read once, then kept.
+
+        CorruptError if it is damaged, or not in the index.
+        """
+        return self._objects_file(_objects_name(rank))
+
+    def _objects_file(self, name: str) -> ObjectsFile:
+        if name not in self._objects:
+            if (record := self._objects_records.get(name)) is None:
+                raise CorruptError(
+                    f"{self.folder}: the index lists no {name}; load an older checkpoint"
+                )
+            with self.not_found_if_removed():
+                self._objects[name] = read_objects(
+                    self.storage, self.folder, record, make=self._make
+                )
+        return self._objects[name]
+
+    def all_objects(self) -> dict[str, ObjectsFile]:
+        """Return all objects files by their names."""
+        return {one.name: self._objects_file(one.name) for one in self.index.objects}
+
+    def merged_objects(self) -> ObjectsFile:
+        """Return the global objects file with the values of all ranks, but those per rank.
+
+        CorruptError if a file lacks what it should hold.
+        """
+        files, contents = self.all_objects(), objects_file.contents_of(self.catalog)
+        for name, file in files.items():
+            for what in objects_file.missing_error(file, name, self.catalog, contents):
+                raise CorruptError(f"{self.folder}/{name} lacks {what}; use another checkpoint")
+        values = {fqn: value for file in files.values() for fqn, value in file.values.items()}
+        return replace(self.objects(), values=values, per_rank={})
+
+    def value(self, fqn: str) -> object:
+        """Return a value that is not per rank. CorruptError if its file lacks it."""
+        rank = self.catalog.values[fqn] or None
+        values = self.objects(rank).values if self.has_objects(rank) else {}
+        if fqn not in values:
+            raise self._lacks(rank, fqn)
+        return values[fqn]
+
+    def value_of_rank(self, fqn: str, key: Key) -> object:
+        """Return the value that a key has of a name. CorruptError if its file lacks it."""
+        rank = self._holders[fqn][key]
+        values = self.objects(rank).per_rank.get(fqn, {}) if self.has_objects(rank) else {}
+        if key not in values:
+            raise self._lacks(rank, f"{fqn} of {key!r}")
+        return values[key]
+
+    @cached_property
+    def _holders(self) -> dict[str, dict[Key, int]]:
+        # Once: there may be as many keys as ranks.
+        return {fqn: dict(keys) for fqn, keys in self.catalog.per_rank.items()}
+
+    def _lacks(self, rank: int | None, what: str) -> CorruptError:
+        return CorruptError(
+            f"{self.folder}/{_objects_name(rank)} lacks {what}, which the index says it holds; "
+            f"load an older checkpoint"
+        )
+
+    def attached(self, name: str) -> bytes:
+        """Return an attached file, checked. KeyError if there is none of the name."""
+        record = {one.name: one for one in self.index.attached}[name]
+        with self.not_found_if_removed():
+            return read_attached_file(self.storage, self.folder, record)
+
+    # --- tensors ---
+
+    def select(self, selection: Selection) -> dict[str, str]:
+        """Return the selected names, tied ones too, each with that of the tensor that is stored.
+
+        ValueError for a pattern that matches no name.
+        """
+        every = {**{fqn: fqn for fqn in self.catalog.tensors}, **self.catalog.aliases}
+        if problems := selection.unmatched(every):
+            raise ValueError("; ".join(problems))
+        return {name: fqn for name, fqn in every.items() if name in selection}
+
+    def tensor_nbytes(self, names: Collection[str]) -> int:
+        """Return how many bytes of data some stored tensors have."""
+        records = (self.catalog.tensors[name] for name in names)
+        return sum(prod(one.shape) * DTYPES[one.dtype].itemsize for one in records)
+
+    def read(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
+        """Read the wanted cells, one after another, into memory; each block is checked."""
+        targets = {}
+        start = 0
+        for want in wanted:
+            itemsize = DTYPES[want.dtype].itemsize
+            for part, cell in enumerate(want.cells):
+                stop = start + cell.numel * itemsize
+                targets[want.fqn, part] = ArrayTarget(memory[start:stop], itemsize)
+                start = stop
+        with self._turn, self.not_found_if_removed():
+            self._read(wanted, targets)
+
+    def free_buffers(self) -> None:
+        """Free the scratch memory that is kept for the next read."""
+        self._slots.clear()
+
+    def check(self, wanted: Sequence[TensorRequest]) -> None:
+        """Check all blocks that hold some cells, and keep nothing of them."""
+        with self._turn, self.not_found_if_removed():
+            self._read(wanted, None)
+
+    def _read(
+        self, wanted: Sequence[TensorRequest], targets: Mapping[tuple[str, int], ArrayTarget] | None
+    ) -> None:
+        if (files := self._files) is None:
+            raise ValueError(f"{self.path} was closed; open it again")
+        plan = plan_load(self.index, wanted)
+        threads = self._threads or Config.from_environment().threads
+        opened = open_files(
+            self.storage, self.folder, self.index, plan, threads=threads, known=files
+        )
+        for number in plan:
+            files[number] = opened.files[number]
+            files.move_to_end(number)
+        most = len(plan) if self._most_kept is None else self._most_kept
+        try:
+            BlockReader(opened, targets, verify=True, slots=self._slots).run(threads)
+        finally:
+            while len(files) > most:
+                files.popitem(last=False)[1].close()
+
+    def stream(
+        self,
+        names: Collection[str],
+        *,
+        window_nbytes: int = WINDOW_NBYTES,
+        order: Literal["files", "names"] = "files",
+    ) -> Generator[TensorWindow, None, None]:
+        """Yield the data of some stored tensors in windows. CorruptError for damaged blocks.
+
+        In the order of the files each block is read once, and one window is in memory. In the order
+        of the names each part is a box, whose elements lie in row-major order, and a tensor without
+        elements has no part; there a window is read while the one before is used, and three are in
+        memory. Close what is not taken to the end.
+        """
+        nbytes = max(min(self.tensor_nbytes(names), window_nbytes), 1)
+        if order == "files":
+            memory = memoryview(bytearray(nbytes))
+            for wanted in self._windows_of_files(names, window_nbytes):
+                self.read(wanted, memory)
+                yield TensorWindow.of(wanted, memory)
+            return
+        windows = _windows_of_boxes(self.catalog, names, window_nbytes)
+        with closing(read_ahead(self._read_boxes, windows, BufferPool(nbytes))) as ready:
+            for wanted, memory, lent in ready:
+                with lent:
+                    yield TensorWindow.of(wanted, memory)
+
+    def _read_boxes(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
+        # Boxes of one tensor are read as one request.
+        joined: dict[str, TensorRequest] = {}
+        for want in wanted:
+            above = joined.get(want.fqn)
+            cells = want.cells if above is None else (*above.cells, *want.cells)
+            joined[want.fqn] = want._replace(cells=cells)
+        self.read([*joined.values()], memory)
+
+    def _windows_of_files(
+        self, names: Collection[str], window_nbytes: int
+    ) -> Iterator[tuple[TensorRequest, ...]]:
+        for files in items_of_ranks(self.catalog):
+            chosen = (
+                replace(file, items=tuple(item for item in file.items if item.fqn in names))
+                for file in files
+            )
+            kept = [file for file in chosen if file.items]
+            yield from (window.wanted for window in windows_of(kept, window_nbytes))
+
+    # --- closing ---
+
+    @property
+    def has_open_files(self) -> bool:
+        """Whether files are open."""
+        return bool(self._files)
+
+    def close(self) -> None:
+        """Close the files, once no thread reads; nothing can be read after it. Never raises."""
+        with self._turn:
+            self.close_unshared()
+
+    def close_unshared(self) -> None:
+        """Close the files at once: for who has it alone, also where a fork left its turn taken."""
+        for file in (self._files or {}).values():
+            file.close()
+        self._files = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _objects_name(rank: int | None) -> str:
+    return filenames.OBJECTS if rank is None else filenames.objects_file(rank)
+
+
+def _windows_of_boxes(
+    catalog: Catalog, names: Collection[str], window_nbytes: int
+) -> Iterator[tuple[TensorRequest, ...]]:
+    """Yield boxes of tensors together that fit into a window."""
+    window: list[TensorRequest] = []
+    free = window_nbytes
+    for fqn in names:
+        record = catalog.tensors[fqn]
+        itemsize = DTYPES[record.dtype].itemsize
+        for box in boxes_in_order(Region.whole(record.shape), window_nbytes // itemsize):
+            if not box.numel:
+                continue
+            if window and box.numel * itemsize > free:
+                yield tuple(window)
+                window, free = [], window_nbytes
+            window.append(TensorRequest(fqn, record.dtype, record.shape, (box,)))
+            free -= box.numel * itemsize
+    if window:
+        yield tuple(window)
+
+
+def boxes_in_order(box: Region, most: int) -> Iterator[Region]:
+    """Cut a box along its first dimension that can be, until no part has more elements.
+
+    The elements of each part, and the parts, lie in row-major order.
+    """
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    rows = max(most // prod(box.shape[dim + 1 :]), 1)
+    for start in range(0, box.shape[dim], rows):
+        offset, shape = [*box.offset], [*box.shape]
+        offset[dim] += start
+        shape[dim] = min(rows, box.shape[dim] - start)
+        yield from boxes_in_order(Region(tuple(offset), tuple(shape)), most)
+
+
+def parts_in(
+    wanted: Sequence[TensorRequest], memory: memoryview
+) -> Iterator[tuple[TensorRequest, memoryview]]:
+    """Yield what was read into memory, each with its bytes there."""
+    start = 0
+    for want in wanted:
+        numel = sum(cell.numel for cell in want.cells)
+        stop = start + numel * DTYPES[want.dtype].itemsize
+        yield want, memory[start:stop]
+        start = stop

@@ -1,0 +1,132 @@
+"""A storage of which some files are read from memory, and the others as always."""
+
+# ruff: noqa: D102  # the protocol documents the methods
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage
+from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
+from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.reports import IoCount
+
+
+class ServedFile(Protocol):
+    """A file that is served from memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill memory with bytes of the file, which has so many.
+
+        CorruptError if the memory is not there any more: what was read then is nothing.
+        """
+
+
+class OverlayStorage(ForwardingStorage):
+    """Hands every call to `inner`, but for reading the files that it was told to `serve`.
+
+    Those are listed, too, whether `inner` has them or not. One that is gone from memory meanwhile
+    is read from `inner`. `from_memory` counts what was read of them otherwise: calls and bytes.
+    Threads may share it.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.from_memory = IoCount()
+        self._files: dict[str, ServedFile] = {}
+        self._lock = threading.Lock()
+
+    def serve(self, files: Mapping[str, ServedFile]) -> None:
+        """Read these files, by their paths, from memory from now on, and no others."""
+        self._files = dict(files)
+
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        served = {entry.name: entry for entry in self._served_in(folder)}
+        try:
+            found = self.inner.list(folder, follow=follow)
+        except (FileNotFoundError, NotADirectoryError):
+            if not served:
+                raise
+            found = ()
+        return sorted({**served, **{entry.name: entry for entry in found}}.values())
+
+    def open(self, path: str) -> ReadableFile:
+        served = self._files.get(path)
+        if served is None:
+            return self.inner.open(path)
+        return _File(served, lambda: self.inner.open(path), self._count)
+
+    def _served_in(self, folder: str) -> Sequence[Entry]:
+        entries = []
+        for path, served in self._files.items():
+            if not path.startswith(f"{folder}/"):
+                continue
+            name, _, below = path[len(folder) + 1 :].partition("/")
+            nbytes = 0 if below else served.nbytes
+            entries.append(Entry(name, "folder" if below else "file", nbytes, 0.0))
+        return entries
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.from_memory = self.from_memory.plus(nbytes)
+
+
+class _File:
+    """A file in memory; of the storage, once the memory is gone."""
+
+    def __init__(
+        self,
+        served: ServedFile,
+        open_stored: Callable[[], ReadableFile],
+        count: Callable[[int], None],
+    ) -> None:
+        self._served = served
+        self._open_stored = open_stored
+        self._count = count
+        self._lock = threading.Lock()
+        self._stored: ReadableFile | None = None
+        self._is_closed = False
+
+    num_links = 1  # of the file itself nothing is known
+
+    @property
+    def nbytes(self) -> int:
+        return self._served.nbytes
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        start = min(offset, self.nbytes)
+        count = min(target.nbytes, self.nbytes - start)
+        if self._stored is None:
+            try:
+                self._served.read_into(start, target[:count])
+            except CorruptError as error:
+                self._open(instead_of=error)
+            else:
+                self._count(count)
+                return count
+        assert self._stored is not None
+        return self._stored.read_into(offset, target)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            stored = self._stored
+        if stored is not None:
+            stored.close()
+
+    def _open(self, *, instead_of: CorruptError) -> None:
+        """Open the file in the storage. Raises what is wrong with the snapshot if there is none."""
+        with self._lock:
+            if self._is_closed:
+                raise StorageError(f"{instead_of}, and is closed") from instead_of
+            if self._stored is None:
+                try:
+                    self._stored = self._open_stored()
+                except FileNotFoundError:
+                    raise instead_of from None
