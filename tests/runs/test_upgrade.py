@@ -14,10 +14,15 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation, read_history
-from dist_ckpt.core.commit.records.record_store import read_annotations
+from dist_ckpt.core.commit.records.record_store import (
+    new_annotation,
+    put_annotation,
+    read_annotations,
+)
 from dist_ckpt.core.commit.removal import collect_all
-from dist_ckpt.core.format.filenames import OLD_ANNOTATIONS, OLD_INCARNATIONS
+from dist_ckpt.core.format.filenames import OLD_ANNOTATIONS, OLD_INCARNATIONS, Attempt
 from dist_ckpt.core.format.run_records import decode_incarnation, encode_incarnation
+from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import (
     ConflictError,
@@ -143,6 +148,18 @@ def test_after_the_upgrade_all_is_known_that_was(root: Path) -> None:
     assert newest is not None
     assert (newest[0], newest[1].incarnation) == (4, 3)
     assert dc.verify(f"{root}@latest").ok
+
+
+def test_an_old_pin_counts_whatever_the_new_folder_says() -> None:
+    """Nothing is written next to old records, so those in the new folder are older."""
+    storage = MemoryStorage(upgraded(OLD))
+    where = 1, Attempt(1000, "35e75e6deeb2d445")
+    unpinned: dict[str, Scalar] = {"pinned": False, "why": ""}
+    put_annotation(storage, ROOT, new_annotation(*where, "pin", unpinned))
+    old = {path: data for path, data in OLD.items() if "/.facts" in path}
+    assert list_run(storage, ROOT, now=0.0).checkpoints[0].pin is None
+    both_folders = MemoryStorage({**storage.tree(), **old})
+    assert list_run(both_folders, ROOT, now=0.0).checkpoints[0].pin == "of the paper"
 
 
 # --- writers ---------------------------------------------------------------------------------
