@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests with other versions of torch, and prints the rows of the README's table:
+# Runs the tests with other versions of torch, and prints a table of their results:
 # scripts/compat.sh 2.7.1 2.9.1 2.11.0. Each version gets a .venv of its own, which takes some 6 GB
 # (torch comes with libraries for CUDA; the tests need no GPU), and its log is compat-VERSION.log.
 set -euo pipefail
