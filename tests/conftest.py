@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import long_mode
 from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for what may be found a day later."""
+    parser.addoption("--long", action="store_true", help="run what is marked long, and more often")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Have signals as in a terminal, however the tests were started: children inherit them.
 
     A shell ignores SIGINT for what it runs in the background, and tests of interrupts would wait
@@ -27,13 +34,24 @@ def pytest_configure() -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # No test fails because the machine was busy.
-    settings.register_profile("without a deadline", deadline=None)
-    settings.load_profile("without a deadline")
+    settings.register_profile("plain", deadline=None)
+    settings.load_profile("plain")
+    if config.getoption("--long"):
+        os.environ[long_mode.VARIABLE] = "1"
+        # Who has imported it by now, before any test does, is the program of the tests itself.
+        long_mode.IS_LONG = True
+        settings.register_profile("long", deadline=None, max_examples=long_mode.MANY_EXAMPLES)
+        settings.load_profile("long")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test whose mark stands in no word of its file: `scripts/test.sh` looks for it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is long. Refuse a mark that the file lacks: `scripts/test.sh` looks for it."""
+    if not config.getoption("--long"):
+        skip = pytest.mark.skip(reason="long: it runs with --long")
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(skip)
     texts = {path: path.read_text() for path in {item.path for item in items}}
     for item in items:
         for mark in {"multi_process", "waits"} & {mark.name for mark in item.iter_markers()}:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
+from long_mode import examples
 from recovered_arenas import kept_in
 
 FILES = (Image("model-00000.safetensors", 10_000), Image("objects.msgpack", 0), Image("b", 4096))
@@ -360,7 +361,7 @@ def check_that_nothing_else_is_believed(path: str) -> None:
         writer.close()
 
 
-@settings(max_examples=300)
+@examples()
 @given(data=st.data())
 def test_no_flipped_bit_makes_another_snapshot(sealed, data):
     placement = layout.place(SNAPSHOT, len(typed_msgpack.encode(SNAPSHOT)))
@@ -376,7 +377,7 @@ def _bounds(span):
     return span.start, span.stop
 
 
-@settings(max_examples=200)
+@examples()
 @given(st.integers(0, 260), st.binary(max_size=64))
 def test_no_bytes_written_over_the_header_crash_a_reader(sealed, start, data):
     raw = bytearray(sealed[1])

@@ -1,6 +1,6 @@
 """Ranks that agree by a line never split and never stop: all that can happen in small worlds.
 
-The larger ones take minutes: `DIST_CKPT_LONG_TESTS=1`.
+The larger ones take minutes, and are `long`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.checkpointer.coordination.barrier_rounds import SaveBarrier
-from long_mode import IS_LONG
 from save_barrier_model import FAULTS, World, explore, with_fault
 
 SMALL = (
@@ -32,7 +31,9 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize("world", SMALL + LARGE * IS_LONG, ids=str)
+@pytest.mark.parametrize(
+    "world", [*SMALL, *(pytest.param(world, marks=pytest.mark.long) for world in LARGE)], ids=str
+)
 def test_no_order_of_events_splits_the_ranks_or_stops_them(world: World) -> None:
     found = explore(world)
     assert found.wrong == {}

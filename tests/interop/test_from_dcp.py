@@ -34,10 +34,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-# DCP alone changes only with torch: 56 scenarios on four ranks for that are not for every change.
-CONTROL = pytest.mark.skipif(
-    "DCP_CONTROL" not in os.environ, reason="of DCP alone; it runs with DCP_CONTROL=1"
-)
+# DCP alone changes only with torch: that is not for every change.
+BY = [pytest.param("dcp", marks=pytest.mark.long), "adapter", "dist_ckpt"]
 
 # What torch itself must do there, and 2.7 does not.
 NEEDS: dict[str, Callable[[], bool]] = {
@@ -117,7 +115,7 @@ def check(scenario: str, way: str, outcomes: Sequence[str]) -> None:
             assert expected.removeprefix("refused: ") in outcome
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BY)
 @pytest.mark.parametrize("scenario", ALONE)
 def test_in_one_process(scenario: str, way: str, tmp_path: Path) -> None:
     skip_what_torch_lacks(scenario)
@@ -137,7 +135,7 @@ def be_rank(rank: int, way: str, path: str) -> dict[str, str]:
 
 
 # A fixture, so that ranks which fail are not started again for each scenario.
-@pytest.fixture(scope="module", params=[pytest.param("dcp", marks=CONTROL), "adapter", "dist_ckpt"])
+@pytest.fixture(scope="module", params=BY)
 def of_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[dict[str, str]]]:

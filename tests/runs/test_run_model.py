@@ -33,7 +33,7 @@ from dist_ckpt.runs.retention.retention_policy import best, last
 from dist_ckpt.runs.selectors import select
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from long_mode import IS_LONG
+from long_mode import IS_LONG, MANY_EXAMPLES
 from run_folders import ROOT, committed
 
 numbers = st.integers(0, 1000)
@@ -254,7 +254,7 @@ class RunMachine(RuleBasedStateMachine):
 
 TestRunModel = RunMachine.TestCase
 TestRunModel.settings = settings(
-    max_examples=10_000 if IS_LONG else 25, stateful_step_count=30, deadline=None
+    max_examples=MANY_EXAMPLES if IS_LONG else 25, stateful_step_count=30, deadline=None
 )
 
 

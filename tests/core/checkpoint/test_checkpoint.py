@@ -16,7 +16,7 @@ from time import sleep
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.checkpoint import checkpoint
@@ -34,6 +34,7 @@ from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from long_mode import examples
 from written import Saved, catalog_of, one_cell, random_tensor, rows, save, write
 
 SHAPE = (6, 5, 4)
@@ -106,7 +107,7 @@ def _closing() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=300)
+@examples()
 @given(data=st.data(), name=st.sampled_from(sorted(SAVED)))
 def test_a_slice_is_what_plain_python_picks(data: st.DataObject, name: str) -> None:
     saved = SAVED[name]

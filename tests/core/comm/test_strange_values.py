@@ -1,11 +1,10 @@
 """What a store holds need not be what a rank of ours has stored there: it is refused by name.
 
-DIST_CKPT_TEST_CASES=100000 is for more of the random cases, by hand.
+There are more of the random cases with --long.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import tracemalloc
@@ -35,10 +34,11 @@ from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore, try_ranks
 from exchanges import Doc, exchange
+from long_mode import IS_LONG, MANY_EXAMPLES
 
 pytestmark = pytest.mark.waits
 
-NUM_CASES = int(os.environ.get("DIST_CKPT_TEST_CASES", "300"))
+NUM_CASES = MANY_EXAMPLES if IS_LONG else 300
 FRAIL = Config(heartbeat_timeout_s=4.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 

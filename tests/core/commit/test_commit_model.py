@@ -325,11 +325,11 @@ def _files(ids: FixedIds, what: str) -> Files:
     return storage.tree()
 
 
-SLOW = ("two savers and a claim", "two overwriters and a deleter", "two savers, every call")
+LARGE = ("two savers and a claim", "two overwriters and a deleter", "two savers, every call")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCENARIOS]
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in SCENARIOS]
 )
 def test_no_order_of_steps_breaks_a_promise(name, search):
     assert list(search(name)) == []

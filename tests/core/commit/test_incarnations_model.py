@@ -512,11 +512,11 @@ def _is_of_no_effect(call: Call) -> bool:
     return call == ("make_folder", folder) or (call[0] == "open" and call[1].startswith(folder))
 
 
-SLOW = ("a late writer and a new start", "starts at once", "two late writers")
+LARGE = ("a late writer and a new start", "starts at once", "two late writers")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in SCENARIOS]
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in SCENARIOS]
 )
 def test_a_late_writer_is_in_nobodys_way(name, search):
     assert list(search(name)) == []

@@ -327,7 +327,7 @@ def is_private_of_three(call: Call) -> bool:
         {"holder 1": holder(releases=True), "remover 2": remover()},
         pytest.param(
             {"holder 1": holder(), "remover 2": remover(), "remover 3": remover()},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         {"holder 1": holder(), "holder 2": holder(), "remover 3": remover()},
     ],

@@ -2,7 +2,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import (
@@ -15,6 +15,7 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
     runs_of,
 )
+from long_mode import examples
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -125,7 +126,7 @@ def test_a_region_that_is_none_is_not_built(make):
         make()
 
 
-@settings(max_examples=200)
+@examples()
 @given(data=st.data(), gap=st.integers(1, 40))
 def test_runs_leave_out_exactly_the_holes_that_are_long_enough(data, gap):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))

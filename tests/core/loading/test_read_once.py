@@ -15,7 +15,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 pytest.importorskip("torch")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_ckpt as dc
@@ -34,6 +34,7 @@ from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadCollective, try_ranks
+from long_mode import examples
 from rank_threads import PATH, errors_of, try_load
 from sharded_checkpoints import (
     Counting,
@@ -282,7 +283,7 @@ SMALL = MemoryStorage({"/runs": None})
 SMALL_PATHS = (f"/runs/small-{n}" for n in count())
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Region, Shape
@@ -13,6 +13,7 @@ from dist_ckpt.core.format.layout import Cut, Flat, Grid, Regions
 from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, SavePlan, Shard, Whole
 from dist_ckpt.core.planning.save.balance import cell_numels
 from dist_ckpt.core.planning.save.save_planner import plan_save, replica_groups_of, stored_nbytes
+from long_mode import examples
 from tilings import Tiling, bodies, inventory_of, of_view
 
 
@@ -28,7 +29,7 @@ def written(plan: SavePlan) -> Counter[int]:
     return nbytes
 
 
-@settings(max_examples=100)
+@examples()
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), world=st.integers(1, 9))
 def test_replicas_are_stored_evenly_by_bytes(sizes: list[int], world: int) -> None:
     tilings = {f"model.{n}": replicated((size,), world) for n, size in enumerate(sizes)}

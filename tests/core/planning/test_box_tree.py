@@ -5,11 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.box_tree import BoxTree
+from long_mode import examples
 from tilings import randoms, split
 
 
@@ -23,7 +24,7 @@ def looked_for(boxes: list[Region], wanted: Region) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@examples()
 @given(random=randoms, ndim=st.integers(0, 3), count=st.integers(0, 60))
 def test_it_finds_the_boxes_that_have_common_elements(
     random: Random, ndim: int, count: int
@@ -36,7 +37,7 @@ def test_it_finds_the_boxes_that_have_common_elements(
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@examples()
 @given(random=randoms)
 def test_it_finds_what_meets_in_irregular_tilings(random: Random) -> None:
     tilings = []

@@ -7,7 +7,7 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
@@ -28,6 +28,7 @@ from dist_ckpt.core.planning.plan import (
 from dist_ckpt.core.planning.save import balance
 from dist_ckpt.core.planning.save.save_planner import plan_save
 from dist_ckpt.errors import CorruptError
+from long_mode import examples
 from tilings import (
     Tiling,
     boxes,
@@ -64,14 +65,14 @@ def assert_loads(saved: Tiling, targets: Tiling) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@examples()
 @given(random=randoms, shape=shapes)
 def test_any_tiling_loads_into_any_other(random: Random, shape: Shape) -> None:
     assert_loads(random_tiling(random, shape, WORLD), random_tiling(random, shape, WORLD))
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@examples()
 @given(random=randoms, shape=shapes, nbytes=st.integers(1, 64))
 def test_replicas_that_are_split_among_their_holders_load_as_well(
     random: Random, shape: Shape, nbytes: int
@@ -84,7 +85,7 @@ def test_replicas_that_are_split_among_their_holders_load_as_well(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@examples()
 @given(random=randoms, shape=st.lists(st.integers(1, 4), min_size=4, max_size=4).map(tuple))
 def test_tensors_of_four_dimensions_load_as_well(random: Random, shape: Shape) -> None:
     kinds = [placed, flat_parts, boxes, ruled]
@@ -94,7 +95,7 @@ def test_tensors_of_four_dimensions_load_as_well(random: Random, shape: Shape) -
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@examples()
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=5))
 def test_several_tensors_load_together(random: Random, shapes: list[Shape]) -> None:
     names = [f"model.{n}" for n in range(len(shapes))]

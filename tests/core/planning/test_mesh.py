@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
@@ -27,6 +27,7 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.runtime.torch_private import cuts_strided_alike
+from long_mode import examples
 from tilings import elements_of, line, placed, random_mesh, randoms, shapes
 
 SQUARE = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
@@ -105,7 +106,7 @@ def test_every_pair_of_placements_on_one_dimension_cuts_as_torch_does(size: int)
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@examples()
 @given(random=randoms, shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
 def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> None:
     mesh = random_mesh(random, 24)
@@ -119,7 +120,7 @@ def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> No
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@examples()
 @given(random=randoms, shape=shapes)
 def test_a_layout_gives_each_rank_the_cells_that_it_holds(random: Random, shape: Shape) -> None:
     (view, _), *_ = placed(random, shape, 12).views.values()
@@ -132,7 +133,7 @@ def test_a_layout_gives_each_rank_the_cells_that_it_holds(random: Random, shape:
     assert all(list(ranks) == sorted(set(ranks)) for ranks in layout.holders)
 
 
-@settings(max_examples=200)
+@examples()
 @given(random=randoms, shape=shapes)
 def test_even_ranges_of_elements_tile_a_tensor(random: Random, shape: Shape) -> None:
     ranks = random.sample(range(9), random.randint(1, 9))

@@ -7,7 +7,7 @@ from random import Random
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -33,6 +33,7 @@ from dist_ckpt.core.planning.save.save_planner import (
     replica_groups_of,
     stored_nbytes,
 )
+from long_mode import examples
 from tilings import (
     bodies,
     elements_of,
@@ -48,7 +49,7 @@ WORLD = 8
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@examples()
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape]) -> None:
     tilings = {f"model.{n}": random_tiling(random, s, WORLD) for n, s in enumerate(shapes)}
@@ -69,7 +70,7 @@ def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape
         assert stored, "an empty tensor is stored too"
 
 
-@settings(max_examples=300)
+@examples()
 @given(random=randoms, shape=shapes)
 def test_what_a_rank_holds_is_what_its_state_has(random: Random, shape: Shape) -> None:
     tiling = random_tiling(random, shape, WORLD)
@@ -83,7 +84,7 @@ def test_what_a_rank_holds_is_what_its_state_has(random: Random, shape: Shape) -
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@examples()
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_a_plan_does_not_depend_on_the_order_of_inventories(
     random: Random, shapes: list[Shape]
@@ -102,7 +103,7 @@ def test_a_plan_does_not_depend_on_the_order_of_inventories(
         assert items_of(again, rank) == items_of(plan, rank)
 
 
-@settings(max_examples=200)
+@examples()
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=4))
 def test_every_rank_of_a_replica_group_gets_the_same_group(
     random: Random, shapes: list[Shape]
@@ -123,7 +124,7 @@ def test_every_rank_of_a_replica_group_gets_the_same_group(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@examples()
 @given(random=randoms, shapes=st.lists(shapes, min_size=1, max_size=6))
 def test_the_files_have_the_sizes_that_the_catalog_tells(
     random: Random, shapes: list[Shape]

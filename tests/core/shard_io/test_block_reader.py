@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
@@ -27,6 +27,7 @@ from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from long_mode import examples
 from written import (
     BytesTarget,
     Saved,
@@ -181,7 +182,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[TensorRequest]]:
     return saved, wanted
 
 
-@settings(max_examples=150)
+@examples()
 @given(
     case=loads(),
     block_nbytes=st.sampled_from([16, 32, 64]),
@@ -225,7 +226,7 @@ def blocks_holding(saved: Saved, stored: Cell, cell: Cell, block_nbytes: int) ->
     return sum(min((n + 1) * block_nbytes, nbytes) - n * block_nbytes for n in numbers)
 
 
-@settings(max_examples=150)
+@examples()
 @given(data=st.data(), block_nbytes=st.sampled_from([16, 64]))
 def test_exactly_the_blocks_that_hold_wanted_elements_are_read(
     data: st.DataObject, block_nbytes: int

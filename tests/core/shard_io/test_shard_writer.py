@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.checksums import Buffer, block_digest, document_digest
@@ -22,6 +22,7 @@ from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from long_mode import examples
 from written import (
     BytesSource,
     Saved,
@@ -343,7 +344,7 @@ class PlacedFile(SpoiledFile):
         self._file.discard()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=8),
     alignment=st.sampled_from([1, 4, 64, 512, 4096]),

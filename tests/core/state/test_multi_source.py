@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import in_memory
@@ -19,6 +19,7 @@ from dist_ckpt.core.state.binding.bind import saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.sources.scopes import Scope, untagged
+from long_mode import examples
 from subclass_tensors import Pair
 
 KEYS = st.sampled_from("abc")
@@ -50,7 +51,7 @@ def reference(sources: list[list[str]]) -> dict[str, int]:
     return given
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(TOPS, min_size=2, max_size=3), st.sampled_from([(), ("a",), ("*.b", "c.a")]))
 def test_each_name_comes_from_the_first_that_has_it(states: Any, exclude: tuple[str, ...]) -> None:
     sources = [saved(state) for state in states]

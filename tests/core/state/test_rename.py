@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.state.binding.sources.rename import rename_of, rules_for
+from long_mode import examples
 
 
 def renamed(rules: dict[str, str | None], *names: str) -> tuple[dict[str, str | None], Any]:
@@ -140,7 +141,7 @@ def patterns(draw: Any) -> str:
     return "".join(tokens[: len(tokens) - draw(st.booleans())]) or "a"
 
 
-@settings(max_examples=500)
+@examples()
 @given(patterns(), st.text("ab.", min_size=1, max_size=12))
 def test_a_match_is_found_if_there_is_one_though_nothing_is_tried_twice(
     pattern: str, name: str
