@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change is taken: lint, types, tests. It sets itself up.
 # Arguments go to pytest: scripts/test.sh tests/core/format, in seconds, as what is marked slow is left out
-# (scripts/test.sh -m slow tests/core/format runs that). Without arguments everything is run.
+# (scripts/test.sh -m slow tests/core/format runs that). Without arguments everything is run that must
+# hold before a merge. tests/README.md has what the two first words mean:
+#   --long   also what may be found a day later; with arguments, of these tests
+#   --docs   what the documents say alone: pages, their programs, types, launch files, quick start
 # With TORCH=2.9.1 the tests alone run, with that version of torch: see scripts/compat.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,10 +15,26 @@ if [ -z "${TORCH:-}" ]; then
     scripts/lint.sh
     "$bin/mypy"
 fi
+options=()
+documents=(docs from_other_systems launch launch_nodes scripts site tutorial types)
+case "${1:-}" in
+    --long)
+        options=(--long -o timeout=3600)
+        shift
+        ;;
+    --docs)
+        shift
+        documents=("${documents[@]/#/tests/repository/test_}")
+        exec "$bin/python" -m pytest "$@" "${documents[@]/%/.py}"
+        ;;
+esac
 case "$*" in
     "") ;;                                                  # all, below
-    *::*) exec "$bin/python" -m pytest "$@" ;;                # these tests, whatever they take
-    *) exec "$bin/python" -m pytest -m "not slow" "$@" ;;
+    *::*) exec "$bin/python" -m pytest "${options[@]}" "$@" ;; # these tests, whatever they take
+    *)
+        [ "${#options[@]}" = 0 ] && options=(-m "not slow")
+        exec "$bin/python" -m pytest "${options[@]}" "$@"
+        ;;
 esac
 
 # All tests, at once: most of them wait, for a disk, a silence or each other. Three rows compute:
@@ -36,7 +55,7 @@ files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" "${@:2}" tests; }
 mapfile -t waiting < <(files_with waits)
 mapfile -t starting < <(files_with multi_process "${excluded[@]/#/--exclude-dir=}")
 beside() {
-    "$bin/python" -m pytest "$@" >"$logs/${#ids[@]}" 2>&1 &
+    "$bin/python" -m pytest "${options[@]}" "$@" >"$logs/${#ids[@]}" 2>&1 &
     ids+=($!)
 }
 beside -m "multi_process and waits" "${waiting[@]}"
@@ -44,7 +63,7 @@ beside -m "not multi_process and waits" "${waiting[@]}"
 beside -m "not waits" "${apart[@]/#/tests/}"
 beside -m "not multi_process and not waits" "${apart[@]/#/--ignore=tests/}"
 code=0
-"$bin/python" -m pytest -m "multi_process and not waits" "${starting[@]}" || code=$?
+"$bin/python" -m pytest "${options[@]}" -m "multi_process and not waits" "${starting[@]}" || code=$?
 for id in "${ids[@]}"; do
     wait "$id" || code=$?
 done
