@@ -2,11 +2,13 @@
 # The whole of dist_ckpt in under three minutes: trains a small GPT on four ranks that save in the
 # background, kills one of them and its writer in the middle of a save, goes on with two from what is
 # still in memory, and proves that nothing was lost. It sets itself up.
-# The checkpoints go to runs/quickstart, anew each time, or into a new folder that is named.
+# The checkpoints go to runs/quickstart, anew each time, or into a new folder that is named; options of
+# launch/train_gpt.py may follow it, such as those of a smaller model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 root=${1:-runs/quickstart}    # the run's checkpoints
+options=("${@:2}")            # of the training
 proof=$root-proof             # logs, and digests of every tensor made by the training itself
 save_every=5
 limit_s=400                   # for each of the two trainings; half a minute where nothing else runs
@@ -43,11 +45,11 @@ train() {
     shift 2
     : >"$log"
     timeout -k 10 "$limit_s" .venv/bin/torchrun --standalone --nproc-per-node "$ranks" \
-        launch/train_gpt.py --root "$root" --save-every "$save_every" --digest-out "$proof" "$@" \
+        launch/train_gpt.py --root "$root" --save-every "$save_every" --digest-out "$proof" "${options[@]}" "$@" \
         >"$log" 2>&1 &
     job=$!
     tail -n +1 -f --pid="$job" "$log" |
-        grep --line-buffered -E '^(rank|step|saved|[0-9.]+ M )|: start [0-9]+ ' | sed -u 's/^/  /' &
+        grep --line-buffered -E '^(rank|step|saved|[0-9.]+ M )|: incarnation [0-9]+ ' | sed -u 's/^/  /' &
     viewer=$!
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks import averaging, dcp, exporting, frozen
+from fork_server import forked_python
 
 
 def test_averages_are_measured_beside_reading_and_verifying(
@@ -35,8 +37,9 @@ def test_saves_with_frozen_weights_write_less_where_they_are_reused(
 
 
 def test_exports_are_measured_beside_a_copy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", forked_python())
     exporting.main(["--dir", str(tmp_path), "--gb", "0.001", "--rounds", "1"])
     lines = capsys.readouterr().out.splitlines()
     works = [re.split(r"  +", line)[0] for line in lines[1:]]

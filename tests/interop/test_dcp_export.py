@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,6 +22,7 @@ from dist_ckpt.interop import imports
 from dist_ckpt.interop.dcp import export as dcp_export
 from dist_ckpt.interop.dcp.export import export_folder
 from dist_ckpt.interop.hf import export as hf
+from fork_server import forked_python
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -169,15 +169,22 @@ def test_a_tensor_is_cut_whatever_its_shape(
     assert torch.equal(state["w"], saved)
 
 
+LIMITED = """
+import resource, sys
+from dist_ckpt.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+main(["export", "--format", "dcp", *sys.argv[1:3]])
+"""
+
+
 def test_a_disk_that_fills_up_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(1 << 20), "v": [1, "x" * 100_000]}, tmp_path / "ours")
     # A limit of a file's size stands for the disk: it needs no rights. The first is met when room
     # is reserved, the second by torch in the middle of a tensor.
-    command = f"{sys.executable} -m dist_ckpt export --format dcp {tmp_path}/ours {tmp_path}/dcp"
+    command = [forked_python(), "-c", LIMITED, f"{tmp_path}/ours", f"{tmp_path}/dcp"]
     for most in (1 << 20, 4_250_000):
-        limited = f"ulimit -f {most // 512}; exec {command}"
         done = subprocess.run(
-            ["/bin/sh", "-c", limited], capture_output=True, text=True, timeout=120, check=False
+            [*command, str(most)], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 5, done.stderr
         assert re.search(r"tmp/__0_0\.distcp: File too large .*ulimit -f", done.stderr)

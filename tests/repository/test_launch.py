@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
+from docs_blocks import write_commands
 from fork_server import forked_python
 from ranks import free_port
 
@@ -98,9 +99,19 @@ def test_the_job_trains_the_same_without_checkpoints(tmp_path: Path) -> None:
     ]
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return what looks like a checkout with its .venv, of which the programs are forked."""
+    (tmp_path / "launch").symlink_to(LAUNCH)
+    (tmp_path / ".venv").mkdir()
+    write_commands(tmp_path / ".venv" / "bin", forked_python())
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    return tmp_path
+
+
 def environment(*first: Path, **variables: str) -> dict[str, str]:
     """Return this process's environment, with programs of ours found first."""
-    path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([*map(str, first), os.environ["PATH"]])
     ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     return {**os.environ, "PATH": path, **ours, **variables}
 
@@ -125,9 +136,9 @@ def test_what_the_launch_files_give_to_the_job_are_its_options(name: str) -> Non
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_the_example_for_torchrun_stops_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_for_torchrun_stops_and_goes_on(checkout: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [LAUNCH / "torchrun.sh", tmp_path / "run", *TINY],
+        [checkout / "launch" / "torchrun.sh", tmp_path / "run", *TINY],
         env=environment(),
         capture_output=True,
         text=True,
@@ -139,7 +150,7 @@ def test_the_example_for_torchrun_stops_and_goes_on(tmp_path: Path) -> None:
         r"stopped by SIGTERM on rank \d after step (\d+), which is durable", done.stdout
     )
     step = int(stopped[0])
-    starts = re.findall(r": start \d (.*): ", done.stdout)
+    starts = re.findall(r": incarnation \d (.*): ", done.stdout)
     assert starts == [
         "begins anew",
         f"resumes from step {step}",
@@ -172,18 +183,16 @@ else:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
+def slurm(checkout: Path, tmp_path: Path) -> dict[str, str]:
     """Make a folder to submit from, and return the environment of a job on one node there."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, program in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(f"#!{sys.executable}{program}")
         (programs / name).chmod(0o755)
-    (tmp_path / "launch").symlink_to(LAUNCH)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
     return environment(
         programs,
+        checkout / ".venv" / "bin",
         SLURM_JOB_ID="42",
         SLURM_JOB_NAME="run",
         SLURM_JOB_NODELIST="here",
