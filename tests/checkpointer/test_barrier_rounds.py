@@ -296,7 +296,7 @@ def test_who_saves_alone_is_told_at_once_and_by_whom():
     assert "rank 1 is at its boundary 4 to save step 4" in told
     assert "has passed that without a save" in told
     assert (outcomes[0].error, outcomes[2].error) == (None, None)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
 
 
 def test_once_a_rank_takes_no_part_any_more_requests_come_to_nothing():

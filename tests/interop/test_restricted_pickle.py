@@ -277,7 +277,7 @@ def test_a_class_in_a_class_in_a_class_is_refused() -> None:
 )
 def test_a_bomb_costs_no_more_than_its_size(tmp_path: Path, bomb: Any) -> None:
     path = archive_with(tmp_path, bomb())
-    start = time.monotonic()
+    start = time.process_time()
     tracemalloc.start()
     try:
         with pytest.raises(CorruptError, match=r"bomb\.pt.*(far more|deeper)"):
@@ -285,7 +285,7 @@ def test_a_bomb_costs_no_more_than_its_size(tmp_path: Path, bomb: Any) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert peak < 200 * path.stat().st_size + (64 << 20)
     assert not (tmp_path / "ours").exists()
 

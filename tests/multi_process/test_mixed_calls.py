@@ -20,13 +20,13 @@ from ranks import run_ranks
 pytestmark = pytest.mark.multi_process
 
 # Nothing here waits for these: a mixture is found when all ranks are in some call.
-PATIENT = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "30", "DIST_CKPT_JOIN_TIMEOUT_S": "200"}
+PATIENT = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100", "DIST_CKPT_JOIN_TIMEOUT_S": "200"}
 HASTY = {
-    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100",
     "DIST_CKPT_JOIN_TIMEOUT_S": "1",
     "DIST_CKPT_JOIN_WARNING_S": "0.2",
 }
-SOON_S = 15.0
+SOON_S = 50.0
 
 
 @pytest.fixture

@@ -31,18 +31,19 @@ from ranks import Options, run_ranks, try_ranks
 pytestmark = pytest.mark.multi_process
 
 SILENCE_S = 6
-# From the death to the error: silence, the age of the last beat, a look, and a busy machine.
-NOTICED_S = SILENCE_S + 5
+# From the death to the error it takes silence, the age of the last beat and a look. On a busy
+# machine it takes longer; what waits for anything else waits longer than this.
+NOTICED_S = 50
 
 CALM = {
-    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
-    "DIST_CKPT_JOIN_TIMEOUT_S": "30",
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "100",
     "DIST_CKPT_VISIBILITY_TIMEOUT_S": "0.3",
 }
-FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "30"}
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
 HASTY = {
-    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "15",
-    "DIST_CKPT_JOIN_TIMEOUT_S": "0.5",
+    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100",
+    "DIST_CKPT_JOIN_TIMEOUT_S": "2",
     "DIST_CKPT_JOIN_WARNING_S": "0.2",
 }
 
@@ -333,7 +334,7 @@ def assert_all_told(name: str, values: list[Any], path: str) -> None:
         assert error.kind == case.kind, error
         assert case.text.format(host=host, path=path) in error.message
         assert rank != case.victim or case.cause in ("", error.cause)
-        assert error.seconds < 10
+        assert error.seconds < NOTICED_S
     for _, (left, elsewhere) in values:
         assert [name.partition("-")[0] for name in left] == ["a1"]
         assert not elsewhere
@@ -643,7 +644,7 @@ def test_ranks_that_never_call_save_are_named_and_all_go_on(some, absent, tmp_pa
             assert f"did not call save to {path}" in message
             assert "Every rank of the group must make the same call" in message
             assert "`if rank == 0:`" in message
-            assert Told(*error).seconds < 5
+            assert Told(*error).seconds < NOTICED_S
     assert_stands(path, 3)
 
 

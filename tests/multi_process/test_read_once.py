@@ -25,9 +25,10 @@ pytestmark = pytest.mark.multi_process
 
 RANKS = 4
 SILENCE_S = 6
-# From the death to the error: silence, the age of the last beat, a look, and a busy machine.
-NOTICED_S = SILENCE_S + 8
-FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "30"}
+# From the death to the error it takes silence, the age of the last beat and a look. On a busy
+# machine it takes longer; what waits for anything else waits longer than this.
+NOTICED_S = 50
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
 
 SHAPE = (1024, 2048)
 NAMES = tuple(f"w{n}" for n in range(5))

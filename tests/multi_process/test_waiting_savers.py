@@ -57,7 +57,7 @@ def wait_for_saves(rank: int, root: str, job: str) -> str:
             TimeoutError, match=r"not settled within 0\.2 s .*they go on, wait again"
         ):
             saver.wait(0.2)
-        assert 0.2 <= time.monotonic() - began < 5
+        assert 0.2 <= time.monotonic() - began < 50
         dist.barrier()
         os.kill(writer_of(job, rank), signal.SIGCONT)
         saver.wait(60)

@@ -399,7 +399,7 @@ def test_hundreds_of_strangers_who_stay_keep_nobody_out(said: bytes):
                 client.add("served", 1)
         start = time.monotonic()
         assert_serves(server)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < LONG_S
 
 
 def test_a_client_that_is_shown_out_before_it_was_heard_tries_again():

@@ -137,12 +137,12 @@ def test_any_stored_value_is_read_or_is_nothing(data: bytes, num_parts: int):
 def test_parts_that_cannot_be_there_cost_nothing(head: bytes):
     store = ThreadStore()
     store.set("key", head)
-    start = time.monotonic()
+    start = time.thread_time()
     assert client_thread.get_all(store, ["key"]) == [NOTHING]
     client_thread.withdraw(store, ["key"])
     client_thread.delete(store, ["key"])
     assert store.keys() == ()
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_a_document_is_as_long_as_the_parts_that_are_read():

@@ -342,12 +342,12 @@ def test_hostile_bytes_take_no_more_time_and_memory_than_their_size_allows() -> 
     assert packed(corpus, index) == corpus.data
     for number, data in enumerate(hostile):
         tracemalloc.start()
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             with pytest.raises(CheckpointError):
                 dc.from_bytes(data)
         finally:
-            seconds, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+            seconds, (_, peak) = time.thread_time() - start, tracemalloc.get_traced_memory()
             tracemalloc.stop()
         assert peak < 20 * len(data) + (1 << 20), number
         assert seconds < 5, number

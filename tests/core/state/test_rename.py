@@ -157,9 +157,9 @@ def test_a_match_is_found_if_there_is_one_though_nothing_is_tried_twice(
 )
 def test_no_pattern_takes_long(pattern: str) -> None:
     # As plain expressions these would take longer than anybody has.
-    start = time.monotonic()
+    start = time.thread_time()
     assert one(pattern, None, "a" * 4096) == "a" * 4096
-    assert time.monotonic() - start < 10
+    assert time.thread_time() - start < 10
 
 
 # --- rules that meet ----------------------------------------------------------------------------
