@@ -36,13 +36,13 @@ def read_attached(given: Attachments | ReadAttachments | None) -> dict[str, byte
     if not isinstance(given, Mapping):
         raise TypeError(f"attach is a {type(given).__name__}: give a dict of names")
     _check_names(given)
-    left, found = MAX_ATTACHED_NBYTES, {}
+    num_left, contents = MAX_ATTACHED_NBYTES, {}
     for name, value in given.items():
-        found[name] = data = _bytes_of(value, f"attach[{name!r}]", left)
-        left -= len(data)
-        if left < 0:
+        contents[name] = data = _bytes_of(value, f"attach[{name!r}]", num_left)
+        num_left -= len(data)
+        if num_left < 0:
             raise _too_much(f"attach[{name!r}]")
-    return found
+    return contents
 
 
 def _check_names(given: Attachments) -> None:
@@ -62,20 +62,20 @@ def _check_names(given: Attachments) -> None:
             )
 
 
-def _bytes_of(value: object, place: str, most: int) -> bytes:
+def _bytes_of(value: object, label: str, most: int) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, os.PathLike):
-        return _read(os.fspath(value), place, most)
+        return _read(os.fspath(value), label, most)
     if isinstance(value, Mapping | list):
-        return _encoded(value, place)
+        return _encoded(value, label)
     hint = "a Path for a file, .encode() for a text" if isinstance(value, str) else "a Path"
-    raise TypeError(f"{place} is a {type(value).__name__}: give {hint}, bytes, a dict or a list")
+    raise TypeError(f"{label} is a {type(value).__name__}: give {hint}, bytes, a dict or a list")
 
 
-def _too_much(place: str) -> ValueError:
+def _too_much(label: str) -> ValueError:
     return ValueError(
-        f"{place}: what is attached comes to more than {MAX_ATTACHED_NBYTES} bytes: attach less, "
+        f"{label}: what is attached comes to more than {MAX_ATTACHED_NBYTES} bytes: attach less, "
         f"or save it as tensors of the state"
     )
 
@@ -83,31 +83,31 @@ def _too_much(place: str) -> ValueError:
 # --- files -----------------------------------------------------------------------------------
 
 
-def _read(path: str, place: str, most: int) -> bytes:
+def _read(path: str, label: str, most: int) -> bytes:
     """Read a file at once. ValueError if it is not there, or is not the same afterwards."""
     try:
         # Who opens a pipe would wait for who writes into it.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
-        raise ValueError(f"{place}: there is no file {path}: write it before the save") from None
+        raise ValueError(f"{label}: there is no file {path}: write it before the save") from None
     except OSError as error:
-        raise StorageError(f"{place}: {path} cannot be read: {error.strerror}") from error
+        raise StorageError(f"{label}: {path} cannot be read: {error.strerror}") from error
     except ValueError:  # a zero byte
-        raise ValueError(f"{place}: {path!r} is no path: give that of a file") from None
+        raise ValueError(f"{label}: {path!r} is no path: give that of a file") from None
     try:
         before = os.fstat(file)
         if not stat.S_ISREG(before.st_mode):
-            raise ValueError(f"{place}: {path} is no file: give one, or its bytes")
+            raise ValueError(f"{label}: {path} is no file: give one, or its bytes")
         if before.st_size > most:
-            raise _too_much(place)
+            raise _too_much(label)
         data = _all_of(file, before.st_size)
         # By its path: another may have been put into its place.
         if len(data) != before.st_size or _state(os.stat(path)) != _state(before):
-            raise _changed(path, place)
+            raise _changed(path, label)
     except FileNotFoundError:
-        raise _changed(path, place) from None
+        raise _changed(path, label) from None
     except OSError as error:
-        raise StorageError(f"{place}: {path} cannot be read: {error.strerror}") from error
+        raise StorageError(f"{label}: {path} cannot be read: {error.strerror}") from error
     finally:
         os.close(file)
     return data
@@ -122,13 +122,13 @@ def _all_of(file: int, nbytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _state(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _changed(path: str, place: str) -> ValueError:
+def _changed(path: str, label: str) -> ValueError:
     return ValueError(
-        f"{place}: {path} was changed while it was read: attach it when it is written, or give its "
+        f"{label}: {path} was changed while it was read: attach it when it is written, or give its "
         f"bytes"
     )
 
@@ -136,26 +136,26 @@ def _changed(path: str, place: str) -> ValueError:
 # --- JSON ------------------------------------------------------------------------------------
 
 
-def _encoded(value: object, place: str) -> bytes:
+def _encoded(value: object, label: str) -> bytes:
     """Return JSON in which nothing is lost or changed, but that tuples are arrays."""
-    text = json.dumps(_json_of(value, place, 0), ensure_ascii=False, indent=2)
+    text = json.dumps(_json_of(value, label, 0), ensure_ascii=False, indent=2)
     return f"{text}\n".encode()
 
 
-def _json_of(value: object, place: str, depth: int) -> Json:
+def _json_of(value: object, label: str, depth: int) -> Json:
     if depth >= MAX_DEPTH:
-        raise ValueError(f"{place} is more than {MAX_DEPTH} levels deep: flatten it")
+        raise ValueError(f"{label} is more than {MAX_DEPTH} levels deep: flatten it")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or not strict_json.is_text(key):
-                raise TypeError(f"{place} has the key {key!r}: keys in JSON are valid text")
-        return {k: _json_of(inner, f"{place}[{k!r}]", depth + 1) for k, inner in value.items()}
+                raise TypeError(f"{label} has the key {key!r}: keys in JSON are valid text")
+        return {k: _json_of(inner, f"{label}[{k!r}]", depth + 1) for k, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_of(inner, f"{place}[{i}]", depth + 1) for i, inner in enumerate(value)]
-    return _scalar_of(value, place)
+        return [_json_of(inner, f"{label}[{i}]", depth + 1) for i, inner in enumerate(value)]
+    return _scalar_of(value, label)
 
 
-def _scalar_of(value: object, place: str) -> Scalar:
+def _scalar_of(value: object, label: str) -> Scalar:
     if value is None or type(value) is bool:
         return value
     if type(value) is int and MIN_INTEGER <= value <= MAX_INTEGER:
@@ -165,5 +165,5 @@ def _scalar_of(value: object, place: str) -> Scalar:
     if type(value) is str and strict_json.is_text(value):
         return value
     if isinstance(value, int | float | str):
-        raise ValueError(f"{place} is {value!r:.100}, which JSON does not have: convert it first")
-    raise TypeError(f"{place} is a {type(value).__name__}, which JSON does not have: convert it")
+        raise ValueError(f"{label} is {value!r:.100}, which JSON does not have: convert it first")
+    raise TypeError(f"{label} is a {type(value).__name__}, which JSON does not have: convert it")

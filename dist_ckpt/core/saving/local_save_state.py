@@ -41,7 +41,7 @@ _ITEM_NBYTES = 16
 class StateReader:
     """Instead of a state, what reads one: others may know better than we what is to be saved.
 
-    It is called once the ranks have begun to agree, so that all are told what it raises.
+    It is called once the ranks have begun to agree, so that its error reaches all.
     """
 
     read: Callable[[], LocalState]
@@ -96,8 +96,8 @@ class LocalSaveState:
     def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices on which some of its tensors are."""
         parts = self.local.parts.values()
-        found = {part.device for some in parts for part in some if part.is_cuda}
-        return sorted(found, key=str)
+        devices = {part.device for some in parts for part in some if part.is_cuda}
+        return sorted(devices, key=str)
 
     def files(
         self,
@@ -126,7 +126,7 @@ class LocalSaveState:
         """Digest this rank's copy of each member of each replica group, by the group's id."""
         part = self._rank_plan(plan)
         return tuple(
-            (_group_id(group), tuple(self._digests(group, part.held).items()))
+            (_group_id(group), tuple(self._digests(group, part.cells).items()))
             for group in part.groups
         )
 
@@ -138,16 +138,16 @@ class LocalSaveState:
         return cached
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
-        fqn, held_number, part = origins[number]
-        source = self.local.source(fqn, held_number)
+        fqn, cell_number, part = origins[number]
+        source = self.local.source(fqn, cell_number)
         return source if part is None else source.part(part)
 
-    def _digests(self, group: ReplicaGroup, held: HeldCells) -> dict[str, str]:
+    def _digests(self, group: ReplicaGroup, cells: HeldCells) -> dict[str, str]:
         """Digest this rank's copy of each member of a replica group, by name."""
         digests = {}
         for fqn, cell in group.cells:
             name = f"{fqn}[{cell}]"
-            source = self._source_of((origin_of(held, fqn, cell),), 0)
+            source = self._source_of((origin_of(cells, fqn, cell),), 0)
             digests[name] = digest_sample(source, name)
         for fqn in group.values:
             digests[fqn] = document_digest(encode_value(self._value(fqn)))
@@ -218,8 +218,8 @@ def digest_sample(source: CellSource, name: str) -> str:
 def _starts(nbytes: int, name: str) -> list[int]:
     if nbytes <= _WHOLE_NBYTES:
         return list(range(0, nbytes, _BLOCK_NBYTES))
-    # One block in each sixteenth, at a place that differs between tensors.
+    # One block in each sixteenth, at an offset that differs between tensors.
     part = nbytes // _BLOCKS
     room = part - _BLOCK_NBYTES + 1
-    places = [int(block_digest(f"{name} {n}".encode()), 16) % room for n in range(_BLOCKS)]
-    return [(n * part + place) // _ITEM_NBYTES * _ITEM_NBYTES for n, place in enumerate(places)]
+    offsets = [int(block_digest(f"{name} {n}".encode()), 16) % room for n in range(_BLOCKS)]
+    return [(n * part + offset) // _ITEM_NBYTES * _ITEM_NBYTES for n, offset in enumerate(offsets)]

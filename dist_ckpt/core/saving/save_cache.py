@@ -46,25 +46,25 @@ class CachedPlan:
 class RankPlan:
     """A plan for one rank: its files, its replica groups, and the cells that it holds.
 
-    `origins` has, for each item of each file, the cell that it is taken from. `held` numbers the
-    cells.
+    `origins` has, for each item of each file, the cell that it is taken from. `cells` numbers
+    them.
     """
 
     plan: SavePlan
     files: tuple[FilePlan, ...]
     groups: tuple[ReplicaGroup, ...]
     origins: tuple[tuple[Origin, ...], ...]
-    held: HeldCells
+    cells: HeldCells
 
     @staticmethod
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
         """Return the part of one rank."""
         files = items_of(plan, rank)
-        held = numbered(held_cells(inventory, rank, plan))
+        cells = numbered(held_cells(inventory, rank, plan))
         origins = tuple(
-            tuple(origin_of(held, item.fqn, item.cell) for item in file.items) for file in files
+            tuple(origin_of(cells, item.fqn, item.cell) for item in file.items) for file in files
         )
-        return RankPlan(plan, files, replica_groups_of(plan, rank), origins, held)
+        return RankPlan(plan, files, replica_groups_of(plan, rank), origins, cells)
 
 
 @dataclass(frozen=True, slots=True)

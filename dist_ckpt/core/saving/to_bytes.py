@@ -66,8 +66,8 @@ def _of_one(inventory: Inventory) -> Inventory:
     parts = []
     for entry in inventory.tensors:
         cells = cells_of(inventory.views[entry.view], 0, entry.shape)
-        held = cells[0].numel if len(cells) == 1 else 0
-        if held != prod(entry.shape):
+        numel = cells[0].numel if len(cells) == 1 else 0
+        if numel != prod(entry.shape):
             parts.append(entry.fqn)
     if parts:
         raise ValueError(
