@@ -6,7 +6,7 @@ checkpoint. If there is an intent, or no checkpoint, withdraw the protection and
 one of the two sees the other, even if one of them dies. Deletion intents are removed last, as
 protectors look for them first.
 
-`protections.py` defines the annotations; `docs/decisions/0016-holds-against-prune.md` has the
+`protections.py` defines the annotations; `docs/decisions/0016-leases-against-prune.md` has the
 reasons.
 """
 
