@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from importlib.metadata import distributions
@@ -115,6 +116,25 @@ def test_every_decision_is_in_the_list_of_decisions() -> None:
     }
     assert set(listed) == headings
     assert len(listed) == len(list(folder.glob("0*.md")))
+
+
+def test_the_functions_of_the_calls_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| (.*?) \|", text, flags=re.M)
+    assert len(rows) == 20
+    defined = (ast.FunctionDef, ast.ClassDef)
+    for file, functions in rows:
+        module = ast.parse((ROOT / "dist_ckpt" / file).read_text())
+        tops = {node.name: node for node in module.body if isinstance(node, defined)}
+        inner = {
+            f"{name}.{node.name}"
+            for name, top in tops.items()
+            for node in top.body
+            if isinstance(node, defined)
+        }
+        named = re.findall(r"`([\w.]+)`", functions)
+        assert named, file
+        assert set(named) <= {*tops, *inner}, file
 
 
 def test_the_api_reference_has_every_public_name() -> None:

@@ -45,18 +45,16 @@ def documented(operation: str) -> tuple[int, int]:
     return int(row[0]), int(row[1])
 
 
-FIRST_SAVE = documented("a first save, and one of another layout")
+FIRST_SAVE = documented("a first save, or a save of another layout")
 SAME_LAYOUT_AGAIN = documented("a save of the same layout again")
-CARRY = documented("besides, with `carry_over`")
+CARRY = documented("more with `carry_over`")
 LOAD = documented("a load")
-PREPARE = documented("besides, if some rank makes tensors, or some share what they read")
-WANTS = documented(
-    'besides, if they share between hosts, or what they want is too long for "check"'
-)
-CHECK_FIRST = documented("besides, with `check_first`")
-PLACE = documented("besides, if values or new tensors are placed")
-OBJECTS = documented("besides, if objects or generators are loaded")
-INDEX = documented('besides, if the index is too long for the answer of "open"')
+PREPARE = documented("more if a rank makes tensors, or ranks share reads")
+WANTS = documented('more if ranks share between hosts, or their requests are too long for "check"')
+CHECK_FIRST = documented("more with `check_first`")
+PLACE = documented("more if values or new tensors are placed")
+OBJECTS = documented("more if objects or generators are loaded")
+INDEX = documented('more if the index is too long for the answer of "open"')
 
 
 def talks(report: Any) -> tuple[int, int]:
@@ -177,7 +175,7 @@ def test_the_exchanges_of_a_load_do_not_depend_on_the_number_of_tensors(num_tens
 
 
 def test_a_load_from_several_sources_takes_no_exchange_more():
-    assert documented("a load from several sources, as one from one source") == LOAD
+    assert documented("a load from several sources") == LOAD
     storage = MemoryStorage()
     for path in ("/a", "/b", "/c"):
         rank_threads.save(storage, [many(50, rank) for rank in range(RANKS)], path)
