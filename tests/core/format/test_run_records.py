@@ -187,7 +187,9 @@ def test_a_newer_version_is_no_damage(newer):
 def test_what_is_written_and_what_is_said_of_it_have_the_same_fields():
     section = TEXT[TEXT.index("## 8.") : TEXT.index("## 9.")]
     tables = re.split(
-        r"^\| Field of an? (?:fact|start|request|answer) .*\n", section, flags=re.MULTILINE
+        r"^\| Field of an? (?:annotation|incarnation|request|answer) .*\n",
+        section,
+        flags=re.MULTILINE,
     )[1:]
     written = (
         encode_annotation(FACT),
