@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# Public name -> module, but for the errors, which need nothing. Each is imported when it is first
-# used, so that reading and listing checkpoints needs no torch.
+# Public name -> module. Each is imported at its first use, so that reading and listing checkpoints
+# needs no torch. The errors are imported at once: they need nothing.
 _MODULES = {
     "save": "core.saving.save",
     "AsyncSaver": "async_save.async_saver",
@@ -209,11 +209,11 @@ __all__ = [
 def _with_opener(name: str) -> object:
     function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     bound = importlib.import_module(f"{__name__}.openers").with_opener(function)
-    bound.__module__ = __name__  # here it is found, as by who pickles it
+    bound.__module__ = __name__  # pickle finds it here
     return bound
 
 
-# Not for type checkers: they know all names, and report others.
+# Hidden from type checkers, which know all names and report others.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
@@ -232,7 +232,7 @@ if not TYPE_CHECKING:
                 raise
             raise ImportError(
                 f'dist_ckpt.{name} needs torch: pip install "dist-ckpt[torch]", or ".[torch]" in a '
-                f"clone. What opens, verifies, reshards and deletes checkpoints does not"
+                f"clone. Opening, verifying, resharding and deleting checkpoints works without it"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""`python -m dist_ckpt` is the command line, and so is `dist-ckpt`."""
+"""The command line, as `python -m dist_ckpt` or `dist-ckpt`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
-        from dist_ckpt.cli import main as run  # noqa: PLC0415  (it takes a while: see below)
+        from dist_ckpt.cli import main as run  # noqa: PLC0415  (slow: may be interrupted)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Deadlines, threads and limits: options that no front door takes, read from the environment."""
+"""Deadlines, threads and limits: options from the environment, which no front door takes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# A call that takes this long is not slow: the storage under it hangs. Far above what the fullest
-# disk needs for a few MiB, and what a network file system needs to fail over.
+# After this long a storage call hangs, and is not merely slow. Far above the time that the fullest
+# disk needs for a few MiB, or that a network file system needs to fail over.
 STALL_TIMEOUT_S = 600.0
 
-# Each has a scratch buffer of 10 MiB, and one of 2 MiB for what it reads past the page cache; a
-# save has five besides (`shard_io/write/shard_writer.py`). So each takes 256 MiB at most.
+# Each thread has a scratch buffer of 10 MiB, and one of 2 MiB for direct reads. A save has five
+# more buffers (`shard_io/write/shard_writer.py`). So each uses at most 256 MiB.
 MAX_THREADS = 20
 
-# A sync waits for all that the system has not written yet. Slower storage counts as hanging.
+# A sync waits for all data that the system has not written yet. Slower storage counts as hanging.
 SLOWEST_NBYTES_PER_S = 10 << 20
 
 
 def stall_timeout_s(nbytes: int, *, stall_s: float = STALL_TIMEOUT_S) -> float:
-    """Return how long to wait for the storage when it may have this much to move."""
+    """Return how long to wait for storage that may have this many bytes to move."""
     return stall_s + nbytes / SLOWEST_NBYTES_PER_S
 
 
-# Names that 0.2.0 has changed. They are refused: ignored, they would mean the defaults.
+# Names that 0.2.0 has changed. They are refused: ignoring them would silently use the defaults.
 _NEW_NAMES: Mapping[str, str] = {
     "silence_s": "heartbeat_timeout_s",
     "arrive_s": "join_timeout_s",
@@ -55,13 +55,13 @@ def _refuse_old_names(config: type[_T]) -> type[_T]:
 @_refuse_old_names
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Deadlines and sizes. Raises ValueError when built with a value that makes no sense.
+    """Deadlines and sizes. Raises ValueError for a value that makes no sense.
 
     `heartbeat_timeout_s`: a rank whose heartbeat stops for this long is dead. `join_timeout_s`: how
-    long the first rank in a save or load waits for the others to enter; after `join_warning_s` it
-    logs a warning that names them. `visibility_timeout_s`: how long a rank waits to see the
-    coordinator's claim on shared storage. `threads`: how many reads or writes a rank has in flight.
-    `host`: what this rank's host is called; "" is what the system calls it.
+    long the first rank in a save or load waits for the others. After `join_warning_s` it logs a
+    warning that names them. `visibility_timeout_s`: how long a rank waits to see the coordinator's
+    claim on shared storage. `threads`: how many reads or writes a rank has in flight. `host`: the
+    name of this rank's host; "" means the system's name.
     """
 
     heartbeat_timeout_s: float = 20.0
@@ -80,7 +80,7 @@ class Config:
                 raise ValueError(f"{_variable(field.name)}={value}: it must be a positive number")
         if self.threads > MAX_THREADS:
             raise ValueError(
-                f"{_variable('threads')}={self.threads}: it must be {MAX_THREADS} at most"
+                f"{_variable('threads')}={self.threads}: it must be at most {MAX_THREADS}"
             )
 
     @staticmethod
@@ -101,14 +101,14 @@ class Config:
             if text is None:
                 continue
             try:
-                options[field.name] = _KINDS.get(field.name, float)(text)
+                options[field.name] = _FIELD_TYPES.get(field.name, float)(text)
             except ValueError:
                 raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
         return Config(**options)  # type: ignore[arg-type]
 
 
-# What a text is made into that is no float.
-_KINDS: Mapping[str, type[int] | type[str]] = {"threads": int, "host": str}
+# The types of the fields that are not float.
+_FIELD_TYPES: Mapping[str, type[int] | type[str]] = {"threads": int, "host": str}
 
 
 def _variable(name: str) -> str:
@@ -116,6 +116,6 @@ def _variable(name: str) -> str:
 
 
 def launched_world_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks that a launcher such as torchrun says it started, else 1."""
+    """Return the world size that a launcher such as torchrun has set in the environment, else 1."""
     text = environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1

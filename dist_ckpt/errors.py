@@ -1,7 +1,7 @@
 """The errors of dist_ckpt, grouped by what the caller does next.
 
-Wrong arguments are `ValueError` and `TypeError`; everything the world can do to a
-checkpoint is a `CheckpointError`. A message carries the facts and ends with the next step.
+Wrong arguments raise `ValueError` and `TypeError`. All that can happen to a checkpoint is a
+`CheckpointError`, whose message has the facts and ends with the next step.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# So many problems or names are spelled out in one message; the others are counted.
+# A message lists at most this many problems or names, and counts the others.
 MAX_LISTED = 20
 
 
 class CheckpointError(Exception):
     """Base of all errors about checkpoints.
 
-    `rank` is the rank of the group on which it happened, `phase` the phase of the save or
-    load; both are None where there was only one process or no phase.
+    `rank` is the rank in the group on which it happened, `phase` the phase of the save or load.
+    Both are None with a single process or without phases.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, phase: str | None = None) -> None:
@@ -27,21 +27,21 @@ class CheckpointError(Exception):
 
 
 class NotFoundError(CheckpointError):
-    """There is no committed checkpoint here: choose another path or step."""
+    """No committed checkpoint is here: choose another path or step."""
 
 
 class ExistsError(CheckpointError):
-    """Something is at the path already: choose another path, or overwrite."""
+    """The path is in use: choose another path, or overwrite."""
 
 
 class ConflictError(CheckpointError):
-    """Someone else claimed or abandoned this attempt: look who, then save again."""
+    """Another process claimed or abandoned this attempt: find out which, then save again."""
 
 
 class CorruptError(CheckpointError):
-    """What is stored is damaged: fall back to an older checkpoint.
+    """Stored data is damaged: fall back to an older checkpoint.
 
-    `touched` names the live tensors that may hold partial data; empty means none.
+    `touched` names the live tensors that may contain partial data; it is empty if none do.
     """
 
     def __init__(
@@ -61,24 +61,24 @@ class IncompatibleError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """The storage failed: mend it, or try again later. Older checkpoints are as they were."""
+    """The storage failed: repair it, or try again later. Older checkpoints are unchanged."""
 
 
 class RankError(CheckpointError):
-    """Another rank failed, died, never came or made another call; `rank` says which."""
+    """Another rank failed, died, never arrived or made another call; `rank` is its number."""
 
 
 # --- messages --------------------------------------------------------------------------------
 
 
 def listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """Join texts for a message: the first few of many."""
+    """Join texts for a message: the first `MAX_LISTED`, and the number of the others."""
     more = len(texts) - MAX_LISTED
     return separator.join([*texts[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as people write them: "rank 3", "ranks 0-3, 7"; of many runs the first."""
+    """Return ranks for a message, such as "rank 3" or "ranks 0-3, 7". A long list is cut."""
     ordered = sorted(set(ranks))
     runs: list[tuple[int, int]] = []
     for rank in ordered:
@@ -88,18 +88,18 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) > 1)} {text}"
 
 
-# What `Optimizer.state_dict` calls a parameter: by its number, in each rank's own order.
+# How `Optimizer.state_dict` names a parameter: by its number, in each rank's own order.
 _BY_NUMBER = re.compile(r"(^|\.)state\.\d+\b")
 
 
 def remedy_of_parts(names: Iterable[str], remedy: str) -> str:
-    """Return what to do with names that are not the same on all ranks: `remedy` for most.
+    """Return the remedy for names that differ between ranks: `remedy` for most names.
 
-    Where an optimizer keeps parts of parameters, its state dict says neither of which nor where.
+    An optimizer that keeps parts of parameters does not describe them in its state dict.
     """
     if any(_BY_NUMBER.search(name) for name in names):
         return (
-            "if that is an optimizer's state_dict(), put the optimizer itself into the state, "
-            "beside its module: under FSDP1 or ZeRO the dict has this rank's parts"
+            "under FSDP1 or ZeRO, an optimizer's state_dict() has only this rank's parts: pass "
+            "the optimizer itself in the state, next to its module"
         )
     return remedy

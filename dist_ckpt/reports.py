@@ -1,14 +1,14 @@
-"""What a save and a load tell their caller, and the log.
+"""Reports of saves and loads, for their caller and the log.
 
 Units: seconds, bytes, and GB/s with 1e9 bytes to the GB. `seconds` are this rank's, by phase, and
-add up to the call of a `dc.save` or `dc.load`. Four tallies say what the call has cost this rank
-(`num` calls, `nbytes`): `exchanges` on the control channel with what it put into them,
-`collectives` with what it gave in them, and `storage_reads` and `storage_writes`, of every kind of
-file, headers, values and index included. Of a background save `seconds` are the trainer's phases
-and its writer's, without what lies between: `async_save/trainer/background_save.py` makes its
-report of the writer's message `Done`, and the writer logs the `CommitDecision`. A rate is the bytes
-of the whole job by the seconds of the rank that took longest, or of the call; it is 0.0 where
-nothing was measured.
+add up to the call of a `dc.save` or `dc.load`. `exchanges` and `collectives` count calls, with the
+bytes that this rank sent. `storage_reads` and `storage_writes` count all kinds of files, with
+headers, objects and index.
+
+In a background save, `seconds` are the phases of the trainer and of its writer, without the time
+between. `async_save/trainer/background_save.py` builds that report from the writer's message
+`Done`, and the writer logs the `CommitDecision`. A rate divides the bytes of the whole job by the
+seconds of the call, or of the slowest rank. It is 0.0 where nothing was measured.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from threading import Lock
 
 @dataclass(frozen=True, slots=True)
 class IoCount:
-    """How many calls of one kind there were on this rank, and how many bytes went with them."""
+    """The number of calls of one kind on this rank, and their bytes."""
 
     num: int = 0
     nbytes: int = 0
 
     def plus(self, nbytes: int) -> IoCount:
-        """Return this with one more call."""
+        """Return this count with one more call."""
         return IoCount(self.num + 1, self.nbytes + nbytes)
 
     def plus_all(self, more: IoCount) -> IoCount:
-        """Return this with more calls."""
+        """Return the sum of two counts."""
         return IoCount(self.num + more.num, self.nbytes + more.nbytes)
 
     def since(self, earlier: IoCount) -> IoCount:
-        """Return what was added after `earlier`, when this was that."""
+        """Return the difference to an earlier state of this count."""
         return IoCount(self.num - earlier.num, self.nbytes - earlier.nbytes)
 
 
 def slowest_of(seconds: Sequence[float]) -> tuple[int, float]:
-    """Return the rank that took longest, and how long."""
+    """Return the slowest rank and its seconds."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return rank, seconds[rank]
 
 
-# Called with (bytes done so far, bytes to do in all), from the thread that made the call.
+# Called with (bytes done, total bytes), from the thread that made the call.
 Progress = Callable[[int, int], None]
 
 
@@ -71,13 +71,12 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a save did.
+    """The report of a save.
 
-    `nbytes` and `num_files` are what all ranks together have stored. `slowest_s` is how long rank
-    `slowest_rank` took to write its files and make them durable: the longest of all ranks. Of the
-    bytes of `exchanges` `nbytes_receipt` are this rank's receipt, which grows with its number of
-    files; the coordinator sends none. `num_linked` of the files, with `nbytes_linked` of the bytes,
-    were not written: they are those of an older checkpoint under one more name.
+    `nbytes` and `num_files` count all ranks. `slowest_rank` took longest, `slowest_s`, to write its
+    files and make them durable. `nbytes_receipt` is the part of the bytes of `exchanges` that this
+    rank's receipt took. It grows with the number of files; the coordinator sends none. `num_linked`
+    files, with `nbytes_linked` bytes, were not written but linked from an older checkpoint.
     """
 
     path: str
@@ -105,18 +104,17 @@ class SaveReport:
 
     @property
     def gb_per_s(self) -> float:
-        """What all ranks have stored, by the seconds of the call."""
+        """The stored bytes of all ranks, divided by the seconds of the call."""
         return _rate(self.nbytes, self.total_s) / 1e9
 
     @property
     def write_gb_per_s(self) -> float:
-        """What all ranks have stored, by the seconds that the slowest wrote."""
+        """The stored bytes of all ranks, divided by the write time of the slowest rank."""
         return _rate(self.nbytes, self.slowest_s) / 1e9
 
     def __str__(self) -> str:
-        """Return one line for people and logs."""
         return (
-            f"saved {_what(self.path, self.step)}: {size(self.nbytes)} by "
+            f"saved {_label(self.path, self.step)}: {size(self.nbytes)} by "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
             f"({size(_rate(self.nbytes, self.total_s))}/s; "
             f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)}"
@@ -126,7 +124,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSource:
-    """A checkpoint that a load has read, and the names that it filled from it on this rank."""
+    """A checkpoint that a load has read, and the names that were filled from it on this rank."""
 
     path: str
     step: int | None
@@ -136,23 +134,22 @@ class LoadedSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did, on this rank.
+    """The report of a load, on this rank.
 
-    `restored` are the names that were filled, `resharded` those of them whose parts here are cut
-    otherwise than the stored ones, `missing` those that the checkpoint lacks, `unexpected` saved
-    names that no rank asked for, `dropped` what `on_reshard` or a `rename` to None left out, and
-    the optimizer's state of parameters that had none when they were saved: it is removed.
+    `restored` are the names that were filled, and `resharded` those that are cut differently here.
+    `missing` names are not in the checkpoint; `unexpected` ones no rank requested. `dropped` were
+    left out by `on_reshard` or a `rename` to None. They include optimizer state that is removed, as
+    its parameter had none when it was saved.
 
-    `nbytes_read` counts shard data read here, `nbytes_received` what other ranks handed on,
-    `nbytes_placed` what was filled here. `job_nbytes_read` and `job_nbytes_placed` are over all
-    ranks. Of all that was read here, headers and values included, `nbytes_from_memory` came from
-    what background saves have left in the memory of this host, and `storage_reads` tell the rest.
-    `slowest_s` is how long rank `slowest_rank` took to read, check and fill its tensors: the
-    longest of all ranks.
+    `nbytes_read` counts shard data that this rank read, `nbytes_received` data from other ranks,
+    `nbytes_placed` data that was filled here. `job_nbytes_read` and `job_nbytes_placed` count all
+    ranks. `nbytes_from_memory` came from the memory of this host, where background saves had left
+    it; `storage_reads` counts the rest. Both include headers and objects. `slowest_rank` took
+    longest, `slowest_s`, to read, check and fill its tensors.
 
-    `sources` says what came from where; `path`, `step` and `attempt` are of the first source.
-    `as_saved`: no rename has given saved names other ones. The report of a load that has left
-    something out says to `dc.save(carry_over=...)` what to carry on.
+    `sources` lists the checkpoints; `path`, `step` and `attempt` are those of the first. `as_saved`
+    is True if no rename has changed saved names. After a load that left something out, pass the
+    report to `dc.save(carry_over=...)` to keep it.
     """
 
     path: str
@@ -186,16 +183,15 @@ class LoadReport:
 
     @property
     def gb_per_s(self) -> float:
-        """What was filled on all ranks, by the seconds of the call."""
+        """The bytes filled on all ranks, divided by the seconds of the call."""
         return _rate(self.job_nbytes_placed, self.total_s) / 1e9
 
     @property
     def read_gb_per_s(self) -> float:
-        """What all ranks read, from storage or memory, by the seconds that the slowest took."""
+        """The bytes read on all ranks, divided by the read time of the slowest rank."""
         return _rate(self.job_nbytes_read, self.slowest_s) / 1e9
 
     def __str__(self) -> str:
-        """Return one line for people and logs."""
         memory = self.nbytes_from_memory
         return (
             f"loaded {_sources(self)}: {size(self.job_nbytes_placed)} on "
@@ -219,14 +215,14 @@ def _rate(nbytes: int, seconds: float) -> float:
     return nbytes / seconds if seconds else 0.0
 
 
-def _what(path: str, step: int | None) -> str:
+def _label(path: str, step: int | None) -> str:
     return path if step is None else f"step {step}"
 
 
 def _sources(report: LoadReport) -> str:
     if len(report.sources) < 2:
-        return _what(report.path, report.step)
-    return " and ".join(one.path for one in report.sources)
+        return _label(report.path, report.step)
+    return " and ".join(source.path for source in report.sources)
 
 
 def _ranks(world_size: int) -> str:
@@ -243,17 +239,17 @@ _log = logging.getLogger("dist_ckpt")
 class Phases:
     """Measures the phases of one operation; `quiet` ranks measure without logging.
 
-    One operation on one thread: not shared.
+    Use it on one thread.
     """
 
-    def __init__(self, operation: str, where: str, *, quiet: bool) -> None:
+    def __init__(self, operation: str, path: str, *, quiet: bool) -> None:
         self.seconds: dict[str, float] = {}
-        self._what = f"{operation} {where}"
+        self._label = f"{operation} {path}"
         self._quiet = quiet
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase; a phase that is entered twice adds up. Logs when it ends well."""
+        """Measure one phase; repeated phases add up. Logs if the phase succeeds."""
         start = time.monotonic()
         try:
             yield
@@ -261,9 +257,9 @@ class Phases:
             seconds = time.monotonic() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if not self._quiet:
-            _log.info("%s: %s took %.3f s", self._what, name, seconds)
+            _log.info("%s: %s took %.3f s", self._label, name, seconds)
 
     def done(self, report: object) -> None:
-        """Log what the operation came to."""
+        """Log the operation's report."""
         if not self._quiet:
-            _log.info("%s: %s", self._what, report)
+            _log.info("%s: %s", self._label, report)

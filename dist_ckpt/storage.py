@@ -1,4 +1,4 @@
-"""Where checkpoints lie, for who writes a storage backend: the protocol and `open_storage`."""
+"""The protocol of a storage backend, and `open_storage`: for authors of backends."""
 
 from __future__ import annotations
 

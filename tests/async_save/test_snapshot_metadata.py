@@ -24,5 +24,5 @@ def test_details_come_back() -> None:
 )
 def test_what_are_no_details_is_said(bodies: object) -> None:
     data = msgpack.packb((True, {}, {}, 1.5, bodies, ()))
-    with pytest.raises(ValueError, match="bytes that are no message"):
+    with pytest.raises(ValueError, match="bytes are not a message"):
         typed_msgpack.decode(data, SnapshotMetadata)

@@ -292,7 +292,7 @@ def test_one_rank_alone_meets_nobody(run):
 def test_a_place_to_meet_that_is_none_is_refused(run, monkeypatch, place):
     monkeypatch.setattr(start_handshake, "_store", lambda *_: place)
     is_strange = place is None or [type(one) for one in place] != [str, int, bytes]
-    told = "no message" if is_strange else "rank 0 sent no address at which the background writers"
+    told = "not a message" if is_strange else "rank 0 sent no address at which the background"
     for error in run(Rank.error):
         assert isinstance(error, RankError)
         assert told in str(error)

@@ -24,6 +24,6 @@ def test_of_many_texts_the_first_are_named_and_the_others_counted() -> None:
 
 def test_an_optimizers_own_dict_is_not_to_be_kept_per_rank() -> None:
     for name in ("optim.state.0.exp_avg: on rank 0", "state.12.step", "a.optim.state.3"):
-        assert "put the optimizer itself" in remedy_of_parts(["rng", name], "wrap it")
+        assert "pass the optimizer itself" in remedy_of_parts(["rng", name], "wrap it")
     for name in ("states.0.weight", "optim.state.layers.0.weight.exp_avg", "estate.1"):
         assert remedy_of_parts([name], "wrap it") == "wrap it"

@@ -225,7 +225,7 @@ class _Verifying:
     def _check_claim(self) -> None:
         path = f"{self._folder}/{filenames.CLAIM}"
         try:
-            index_json.decode(read_document(self._storage, path), what=path)
+            index_json.decode(read_document(self._storage, path), label=path)
         except FileNotFoundError:
             self.problems.append(Problem(filenames.CLAIM, None, None, None, f"{path} is missing"))
         except CheckpointError as error:
@@ -302,7 +302,7 @@ class _Verifying:
                 self.problems.append(Problem(name, record.rank, fqn, None, text))
 
     def _check_blocks(self, file: OpenFile, one: BlockRead) -> None:
-        with self._slots.one() as slot:
+        with self._slots.borrow() as slot:
             data = slot[: one.span.nbytes]
             try:
                 with file.reading() as readable:

@@ -203,7 +203,7 @@ def read_index(storage: Storage, path: str, attempt: Attempt) -> Index | Abandon
         data = read_document(storage, file)
     except FileNotFoundError:
         return None
-    document = index_json.decode(data, what=file)
+    document = index_json.decode(data, label=file)
     if document.attempt != attempt.name:
         raise CorruptError(
             f"{file} is the index of {document.attempt}: give the folder back its name, "
@@ -234,7 +234,7 @@ def claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
     """Return by whom an attempt was claimed, for a message."""
     file = f"{path}/{attempt}/{CLAIM}"
     try:
-        document = index_json.decode(read_document(storage, file), what=file)
+        document = index_json.decode(read_document(storage, file), label=file)
     except (CheckpointError, FileNotFoundError):
         return "by somebody who is not known yet"
     return f"by {document.by if isinstance(document, Abandoned) else 'somebody who is not known'}"

@@ -346,7 +346,7 @@ def commit(
 def _check_readable(data: bytes, text: EncodedCatalog, file: str) -> None:
     """Never commit what we would refuse to load. What is wrong here was planned so by us."""
     try:
-        index_json.read_back(data, text, what=file)
+        index_json.read_back(data, text, label=file)
     except (CorruptError, IncompatibleError) as error:
         raise CheckpointError(
             f"the index of this save could not be read again, so nothing is committed: this is a "

@@ -1,4 +1,4 @@
-"""Checksums: they detect damage; they are no signature."""
+"""Checksums. They detect damage; they are not signatures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import xxhash
 
 from dist_ckpt.core.format.geometry import ByteRange
 
-# What one block digest covers. Partial reads are checked block by block, so a block is what the
-# smallest checked read costs; at 4 MiB xxh3 runs at memory speed and without the GIL.
+# A digest covers one block, the smallest checked read. At 4 MiB, xxh3 runs at memory speed and
+# without the GIL.
 BLOCK_NBYTES = 4 << 20
 
 BLOCK_DIGEST_CHARS = 16
@@ -23,7 +23,7 @@ def block_digest(data: Buffer) -> str:
 
 
 def streamed_digest() -> xxhash.xxh3_64:
-    """Return what `update` gives the parts of a block; its `hexdigest` is as `block_digest`."""
+    """Return a digest to `update` with the parts of a block, with the result of `block_digest`."""
     return xxhash.xxh3_64()
 
 
@@ -33,11 +33,11 @@ def document_digest(data: Buffer) -> str:
 
 
 def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
-    """Return how many blocks a shard of `nbytes` has; none if it is empty."""
+    """Return the number of blocks of a shard; 0 if it is empty."""
     return -(-nbytes // block_nbytes)
 
 
 def blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> Iterator[ByteRange]:
-    """Cut a shard of `nbytes` into its blocks; the last may be short."""
+    """Yield the byte ranges of a shard's blocks; the last may be short."""
     for start in range(0, nbytes, block_nbytes):
         yield ByteRange(start, min(start + block_nbytes, nbytes))

@@ -1,10 +1,8 @@
-"""The table of dtypes: our code (torch's name), the size in bytes, and safetensors' code.
+"""The table of dtypes: torch's name, the size in bytes, and the code of safetensors.
 
-A dtype that safetensors lacks is stored as U8 with a last dimension of its size; the true one is in
-the shard file's `__metadata__`. Elements are whole bytes: smaller ones are stored packed, by the
-tensor that holds them. torch's dtype is found by the name. `shard_io/memory/host_array.py` has what
-`dc.open` needs to give numbers, and, as `shard_io/memory/torch_tensor.py`, the sizes that can be
-moved.
+A dtype without a code is stored as U8, with a last dimension of its size. Its real name is in the
+shard file's `__metadata__`. Elements are whole bytes; smaller ones are stored packed, by the tensor
+that contains them. A new dtype is also added in `shard_io/memory/host_array.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A dtype as it is stored; `safetensors` is None where the format has no code for it."""
+    """A dtype as it is stored; `safetensors` is None if that format has no code for it."""
 
     name: str
     itemsize: int
@@ -44,7 +42,7 @@ _TABLE = (
     DType("uint16", 2, "U16"),
     DType("uint8", 1, "U8"),
     DType("bool", 1, "BOOL"),
-    # torch keeps one of these in each byte, and computes with none of them
+    # torch stores one of these in each byte, and computes with none of them
     *(DType(f"int{bits}", 1) for bits in range(1, 8)),
     *(DType(f"uint{bits}", 1) for bits in range(1, 8)),
     *(DType(name, 1) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),

@@ -1,9 +1,9 @@
-"""Geometry: boxes of elements, runs of elements, ranges of bytes.
+"""Geometry: boxes of elements, ranges of elements, ranges of bytes.
 
-A tensor is cut into cells. A cell is a `Region` (a box in global coordinates) or, for
-flattened layouts such as ZeRO's, `ElementRange` (a range of the row-major tensor). Everything that
-intersects works on boxes: `pieces` turns either kind of cell into boxes, each with the place
-where it starts in the cell's own row-major memory.
+A tensor is cut into cells. A cell is a `Region` (a box in global coordinates) or, for flattened
+layouts such as ZeRO's, an `ElementRange` (a range of the row-major tensor). Intersections work on
+boxes: `pieces` cuts a cell of either kind into boxes, each with its start in the cell's row-major
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Region(Message, frozen=True, order=True, tag="box"):
-    """A box of elements: the first corner and the extent, one number a dimension."""
+    """A box of elements: the first corner and the extent, one number for each dimension."""
 
     offset: Shape
     shape: Shape
@@ -42,11 +42,11 @@ class Region(Message, frozen=True, order=True, tag="box"):
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """The number of elements."""
         return prod(self.shape)
 
     def intersect(self, other: Region) -> Region | None:
-        """Return what both hold, or None if that is nothing."""
+        """Return the common box, or None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return Region(offset, shape) if all(n > 0 for n in shape) else None
@@ -56,7 +56,7 @@ class Region(Message, frozen=True, order=True, tag="box"):
         return Region(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.shape)
 
     def covers(self, other: Region) -> bool:
-        """Say whether every element of `other` is in this box."""
+        """Return True if every element of `other` is in this box."""
         return all(a <= b for a, b in zip(self.offset, other.offset, strict=True)) and all(
             a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
@@ -73,11 +73,11 @@ class ElementRange(Message, frozen=True, order=True, tag="run"):
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"no range of elements: {self.start} to {self.stop}")
+            raise ValueError(f"invalid range of elements: {self.start} to {self.stop}")
 
     @property
     def numel(self) -> int:
-        """How many elements it holds."""
+        """The number of elements."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -89,23 +89,20 @@ Cell = Region | ElementRange
 
 @dataclass(frozen=True, slots=True, order=True)
 class ByteRange:
-    """A range of bytes."""
+    """The bytes `start` to `stop` of a file or a buffer."""
 
     start: int
     stop: int
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The number of bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RegionPiece:
-    """A box of a cell, and the element of the cell's row-major memory where the box begins.
-
-    The box is row-major and contiguous in that memory.
-    """
+    """A box of a cell, contiguous in the cell's row-major memory, and its first element there."""
 
     region: Region
     start: int
@@ -120,10 +117,9 @@ def row_major_strides(shape: Shape) -> Shape:
 
 
 def boxes_of(elements: ElementRange, shape: Shape) -> Iterator[Region]:
-    """Cut a range of elements into boxes of the tensor, in row-major order.
+    """Cut a range of elements into at most 2 * dims - 1 boxes, in row-major order.
 
-    At most 2 * dims - 1 boxes: a partial row at the head, full rows, a partial row at the tail,
-    for each dimension (ByteCheckpoint, section 3.2).
+    For each dimension: a partial row, full rows, a partial row (ByteCheckpoint, section 3.2).
     """
     if elements.start >= elements.stop:
         return
@@ -152,7 +148,7 @@ def _in_row(row: int, elements: ElementRange, shape: Shape) -> Iterator[Region]:
 
 
 def joined(runs: Iterable[range]) -> Iterator[range]:
-    """Join runs, given in order, that adjoin."""
+    """Join adjacent runs, given in order."""
     last = range(0)
     for run in runs:
         if last and run.start == last.stop:
@@ -177,19 +173,19 @@ def pieces(cell: Cell, shape: Shape) -> Iterator[RegionPiece]:
 
 
 def run_of(box: Region, piece: RegionPiece) -> ElementRange | None:
-    """Return where a box lies in the memory of the cell it is a piece of, if that is one run."""
+    """Return the range of a box in the memory of its cell, or None if that is not contiguous."""
     if box is piece.region or box == piece.region:
         return ElementRange(piece.start, piece.start + box.numel)
-    found = tuple(islice(runs_of(box, piece, 1), 2))
-    return found[0] if len(found) == 1 else None
+    ranges = tuple(islice(runs_of(box, piece, 1), 2))
+    return ranges[0] if len(ranges) == 1 else None
 
 
 def runs_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]:
-    """Return where the elements of a box lie in the memory of the cell it is a piece of.
+    """Yield the ranges that a box has in the memory of its cell.
 
-    Holes of fewer than `gap` elements are taken in, so that the runs are as few as matter: a
-    block of `gap` elements is touched by a run if and only if it holds an element of the box.
-    Holes only grow from the last dimension to the first, so the runs are one inner box each.
+    Holes of fewer than `gap` elements are included. So a block of `gap` elements overlaps a range
+    if and only if it contains an element of the box. Holes only grow from the last dimension to the
+    first, so each range is one inner box.
     """
     strides = row_major_strides(piece.region.shape)
     inner = 1
@@ -203,7 +199,7 @@ def runs_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]
 
 
 def _outer_runs(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[ElementRange]:
-    # Not by `product`, which would first keep all of what may be millions of rows.
+    # Not `product`, which would first store all of what may be millions of rows.
     if not shape:
         yield ElementRange(start, start + numel)
         return

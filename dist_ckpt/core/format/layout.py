@@ -15,15 +15,14 @@ from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 class Grid:
     """Cuts along each dimension; the cells are the boxes between them, in row-major order.
 
-    `cuts[d]` begins with 0 and ends with the size of dimension d. A dimension of size 0 is
-    `(0, 0)`, so that an empty tensor has one (empty) cell.
+    `cuts[d]` goes from 0 to the size of dimension d. It is `(0, 0)` for size 0: an empty cell.
     """
 
     cuts: tuple[Shape, ...]
 
     @property
     def num_cells(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return prod(len(cut) - 1 for cut in self.cuts)
 
     def cell(self, number: int) -> Region:
@@ -44,7 +43,7 @@ class Flat:
 
     @property
     def num_cells(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return len(self.cuts) - 1
 
     def cell(self, number: int) -> ElementRange:
@@ -54,13 +53,13 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """A sorted list of boxes that tile the tensor, for layouts that no grid describes."""
+    """A sorted list of boxes that tile the tensor, for layouts that are not a grid."""
 
     regions: tuple[Region, ...]
 
     @property
     def num_cells(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return len(self.regions)
 
     def cell(self, number: int) -> Region:
@@ -75,8 +74,7 @@ Cut = Grid | Flat | Regions
 class Layout:
     """How a tensor is cut, and for each cell the ranks that hold it, ascending.
 
-    Tensors share layouts, so a checkpoint's layouts grow with its ranks, not with its tensors.
-    Which of the holders stored a cell follows a rule instead of a list: see `holder`.
+    Tensors share layouts, so layouts grow with the ranks, not with the tensors.
     """
 
     cut: Cut
@@ -89,7 +87,7 @@ class Layout:
             )
 
     def cell(self, number: int) -> Cell:
-        """Return the part of the tensor that a cell is."""
+        """Return the region or element range of a cell."""
         return self.cut.cell(number)
 
     def holder(self, number: int, rotation: int) -> int:
@@ -98,12 +96,12 @@ class Layout:
         return holders[(number + rotation) % len(holders)]
 
 
-# More than any tensor library allows, and few enough that no loop over dimensions is a bait.
+# More than any tensor library allows, and few enough that loops over dimensions stay short.
 MAX_DIMS = 64
 MAX_NBYTES = (1 << 63) - 1
 
-# Corners looked at for each region before a list of regions is refused as a bait: without
-# cancellation a region that is cut in d dimensions costs 2**d.
+# Limit of comparisons for each region: in a hostile list, where nothing cancels, a region that is
+# cut in d dimensions costs 2**d.
 _MAX_CORNERS = 256
 
 
@@ -117,11 +115,11 @@ def check_shape(shape: Shape, itemsize: int) -> None:
 
 
 def check_cell(cell: Cell, shape: Shape) -> None:
-    """Raise ValueError unless a cell lies in a tensor of this shape."""
+    """Raise ValueError unless a cell is inside a tensor of this shape."""
     if isinstance(cell, ElementRange):
         if cell.stop > prod(shape):
             raise ValueError(f"elements {cell.start}:{cell.stop} of {prod(shape)}")
-    # Once for every shard that is ever opened, so without a Python call for each dimension.
+    # This runs for every shard that is opened: avoid a Python call for each dimension.
     elif len(cell.shape) != len(shape) or any(map(gt, map(add, cell.offset, cell.shape), shape)):
         raise ValueError(f"region [{cell}] outside shape {list(shape)}")
 
@@ -139,18 +137,15 @@ def check_cut(cut: Cut, shape: Shape) -> None:
         check_tiling(cut.regions, shape)
 
 
-def _check_cuts(cuts: Shape, size: int, what: str) -> None:
+def _check_cuts(cuts: Shape, size: int, label: str) -> None:
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != size:
-        raise ValueError(f"the cuts of {what} do not go from 0 to {size}")
+        raise ValueError(f"the cuts of {label} do not go from 0 to {size}")
     if any(map(ge, cuts, cuts[1:])) and cuts != (0, 0):
-        raise ValueError(f"the cuts of {what} do not ascend")
+        raise ValueError(f"the cuts of {label} do not ascend")
 
 
 def check_tiling(regions: Sequence[Region], shape: Shape) -> None:
-    """Raise ValueError unless the regions cover each element of a tensor exactly once.
-
-    Says what is wrong and where it begins. Empty regions are wrong too, but for an empty tensor.
-    """
+    """Raise ValueError unless the regions, none of them empty, cover each element exactly once."""
     whole = Region.whole(shape)
     for region in regions:
         check_cell(region, shape)
@@ -162,39 +157,39 @@ def check_tiling(regions: Sequence[Region], shape: Shape) -> None:
         if list(regions) != [whole]:
             raise ValueError(f"an empty tensor of shape {list(shape)} has one region, the whole")
         return
-    # Dimensions that no region cuts tell nothing.
+    # Ignore dimensions that no region cuts.
     cut = [d for d, size in enumerate(shape) if any(r.shape[d] != size for r in regions)]
     boxes = Counter(tuple((r.offset[d], r.offset[d] + r.shape[d]) for d in cut) for r in regions)
     boxes[tuple((0, shape[d]) for d in cut)] -= 1
     corner = _first_corner(boxes, _Budget(_MAX_CORNERS * (len(regions) + 1)))
     if corner is None:
         return
-    count, place = corner
-    at = [0] * len(shape)
-    for d, n in zip(cut, place, strict=True):
-        at[d] = n
+    count, position = corner
+    point = [0] * len(shape)
+    for d, n in zip(cut, position, strict=True):
+        point[d] = n
     covered = sum(region.numel for region in regions)
     raise ValueError(
-        f"regions {'overlap' if count > 0 else 'leave a hole'} at {at} of shape {list(shape)} "
+        f"regions {'overlap' if count > 0 else 'leave a hole'} at {point} of shape {list(shape)} "
         f"(they hold {covered} elements, the tensor has {whole.numel})"
     )
 
 
 class _Budget:
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
 
     def spend(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
+        self.num_left -= count
+        if self.num_left < 0:
             raise ValueError("regions cut in too many dimensions at once")
 
 
-# A box, one (start, stop) a dimension, and how often it counts: regions once, the whole tensor
-# minus once. Their sum is zero everywhere if and only if its derivative is: at each coordinate of
-# the first dimension, what begins minus what ends there is a sum of boxes of one dimension less.
-# Neighbours cancel in it, so a grid costs no more than its faces. At the first corner that
-# is not zero the sum itself first differs from zero, by the same number.
+# A box, with one (start, stop) for each dimension, and its count: 1 for a region, -1 for the whole
+# tensor. All points sum to zero if and only if the derivative is zero. At a coordinate of the first
+# dimension that is what begins there minus what ends there: boxes with one dimension less.
+# Neighbours cancel, so a grid costs no more than its faces. The first corner other than zero is the
+# first bad position.
 _Boxes = Mapping[tuple[tuple[int, int], ...], int]
 
 
@@ -203,13 +198,13 @@ def _first_corner(boxes: _Boxes, budget: _Budget) -> tuple[int, list[int]] | Non
     if () in boxes:
         return (boxes[()], []) if boxes[()] else None
     faces: dict[int, dict[tuple[tuple[int, int], ...], int]] = {}
-    for ((start, stop), *others), count in boxes.items():
-        for place, change in ((start, count), (stop, -count)):
-            face = faces.setdefault(place, {})
-            rest = tuple(others)
+    for ((start, stop), *inner), count in boxes.items():
+        for position, change in ((start, count), (stop, -count)):
+            face = faces.setdefault(position, {})
+            rest = tuple(inner)
             face[rest] = face.get(rest, 0) + change
-    for place in sorted(faces):
-        face = {box: count for box, count in faces[place].items() if count}
+    for position in sorted(faces):
+        face = {box: count for box, count in faces[position].items() if count}
         if (corner := _first_corner(face, budget)) is not None:
-            return corner[0], [place, *corner[1]]
+            return corner[0], [position, *corner[1]]
     return None

@@ -1,7 +1,6 @@
-"""What lies in a root beside its checkpoints: facts about them that come later, starts, requests.
+"""The records in a root next to its checkpoints: annotations, incarnations, requests.
 
-Each is one line of JSON that ends with its digest, as an index does, in a file that is created once
-and never changes. `docs/format.md` has the fields.
+A record is a line of JSON with its digest, in a file that never changes: see `docs/format.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dist_ckpt.core.format.strict_json import (
 
 MAX_NBYTES_OF_RECORD = 1 << 20
 
-# The year 10,000, in seconds since 1970: no calendar goes on.
+# The year 10,000, in seconds since 1970: calendars end there.
 _END_OF_TIME = 253_402_300_800
 
 _FACT_FIELDS = ("format", "step", "attempt", "kind", "values", "by", "at", "digest")
@@ -49,10 +48,10 @@ _OUTCOMES: dict[str, Outcome] = {"saved": "saved", "failed": "failed", "ended": 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What became known of a checkpoint after its commit: values by name, of one kind.
+    """Values by name, of one kind, that were added to a checkpoint after its commit.
 
-    Of a kind, the fact with the highest number, then the highest id, tells what a name's value is.
-    `by` says who wrote it, `at` when, by its clock, in seconds since 1970.
+    The annotation with the highest number of its kind, then the highest id, has a name's value.
+    `by` is its author, `at` the author's clock, in seconds since 1970.
     """
 
     step: int
@@ -65,9 +64,10 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class IncarnationRecord:
-    """One start of a run that writes into a root; `restored`: the step and attempt it went on from.
+    """An incarnation of a run.
 
-    `id` is random: by it who made the record knows it again. `why` says why it was that checkpoint.
+    `restored` is the step and attempt that it continued, for reason `why`. `id` is random, so that
+    the author can recognise the record.
     """
 
     number: int
@@ -80,10 +80,7 @@ class IncarnationRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request to the incarnation of this number to save now, and to end the run if it `stops`.
-
-    `id` is random, and in the names of both records.
-    """
+    """A request to an incarnation to save now, and to end the run if it `stops`. `id` is random."""
 
     id: str
     incarnation: int
@@ -94,10 +91,10 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRecord:
-    """What became of a request: `saved` is the step and attempt that are durable, else None.
+    """The answer to a request: `saved` is the step and attempt that are durable, else None.
 
-    "saved": all that was trained when it was asked for is durable. "failed": that save has failed.
-    "ended": the run has ended, or was started again, without it. `why` says more, for people.
+    "saved": all training before the request is durable. "failed": that save has failed. "ended":
+    the run has ended or restarted without it. `why` is for people.
     """
 
     id: str
@@ -108,41 +105,44 @@ class AnswerRecord:
     at: float
 
 
-def encode_annotation(fact: Annotation) -> bytes:
-    """Return the document. ValueError if it holds what JSON cannot."""
+def encode_annotation(annotation: Annotation) -> bytes:
+    """Return the document. Raises ValueError for values that JSON lacks."""
     return _encode(
         {
-            "step": fact.step,
-            "attempt": fact.attempt.name,
-            "kind": fact.kind,
-            "values": dict(fact.values),
-            "by": fact.by,
-            "at": fact.at,
+            "step": annotation.step,
+            "attempt": annotation.attempt.name,
+            "kind": annotation.kind,
+            "values": dict(annotation.values),
+            "by": annotation.by,
+            "at": annotation.at,
         }
     )
 
 
-def decode_annotation(data: bytes, what: str) -> Annotation:
-    """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
-    doc = _decode(data, what)
-    _, step, attempt, kind, values, by, at, _ = fields(doc, _FACT_FIELDS, what)
+def decode_annotation(data: bytes, label: str) -> Annotation:
+    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
+    doc = _decode(data, label)
+    _, step, attempt, kind, values, by, at, _ = fields(doc, _FACT_FIELDS, label)
     return Annotation(
-        integer(step, 0, MAX_STEP, f"{what}, step"),
-        _attempt(attempt, what),
-        string(kind, f"{what}, kind"),
-        {name: _scalar(value, f"{what}, values") for name, value in mapping(values, what).items()},
-        string(by, f"{what}, by"),
-        _time(at, f"{what}, at"),
+        integer(step, 0, MAX_STEP, f"{label}, step"),
+        _attempt(attempt, label),
+        string(kind, f"{label}, kind"),
+        {
+            name: _scalar(value, f"{label}, values")
+            for name, value in mapping(values, label).items()
+        },
+        string(by, f"{label}, by"),
+        _time(at, f"{label}, at"),
     )
 
 
 def encode_incarnation(start: IncarnationRecord) -> bytes:
-    """Return the document. ValueError if it holds what JSON cannot."""
+    """Return the document. Raises ValueError for values that JSON lacks."""
     return _encode(
         {
             "incarnation": start.number,
             "id": start.id,
-            "restored_step": _where(start.restored),
+            "restored_step": _encode_checkpoint(start.restored),
             "why": start.why,
             "by": start.by,
             "at": start.at,
@@ -150,31 +150,30 @@ def encode_incarnation(start: IncarnationRecord) -> bytes:
     )
 
 
-def decode_incarnation(data: bytes, what: str) -> IncarnationRecord:
-    """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
-    doc = _decode(data, what)
-    return _incarnation(doc, what, _INCARNATION_FIELDS)
+def decode_incarnation(data: bytes, label: str) -> IncarnationRecord:
+    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
+    return _incarnation(_decode(data, label), label, _INCARNATION_FIELDS)
 
 
-def decode_old_incarnation(data: bytes, what: str) -> IncarnationRecord:
-    """Return what a record in `.starts` of dist_ckpt 0.1.0 says. Raises as `decode_incarnation`."""
-    return _incarnation(_decode(data, what), what, _OLD_INCARNATION_FIELDS)
+def decode_old_incarnation(data: bytes, label: str) -> IncarnationRecord:
+    """Decode a record in `.starts` of dist_ckpt 0.1.0, as `decode_incarnation` does."""
+    return _incarnation(_decode(data, label), label, _OLD_INCARNATION_FIELDS)
 
 
-def _incarnation(doc: dict[str, Json], what: str, names: tuple[str, ...]) -> IncarnationRecord:
-    _, start, own_id, restored, why, by, at, _ = fields(doc, names, what)
+def _incarnation(doc: dict[str, Json], label: str, names: tuple[str, ...]) -> IncarnationRecord:
+    _, start, record_id, restored, why, by, at, _ = fields(doc, names, label)
     return IncarnationRecord(
-        integer(start, 1, MAX_INCARNATION, f"{what}, {names[1]}"),
-        hex_digits(own_id, ID_LENGTH, f"{what}, id"),
-        _decoded_where(restored, f"{what}, {names[3]}"),
-        string(why, f"{what}, why"),
-        string(by, f"{what}, by"),
-        _time(at, f"{what}, at"),
+        integer(start, 1, MAX_INCARNATION, f"{label}, {names[1]}"),
+        hex_digits(record_id, ID_LENGTH, f"{label}, id"),
+        _decode_checkpoint(restored, f"{label}, {names[3]}"),
+        string(why, f"{label}, why"),
+        string(by, f"{label}, by"),
+        _time(at, f"{label}, at"),
     )
 
 
 def encode_request(request: RequestRecord) -> bytes:
-    """Return the document. ValueError if it holds what JSON cannot."""
+    """Return the document. Raises ValueError for values that JSON lacks."""
     return _encode(
         {
             "request": request.id,
@@ -186,28 +185,28 @@ def encode_request(request: RequestRecord) -> bytes:
     )
 
 
-def decode_request(data: bytes, what: str) -> RequestRecord:
-    """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
-    doc = _decode(data, what)
-    _, own_id, start, stops, by, at, _ = fields(doc, _REQUEST_FIELDS, what)
+def decode_request(data: bytes, label: str) -> RequestRecord:
+    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
+    doc = _decode(data, label)
+    _, request_id, start, stops, by, at, _ = fields(doc, _REQUEST_FIELDS, label)
     if not isinstance(stops, bool):
-        raise corrupt_error(what, f"stop is {quoted(stops)}")
+        raise corrupt_error(label, f"stop is {quoted(stops)}")
     return RequestRecord(
-        hex_digits(own_id, ID_LENGTH, f"{what}, request"),
-        integer(start, 1, MAX_INCARNATION, f"{what}, start"),
+        hex_digits(request_id, ID_LENGTH, f"{label}, request"),
+        integer(start, 1, MAX_INCARNATION, f"{label}, start"),
         stops,
-        string(by, f"{what}, by"),
-        _time(at, f"{what}, at"),
+        string(by, f"{label}, by"),
+        _time(at, f"{label}, at"),
     )
 
 
 def encode_answer(answer: AnswerRecord) -> bytes:
-    """Return the document. ValueError if it holds what JSON cannot."""
+    """Return the document. Raises ValueError for values that JSON lacks."""
     return _encode(
         {
             "request": answer.id,
             "outcome": answer.outcome,
-            "saved": _where(answer.saved),
+            "saved": _encode_checkpoint(answer.saved),
             "why": answer.why,
             "by": answer.by,
             "at": answer.at,
@@ -215,38 +214,40 @@ def encode_answer(answer: AnswerRecord) -> bytes:
     )
 
 
-def decode_answer(data: bytes, what: str) -> AnswerRecord:
-    """Return what a document says. CorruptError; IncompatibleError if it is of a newer version."""
-    doc = _decode(data, what)
-    _, own_id, outcome, saved, why, by, at, _ = fields(doc, _ANSWER_FIELDS, what)
-    text = string(outcome, f"{what}, outcome")
+def decode_answer(data: bytes, label: str) -> AnswerRecord:
+    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
+    doc = _decode(data, label)
+    _, request_id, outcome, saved, why, by, at, _ = fields(doc, _ANSWER_FIELDS, label)
+    text = string(outcome, f"{label}, outcome")
     if text not in _OUTCOMES or (text == "saved") != (saved is not None):
-        raise corrupt_error(what, f"the outcome is {quoted(outcome)}, and saved is {quoted(saved)}")
+        raise corrupt_error(
+            label, f"the outcome is {quoted(outcome)}, and saved is {quoted(saved)}"
+        )
     return AnswerRecord(
-        hex_digits(own_id, ID_LENGTH, f"{what}, request"),
+        hex_digits(request_id, ID_LENGTH, f"{label}, request"),
         _OUTCOMES[text],
-        _decoded_where(saved, f"{what}, saved"),
-        string(why, f"{what}, why"),
-        string(by, f"{what}, by"),
-        _time(at, f"{what}, at"),
+        _decode_checkpoint(saved, f"{label}, saved"),
+        string(why, f"{label}, why"),
+        string(by, f"{label}, by"),
+        _time(at, f"{label}, at"),
     )
 
 
-def _where(where: tuple[int, Attempt] | None) -> Json:
-    return None if where is None else [where[0], where[1].name]
+def _encode_checkpoint(checkpoint: tuple[int, Attempt] | None) -> Json:
+    return None if checkpoint is None else [checkpoint[0], checkpoint[1].name]
 
 
-def _decoded_where(value: Json, what: str) -> tuple[int, Attempt] | None:
+def _decode_checkpoint(value: Json, label: str) -> tuple[int, Attempt] | None:
     if value is None:
         return None
-    step, attempt = row(value, 2, what)
-    return integer(step, 0, MAX_STEP, what), _attempt(attempt, what)
+    step, attempt = row(value, 2, label)
+    return integer(step, 0, MAX_STEP, label), _attempt(attempt, label)
 
 
-def _time(value: Json, what: str) -> float:
-    at = number(value, what)
+def _time(value: Json, label: str) -> float:
+    at = number(value, label)
     if not 0 <= at < _END_OF_TIME:
-        raise corrupt_error(what, f"{quoted(value)} is no time that has a date")
+        raise corrupt_error(label, f"{quoted(value)} is not a time with a date")
     return at
 
 
@@ -258,25 +259,25 @@ def _encode(doc: Mapping[str, Json]) -> bytes:
     return data
 
 
-def _decode(data: bytes, what: str) -> dict[str, Json]:
+def _decode(data: bytes, label: str) -> dict[str, Json]:
     if len(data) > MAX_NBYTES_OF_RECORD:
-        raise corrupt_error(what, f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")
-    is_sealed = strict_json.check_seal(data, what)
-    doc = mapping(strict_json.parse(data, what), what)
-    check_version(doc, what)
+        raise corrupt_error(label, f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")
+    is_sealed = strict_json.check_seal(data, label)
+    doc = mapping(strict_json.parse(data, label), label)
+    check_version(doc, label)
     if not is_sealed:
-        raise corrupt_error(what, "it does not end with its digest")
+        raise corrupt_error(label, "it does not end with its digest")
     return doc
 
 
-def _attempt(value: Json, what: str) -> Attempt:
-    attempt = parse_attempt(string(value, f"{what}, attempt"))
+def _attempt(value: Json, label: str) -> Attempt:
+    attempt = parse_attempt(string(value, f"{label}, attempt"))
     if attempt is None:
-        raise corrupt_error(what, f"{quoted(value)} is no name of an attempt")
+        raise corrupt_error(label, f"{quoted(value)} is not an attempt's name")
     return attempt
 
 
-def _scalar(value: Json, what: str) -> Scalar:
+def _scalar(value: Json, label: str) -> Scalar:
     if isinstance(value, dict | list):
-        raise corrupt_error(what, f"{quoted(value)} is neither a number nor a text")
+        raise corrupt_error(label, f"{quoted(value)} is neither a number nor a text")
     return value

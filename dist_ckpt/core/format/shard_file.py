@@ -1,10 +1,8 @@
-"""Shard files: the safetensors header, with what safetensors cannot say in its `__metadata__`.
+"""Shard files: safetensors files whose `__metadata__` has all that safetensors cannot express.
 
-A file is a u64 length, a JSON header padded with spaces up to a multiple of 4096, and the shards'
-bytes without holes. `docs/format.md` has the fields. The names of the tensors are for people and
-for other tools; our reader takes fqn, region and true dtype from `__metadata__` only.
-
-The table of the shards in a shard file: where each lies; values are made when asked for.
+First comes the length of the header (u64), then a JSON header, padded with spaces to a multiple of
+4096, then the shards without holes. `docs/format.md` has the fields. Tensor names are for people
+and other tools: our reader takes fqn, region and real dtype from `__metadata__`.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ from dist_ckpt.errors import CheckpointError, IncompatibleError
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """One shard in a file: `name` is its key there, `span` its bytes after the header.
-
-    `digests` has one digest for each block of it; empty before the shard is written.
-    """
+    """A shard in a file: its name, the range of its data, and a digest for each written block."""
 
     name: str
     fqn: str
@@ -57,10 +52,7 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardKind:
-    """What shards of one dtype, shape and cell have in common; most shards are of few kinds.
-
-    `entry` is what safetensors is told of them, but for the place: JSON without its last brace.
-    """
+    """The common part of many shards; `entry` is JSON for safetensors, without the offsets."""
 
     dtype: str
     shape: Shape
@@ -71,47 +63,47 @@ class ShardKind:
 
 
 class DecodedShards(Sequence[StoredShard]):
-    """The shards of a decoded header, in order; each is made when it is asked for.
+    """The shards of a decoded header.
 
-    To make all costs more than to decode the header, and who reads a slice needs one.
+    Each is built on access: that costs more than the decoding.
     """
 
     def __init__(
         self, names: Sequence[str], fqns: Sequence[str], kinds: Sequence[ShardKind], digests: str
     ) -> None:
-        """`names`, `fqns` and `kinds` are of each shard; `digests` of all blocks, in a row."""
+        """Take name, fqn and kind of each shard, and the digests of all blocks as one string."""
         self._names = names
         self._fqns = fqns
         self._kinds = kinds
         self._digests = digests
-        # Where each begins, and last where the data ends.
+        # The start of each shard, and the end of the last.
         self.starts: Sequence[int] = list(accumulate((kind.nbytes for kind in kinds), initial=0))
         self._blocks = list(accumulate((kind.num_blocks for kind in kinds), initial=0))
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks all of them have."""
+        """The number of blocks of all shards."""
         return self._blocks[-1]
 
     def block_starts(self, block_nbytes: int) -> list[int]:
-        """Return where each block begins in the data section, and last where that ends."""
+        """Return the start of each block in the data section, and the end of the last."""
         starts: list[int] = []
         for start, stop in pairwise(self.starts):
             starts += range(start, stop, block_nbytes)
         return [*starts, self.starts[-1]]
 
     def facts(self, fqn: str, cell: Cell) -> tuple[str, Shape] | None:
-        """Return the dtype and the tensor's shape of the shard that is this cell of it, or None."""
+        """Return the dtype and the tensor's shape of the shard with this cell, or None."""
         number = self.number(fqn, cell)
         return None if number is None else (self._kinds[number].dtype, self._kinds[number].shape)
 
     def first_digests(self, number: int, count: int) -> str:
-        """Return the digests of `count` blocks in a row, from the first of a shard on."""
+        """Return the digests of `count` successive blocks, from the first block of a shard."""
         start = self._blocks[number] * BLOCK_DIGEST_CHARS
         return self._digests[start : start + count * BLOCK_DIGEST_CHARS]
 
     def number(self, fqn: str, cell: Cell) -> int | None:
-        """Return the number of the shard that is this cell of a tensor, or None."""
+        """Return the number of the shard with this cell of a tensor, or None."""
         first, following = self._chains
         number = first.get(fqn)
         while number is not None and self._kinds[number].cell != cell:
@@ -120,10 +112,10 @@ class DecodedShards(Sequence[StoredShard]):
 
     @cached_property
     def _chains(self) -> tuple[Mapping[str, int], Mapping[int, int]]:
-        """The number of each tensor's first shard, and after each shard that of the tensor's next.
+        """The number of each tensor's first shard; and after each shard, its tensor's next one.
 
-        Most tensors have one shard here: a list for each is more work for the collector of garbage
-        than all the rest of this.
+        A list for each tensor, most with one shard, would cost the garbage collector more than
+        this.
         """
         backwards = range(len(self) - 1, -1, -1)
         first = dict(zip(reversed(self._fqns), backwards, strict=True))
@@ -141,21 +133,23 @@ class DecodedShards(Sequence[StoredShard]):
         kind, start = self._kinds[number], self.starts[number]
         first, last = self._blocks[number], self._blocks[number + 1]
         chars = BLOCK_DIGEST_CHARS
-        ours = self._digests[first * chars : last * chars]
-        digests = tuple([ours[at : at + chars] for at in range(0, len(ours), chars)])
+        digits = self._digests[first * chars : last * chars]
+        digests = tuple(
+            [digits[offset : offset + chars] for offset in range(0, len(digits), chars)]
+        )
         span = ByteRange(start, start + kind.nbytes)
         name, fqn = self._names[number], self._fqns[number]
         return StoredShard(name, fqn, kind.dtype, kind.shape, kind.cell, span, digests)
 
     @property
     def can_be_entries(self) -> bool:
-        """Say whether safetensors can tell them apart, and from the metadata."""
+        """True if safetensors can tell the shards apart, and from the metadata."""
         names = set(self._names)
         return len(names) == len(self) and "__metadata__" not in names
 
     def entries(self) -> bytes:
-        """Return the end of the header as `HeaderText` has it: all after the metadata."""
-        # All names in one call: no JSON string holds a line break.
+        """Return the end of the header, after the metadata, as `HeaderText` writes it."""
+        # Encode all names in one call: JSON strings contain no line breaks.
         lines = JSONEncoder(ensure_ascii=False, separators=("\n", ":"))
         names = lines.encode(self._names)[1:-1].split("\n")
         entries = [
@@ -183,27 +177,26 @@ class DecodedShards(Sequence[StoredShard]):
 
 
 def entry_of(dtype: str, cell: Cell) -> dict[str, Json]:
-    """Return what safetensors is told of a shard, but for its place."""
-    known = DTYPES[dtype]
+    """Return a shard's safetensors entry without its offsets."""
+    record = DTYPES[dtype]
     shape = (cell.numel,) if isinstance(cell, ElementRange) else cell.shape
-    stored = shape if known.safetensors else (*shape, known.itemsize)
-    return {"dtype": known.safetensors or "U8", "shape": [*stored]}
+    stored = shape if record.safetensors else (*shape, record.itemsize)
+    return {"dtype": record.safetensors or "U8", "shape": [*stored]}
 
 
 ALIGNMENT = 4096
 
-# What the safetensors library refuses to open.
+# The safetensors library refuses larger headers.
 MAX_HEADER_NBYTES = 100_000_000
 MAX_NAME_NBYTES = 1024
 MAX_RANK = 999_999_999
 
 _HEX = re.compile(r"[0-9a-f]*")
 
-# Without it transformers opens no file.
+# transformers opens no file without it.
 _FORMAT = "pt"
 
-# What surrounds our part of the metadata in a header as `HeaderText` has it; quotes inside
-# that part are escaped.
+# Around our part of the metadata, as `HeaderText` writes it. Quotes inside that part are escaped.
 _OWN_START = b'{"__metadata__":'
 _OWN_DIGESTS = b',"digests":"'
 
@@ -214,9 +207,9 @@ _ROWS = list[tuple[str, str, Raw, Raw, Raw]]
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """What the header of one shard file says. `header_nbytes` is where the shards begin.
+    """A decoded header.
 
-    `step` is that of the save that wrote the file: a later checkpoint may hold it as well.
+    `step` is that of the save that wrote the file, not of a later user of it.
     """
 
     component: str
@@ -234,9 +227,9 @@ class ShardFile:
 
 
 def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard, ...]:
-    """Put cells, given as (fqn, dtype, shape of the tensor, cell), in order and give them names.
+    """Order and name cells, given as (fqn, dtype, shape of the tensor, cell).
 
-    Largest item size first, so that every shard is aligned to its own, then fqn, then cell.
+    The largest item size is first, so that every shard is aligned; then come fqn and cell.
     """
     ordered = sorted(cells, key=lambda c: (-DTYPES[c[1]].itemsize, c[0], c[3]))
     names = _names([(fqn, shape, cell) for fqn, _, shape, cell in ordered])
@@ -250,10 +243,7 @@ def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard,
 
 @dataclass(frozen=True, slots=True)
 class HeaderText:
-    """A header without its step and digests, which are known only when the file is written.
-
-    `nbytes` is its room, whatever those will be.
-    """
+    """A header of `nbytes` bytes, without its step and digests: those are known after the write."""
 
     before_step: bytes
     before_digests: bytes
@@ -262,7 +252,7 @@ class HeaderText:
     nbytes: int
 
     def fill(self, step: int | None, digests: str) -> bytes:
-        """Return the first `nbytes` bytes of the file; there is a digest for every block."""
+        """Return the first `nbytes` bytes of the file. Every block has a digest."""
         assert len(digests) == self.num_digests * BLOCK_DIGEST_CHARS, "a digest for every block"
         text = b"".join(
             (
@@ -282,10 +272,7 @@ class HeaderText:
 def header_text(
     shards: Sequence[StoredShard], *, component: str, rank: int, world_size: int, block_nbytes: int
 ) -> HeaderText:
-    """Return what the header of a file with these shards says, but for step and digests.
-
-    ValueError if it would be longer than safetensors reads.
-    """
+    """Return a file's header. Raises ValueError if it is longer than safetensors reads."""
     facts: dict[str, Json] = {
         "format": {"version": VERSION, "requires": []},
         "component": component,
@@ -295,7 +282,7 @@ def header_text(
         "block_nbytes": block_nbytes,
     }
     text = _header_json(facts, shards)
-    # In a string every quote is escaped, so neither of these can be part of a name.
+    # Quotes inside strings are escaped, so neither pattern can be part of a name.
     step = text.index(rb"\"step\":null,") + len(rb"\"step\":")
     digests = text.index(b'"digests":"', step) + len(b'"digests":"')
     num_digests = sum(num_blocks(shard.span.nbytes, block_nbytes) for shard in shards)
@@ -319,31 +306,31 @@ def header_text(
 
 
 @paused_collector()
-def decode_header(data: bytes, *, nbytes: int, what: str = "shard file") -> ShardFile:
-    """Return what a header says: all of `data`, from a file of `nbytes` bytes.
+def decode_header(data: bytes, *, nbytes: int, label: str = "shard file") -> ShardFile:
+    """Decode a header: all of `data`, from a file of `nbytes` bytes.
 
-    CorruptError, or IncompatibleError if the file is from a newer version; `what` names the file
-    in them. On return the shards fill the file without a hole and agree with safetensors' view.
+    `label` names the file in errors. Raises CorruptError, or IncompatibleError for a newer version.
+    On return the shards fill the file without holes, and agree with the safetensors entries.
     """
     if len(data) < 8:
-        raise corrupt_error(what, f"{len(data)} bytes are no safetensors file")
-    header = 8 + int.from_bytes(data[:8], "little")
+        raise corrupt_error(label, f"{len(data)} bytes are not a safetensors file")
+    header_nbytes = 8 + int.from_bytes(data[:8], "little")
     if data.startswith(b"version https://git-lfs"):
-        raise corrupt_error(what, "it is a Git LFS pointer, not the file itself")
-    if header > min(nbytes, 8 + MAX_HEADER_NBYTES):
-        raise corrupt_error(what, f"header length {header - 8} in a file of {nbytes} bytes")
-    if header % ALIGNMENT:
+        raise corrupt_error(label, "it is a Git LFS pointer, not the file itself")
+    if header_nbytes > min(nbytes, 8 + MAX_HEADER_NBYTES):
+        raise corrupt_error(label, f"header length {header_nbytes - 8} in a file of {nbytes} bytes")
+    if header_nbytes % ALIGNMENT:
         raise corrupt_error(
-            what, f"it begins with a header of {header} bytes, not a multiple of 4096"
+            label, f"it begins with a header of {header_nbytes} bytes, not a multiple of 4096"
         )
-    if header != len(data):
-        raise corrupt_error(what, f"its header does not end at byte {len(data)}")
+    if header_nbytes != len(data):
+        raise corrupt_error(label, f"its header does not end at byte {len(data)}")
     text = data[8:].rstrip(b" ")
     if not text.startswith(b"{") or not text.endswith(b"}"):
-        raise corrupt_error(what, "its header is not one JSON object padded with spaces")
-    file = _decode_own(text, len(data), what) or _decode_any(text, len(data), what)
+        raise corrupt_error(label, "its header is not one JSON object padded with spaces")
+    file = _decode_own(text, len(data), label) or _decode_any(text, len(data), label)
     if file.nbytes != nbytes:
-        raise corrupt_error(what, f"{nbytes} bytes; its header says {file.nbytes}")
+        raise corrupt_error(label, f"{nbytes} bytes; its header says {file.nbytes}")
     return file
 
 
@@ -374,19 +361,19 @@ def _encode_cell(cell: Cell) -> Json:
 
 def _names(cells: Sequence[tuple[str, Shape, Cell]]) -> list[str]:
     natural = [_natural_name(fqn, shape, cell) for fqn, shape, cell in cells]
-    taken = {name for name in natural if name is not None}
+    used = {name for name in natural if name is not None}
     names = []
     for number, name in enumerate(natural):
         if name is None:
-            # In steps that no other shard of the file takes.
+            # Count in steps that no other shard of the file uses.
             tries = (f"t{n}" for n in count(number, len(cells)))
-            name = next(name for name in tries if name not in taken)  # noqa: PLW2901
+            name = next(name for name in tries if name not in used)  # noqa: PLW2901
         names.append(name)
     return names
 
 
 def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
-    """Return what people want to read, or None where it could be mistaken for another's."""
+    """Return the name for people, or None if another shard could have it."""
     if fqn == "__metadata__" or fqn.endswith("]"):
         return None
     name = fqn if cell == Region.whole(shape) else f"{fqn}[{cell}]"
@@ -396,127 +383,129 @@ def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def _decode_own(text: bytes, header: int, what: str) -> ShardFile | None:
-    """Decode a header that is written as `HeaderText` has it; None if it is not.
+def _decode_own(text: bytes, header: int, label: str) -> ShardFile | None:
+    """Decode a header as `HeaderText` writes it; return None for any other.
 
-    The entries for safetensors, which are most of it, are not parsed but written again.
+    The safetensors entries, most of the header, are encoded again and compared, not parsed.
     """
     start = len(_OWN_START)
     end = text.find(b'"}', text.find(_OWN_DIGESTS) + len(_OWN_DIGESTS)) + 2
     if not text.startswith(_OWN_START) or end < start:
         return None
     try:
-        file = _decode_metadata(strict_json.parse(text[start:end], what), header, what)
+        file = _decode_metadata(strict_json.parse(text[start:end], label), header, label)
     except CheckpointError:
-        return None  # `_decode_any` says what is wrong
+        return None  # `_decode_any` reports the error
     shards = file.shards
     return file if shards.can_be_entries and shards.entries() == text[end:] else None
 
 
-def _decode_any(text: bytes, header: int, what: str) -> ShardFile:
-    """Decode a header, however its JSON is written."""
-    entries = strict_json.mapping(strict_json.parse(text, what), what)
-    file = _decode_metadata(entries.pop("__metadata__", {}), header, what)
-    _check_entries(file.shards, entries, what)
+def _decode_any(text: bytes, header: int, label: str) -> ShardFile:
+    """Decode a header with any JSON formatting."""
+    entries = strict_json.mapping(strict_json.parse(text, label), label)
+    file = _decode_metadata(entries.pop("__metadata__", {}), header, label)
+    _check_entries(file.shards, entries, label)
     return file
 
 
-def _decode_metadata(value: Json, header: int, what: str) -> ShardFile:
-    metadata = strict_json.mapping(value, f"{what}, __metadata__")
+def _decode_metadata(value: Json, header: int, label: str) -> ShardFile:
+    metadata = strict_json.mapping(value, f"{label}, __metadata__")
     if "dist_ckpt" not in metadata:
         raise IncompatibleError(
-            f"{what}: a safetensors file that dist_ckpt did not write; open it with safetensors"
+            f"{label}: a safetensors file that dist_ckpt did not write; open it with safetensors"
         )
-    ours = strict_json.string(metadata["dist_ckpt"], f"{what}, dist_ckpt")
-    facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{what}, dist_ckpt")
-    check_version(facts, f"{what}, dist_ckpt")
+    ours = strict_json.string(metadata["dist_ckpt"], f"{label}, dist_ckpt")
+    facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{label}, dist_ckpt")
+    check_version(facts, f"{label}, dist_ckpt")
     # Before 2026-12 there was no `format`.
     tools, _, digests = strict_json.fields(
-        {"format": _FORMAT, **metadata}, ("format", "dist_ckpt", "digests"), f"{what}, __metadata__"
+        {"format": _FORMAT, **metadata},
+        ("format", "dist_ckpt", "digests"),
+        f"{label}, __metadata__",
     )
     if tools != _FORMAT:
         raise corrupt_error(
-            f"{what}, __metadata__", f"format {strict_json.quoted(tools)} is not 'pt'"
+            f"{label}, __metadata__", f"format {strict_json.quoted(tools)} is not 'pt'"
         )
-    hexes = strict_json.string(digests, what)
+    hexes = strict_json.string(digests, label)
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
-        raise corrupt_error(what, f"{len(hexes)} characters of digests, not all of them hex")
-    what = f"{what}, dist_ckpt"
-    _, component, rank, world_size, step, block_nbytes, _ = strict_json.fields(facts, _FACTS, what)
-    world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{what}, world_size")
-    block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{what}, block_nbytes")
+        raise corrupt_error(label, f"{len(hexes)} characters of digests, not all of them hex")
+    label = f"{label}, dist_ckpt"
+    _, component, rank, world_size, step, block_nbytes, _ = strict_json.fields(facts, _FACTS, label)
+    world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{label}, world_size")
+    block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{label}, block_nbytes")
     return ShardFile(
-        component=strict_json.string(component, f"{what}, component"),
-        rank=strict_json.integer(rank, 0, world_size - 1, f"{what}, rank"),
+        component=strict_json.string(component, f"{label}, component"),
+        rank=strict_json.integer(rank, 0, world_size - 1, f"{label}, rank"),
         world_size=world_size,
-        step=None if step is None else strict_json.integer(step, 0, MAX_STEP, f"{what}, step"),
+        step=None if step is None else strict_json.integer(step, 0, MAX_STEP, f"{label}, step"),
         block_nbytes=block_nbytes,
         header_nbytes=header,
-        shards=_decode_shards(rows, block_nbytes, hexes, what),
+        shards=_decode_shards(rows, block_nbytes, hexes, label),
     )
 
 
-def _decode_shards(text: bytes, block_nbytes: int, digests: str, what: str) -> DecodedShards:
+def _decode_shards(text: bytes, block_nbytes: int, digests: str, label: str) -> DecodedShards:
     try:
         rows = json.decode(text, type=_ROWS)
     except (ValueError, RecursionError) as error:
-        raise corrupt_error(f"{what}, shards", str(error)) from None
+        raise corrupt_error(f"{label}, shards", str(error)) from None
     kinds = [b",".join(row[2:]) for row in rows]  # dtype, shape and cell
     numbers = dict(zip(kinds, range(len(kinds)), strict=True))
     texts = {kind: b"[%s]" % kind for kind in numbers}
-    facts = strict_json.parse_each(texts.values(), f"{what}, shards")
-    known = {
-        kind: _kind(facts[text], block_nbytes, f"{what}, shard {numbers[kind]}")
+    facts = strict_json.parse_each(texts.values(), f"{label}, shards")
+    by_kind = {
+        kind: _kind(facts[text], block_nbytes, f"{label}, shard {numbers[kind]}")
         for kind, text in texts.items()
     }
     names, fqns = [name for name, *_ in rows], [fqn for _, fqn, *_ in rows]
-    shards = DecodedShards(names, fqns, list(map(known.__getitem__, kinds)), digests)
+    shards = DecodedShards(names, fqns, list(map(by_kind.__getitem__, kinds)), digests)
     if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
         count = len(digests) // BLOCK_DIGEST_CHARS
         raise corrupt_error(
-            what, f"{count} digests, but its shards have {shards.num_blocks} blocks"
+            label, f"{count} digests, but its shards have {shards.num_blocks} blocks"
         )
     return shards
 
 
-def _kind(facts: Json, block_nbytes: int, what: str) -> ShardKind:
-    code, sizes, region = strict_json.row(facts, 3, what)
-    dtype = decode_dtype(code, what)
-    shape = decode_shape(sizes, dtype, what)
-    cell = _decode_cell(region, shape, what)
+def _kind(facts: Json, block_nbytes: int, label: str) -> ShardKind:
+    code, sizes, region = strict_json.row(facts, 3, label)
+    dtype = decode_dtype(code, label)
+    shape = decode_shape(sizes, dtype, label)
+    cell = _decode_cell(region, shape, label)
     nbytes = cell.numel * dtype.itemsize
     entry = strict_json.dump(entry_of(dtype.name, cell)).decode("ascii").removesuffix("}")
     return ShardKind(dtype.name, shape, cell, nbytes, num_blocks(nbytes, block_nbytes), entry)
 
 
-def _decode_cell(value: Json, shape: Shape, what: str) -> Cell:
+def _decode_cell(value: Json, shape: Shape, label: str) -> Cell:
     cell: Cell
     try:
         if type(value) is dict:
-            (flat,) = strict_json.fields(value, ("flat",), what)
-            bounds = strict_json.row(flat, 2, what)
-            cell = ElementRange(*integers(bounds, what))
+            (flat,) = strict_json.fields(value, ("flat",), label)
+            bounds = strict_json.row(flat, 2, label)
+            cell = ElementRange(*integers(bounds, label))
         else:
-            cell = decode_region(value, what)
+            cell = decode_region(value, label)
         check_cell(cell, shape)
     except ValueError as error:
-        raise corrupt_error(what, str(error)) from None
+        raise corrupt_error(label, str(error)) from None
     return cell
 
 
-def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], what: str) -> None:
-    """Check that safetensors' own entries say the same as our table."""
+def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], label: str) -> None:
+    """Check that the safetensors entries agree with our table."""
     if len(entries) != len(shards) or len({shard.name for shard in shards}) != len(shards):
         raise corrupt_error(
-            what, f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt"
+            label, f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt"
         )
     for shard in shards:
-        here = f"{what}, {shard.name!r}"
+        here = f"{label}, {shard.name!r}"
         entry = strict_json.fields(
             entries.get(shard.name), ("dtype", "shape", "data_offsets"), here
         )
         dtype, shape, offsets = entry
-        told = {"dtype": dtype, "shape": [*integers(shape, here)]}
+        stored = {"dtype": dtype, "shape": [*integers(shape, here)]}
         span = shard.span.start, shard.span.stop
-        if told != entry_of(shard.dtype, shard.cell) or integers(offsets, here) != span:
+        if stored != entry_of(shard.dtype, shard.cell) or integers(offsets, here) != span:
             raise corrupt_error(here, f"{strict_json.quoted(entry)} is not what dist_ckpt says")

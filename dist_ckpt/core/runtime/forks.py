@@ -1,4 +1,4 @@
-"""Forked children (a data loader's workers): what they let go of that is their parent's."""
+"""Calls in forked children, such as a data loader's workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import WeakMethod
 
 
 def run_after_fork(method: Callable[[], None]) -> None:
-    """Have every forked child call a method, if its object is alive then: this keeps none alive."""
+    """Call a method in every forked child while its object is alive, without a reference to it."""
     weak = WeakMethod(method)
 
     def call() -> None:

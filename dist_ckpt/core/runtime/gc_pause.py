@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, out of the way for a while."""
+"""Pause Python's collector of cyclic garbage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Make many values without a search for garbage among them: none of them is any.
+    """Pause the collector while many values are created, none of which is garbage.
 
-    The collector runs each time that a quarter more objects live than before, and looks at all of
-    the process: with a few thousand tensors it took half of the time of a load. What is made inside
-    goes by its reference counts. Afterwards the collector is as it was; threads may overlap.
-    It is the whole process's, so never around calls that wait for storage.
+    The collector scans the whole process each time the number of objects has grown by a quarter.
+    With a few thousand tensors it took half of the time of a load. The pause affects all threads:
+    never use it around calls that wait for storage. Threads may overlap.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used."""
+"""Public names of a package that are imported at their first use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 def lazy_exports(
     package: str, modules: Mapping[str, str], new_names: Mapping[str, str] = _NONE
 ) -> Callable[[str], object]:
-    """Return a `__getattr__` for a package: it takes each name from its module, when first used.
-
-    `new_names` are names that were renamed: an old one is refused with the new one.
-    """
+    """Return a `__getattr__` that imports names at their first use, and refuses old names."""
     refuse = refuse_old_names(package, new_names)
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Refuse names that 0.2.0 has changed: the error says the new name. There are no aliases."""
+"""Refuse names that 0.2.0 has changed. The error gives the new name; old ones have no aliases."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def refuse_old_attributes(
 ) -> Callable[[object, str], object]:
     """Return a `__getattr__` for a class whose attributes were renamed.
 
-    It is called only for names that the class does not have. Define it under `not TYPE_CHECKING`,
-    so that type checkers still report unknown names.
+    Define it under `not TYPE_CHECKING`, so that type checkers still report unknown names.
     """
 
     def get(_: object, name: str) -> object:
@@ -51,8 +50,8 @@ def refuse_old_attributes(
 def refuse_old_names(module: str, new_names: Mapping[str, str]) -> Callable[[str], object]:
     """Return a `__getattr__` for a module whose public names were renamed.
 
-    `from module import name` replaces an AttributeError by one without the new name: then this
-    raises ImportError.
+    `from module import name` would replace an AttributeError by an error without the new name. So
+    this raises ImportError there.
     """
 
     def get(name: str) -> object:
@@ -65,12 +64,12 @@ def refuse_old_names(module: str, new_names: Mapping[str, str]) -> Callable[[str
 
 
 def _is_from_import() -> bool:
-    """Return True if the code that uses the package executes `from module import name`."""
+    """Return True if the caller outside the package executes `from module import name`."""
     frame = sys._getframe()
-    while frame.f_back is not None and _is_of_the_package(frame):
+    while frame.f_back is not None and _is_in_package(frame):
         frame = frame.f_back
     return opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
-def _is_of_the_package(frame: FrameType) -> bool:
+def _is_in_package(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == "dist_ckpt"

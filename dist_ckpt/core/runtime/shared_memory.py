@@ -1,7 +1,7 @@
-"""Files of shared memory: with a name or without, reserved, grown, mapped and touched.
+"""Files of shared memory, named or anonymous: reserve, grow, map and touch them.
 
-A page that the system cannot give when it is first written ends the process (SIGBUS). So memory is
-reserved before it is used, and what is mapped is never cut short.
+A page that the system cannot supply at its first write ends the process (SIGBUS). So memory is
+reserved before use, and a mapped file is never truncated.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from contextlib import suppress
 
 from dist_ckpt.errors import CorruptError
 
-# Reserving and touching go in steps: a signal makes the kernel begin a step again, and to touch
-# one holds the interpreter's lock (0.2 s for 1 GiB), which this rank's heartbeat needs too.
+# Reserve and touch in steps: a signal makes the kernel restart a step. Touching holds the GIL (0.2
+# s for 1 GiB), which this rank's heartbeat needs too.
 _RESERVE_NBYTES = 256 << 20
 _TOUCH_NBYTES = 16 << 20
 
-# Linux 5.14; the module mmap has no name for it.
+# Linux 5.14; the mmap module has no name for it.
 _MADV_POPULATE_WRITE = 23
 
-# The module mmap has no name for it; it is the same on all systems that we know.
+# The mmap module has no name for it; the value is the same on all systems that we know.
 _MAP_FIXED = 0x10
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 def is_out_of_space(error: OSError) -> bool:
-    """Say whether memory of that size cannot be had here, but perhaps elsewhere."""
-    return error.errno in _NO_ROOM
+    """Return True if there is not enough memory of this kind; another kind may have room."""
+    return error.errno in _OUT_OF_SPACE
 
 
 def create_named(path: str, nbytes: int) -> int:
-    """Return the descriptor of a new file of shared memory, all of it reserved.
+    """Create a file of shared memory, reserve all of it, and return its descriptor.
 
-    It comes under its name when it is complete; what was there is replaced, and stays with those
-    who have it mapped. OSError if there is no room: asked first, and found while it is reserved.
+    It is renamed to its path when it is complete. Processes that have an older file mapped keep
+    that. Raises OSError if memory is short, before or while it is reserved.
     """
     volume = os.statvfs(os.path.dirname(path))
     if volume.f_blocks and volume.f_bavail * volume.f_frsize < nbytes:
@@ -60,9 +60,9 @@ def create_named(path: str, nbytes: int) -> int:
 
 
 def create_anonymous(nbytes: int) -> int:
-    """Return the descriptor of memory that goes when no process has it open any more."""
+    """Return the descriptor of memory that is freed when no process has it open."""
     if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOTSUP, "this system has no shared memory without a name")
+        raise OSError(errno.ENOTSUP, "this system has no anonymous shared memory")
     fd = os.memfd_create("dist_ckpt", os.MFD_CLOEXEC)
     try:
         reserve(fd, nbytes)
@@ -72,31 +72,31 @@ def create_anonymous(nbytes: int) -> int:
     return fd
 
 
-def open_existing(place: str, *, writable: bool) -> int:
-    """Open a file of this user, by its name or by that of another process's descriptor.
+def open_existing(path: str, *, writable: bool) -> int:
+    """Open a file of this user, by name or through another process.
 
-    FileNotFoundError if it is gone, CorruptError if it is something else than such a file.
+    CorruptError for other files.
     """
     mode = os.O_RDWR if writable else os.O_RDONLY
-    # What /proc shows are links; they lead to a file that a process of this user has open.
-    follow = 0 if place.startswith("/proc/") else os.O_NOFOLLOW
+    # Entries in /proc are links to files that a process of this user has open.
+    follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
     try:
-        fd = os.open(place, mode | follow | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, mode | follow | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise CorruptError(f"{place} cannot be opened: {error.strerror}") from error
+        raise CorruptError(f"{path} cannot be opened: {error.strerror}") from error
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
         return fd
     os.close(fd)
-    raise CorruptError(f"{place} is no file of this user's: it is left as it is")
+    raise CorruptError(f"{path} is not a file of this user: it stays unchanged")
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Make a file as large as this, at least, with memory behind every new byte.
+    """Grow a file, with memory behind every new byte.
 
-    OSError if the system has not so much; then the file is as it was, and no memory is kept.
+    After an OSError the file has its old size.
     """
     before = os.fstat(fd).st_size
     if nbytes > before:
@@ -110,10 +110,10 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def map_writable(fd: int, *, touch: bool) -> mmap.mmap:
-    """Map a whole file; touched, a copy into it costs no more than into memory used before."""
+    """Map a whole file. After `touch`, the first copy into it is as fast as later ones."""
     memory = mmap.mmap(fd, 0)
     if touch:
-        with suppress(OSError):  # an older system: the first snapshot pays for it
+        with suppress(OSError):  # an older system: the first snapshot is slower
             for start in range(0, len(memory), _TOUCH_NBYTES):
                 step = min(_TOUCH_NBYTES, len(memory) - start)
                 memory.madvise(_MADV_POPULATE_WRITE, start, step)
@@ -121,10 +121,10 @@ def map_writable(fd: int, *, touch: bool) -> mmap.mmap:
 
 
 def detach_in_child(memory: mmap.mmap, fd: int) -> None:
-    """In a forked child: have nothing in the place of a file, and of its mapping, that it shares.
+    """In a forked child: replace a shared file and its mapping by nothing.
 
-    Else what the parent gives back stays as long as the child lives. Neither unmapped nor closed:
-    what comes to lie there instead would go when the objects that have it end.
+    Otherwise memory that the parent frees stays as long as the child lives. Nothing is unmapped or
+    closed: the owners would later free what reuses the address or the number.
     """
     remap = ctypes.CDLL(None).mmap
     remap.restype = ctypes.c_void_p
@@ -133,12 +133,12 @@ def detach_in_child(memory: mmap.mmap, fd: int) -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     remap(address, len(memory), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     shared = os.fstat(fd)
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/dev/fd"):  # a mapping has a descriptor of its own, which it hides
+    devnull = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/dev/fd"):  # a mapping has its own hidden descriptor
         with suppress(OSError):
             if os.path.samestat(os.fstat(int(name)), shared):
-                os.dup2(nothing, int(name), inheritable=False)
-    os.close(nothing)
+                os.dup2(devnull, int(name), inheritable=False)
+    os.close(devnull)
 
 
 def _allocate(fd: int, start: int, nbytes: int) -> None:
@@ -149,10 +149,10 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
 
 
 def _check_memory(nbytes: int) -> None:
-    """Refuse what would have the system end a process for the want of memory."""
+    """Refuse a size that would make the system kill a process."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            available = next(int(one.split()[1]) << 10 for one in lines if "MemAvailable" in one)
+            available = next(int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration, ValueError):
         return
     if nbytes > available:

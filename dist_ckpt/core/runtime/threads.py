@@ -1,8 +1,6 @@
-"""Threads that nobody has to wait for, and the one way to do several things at once.
+"""Daemon threads whose calls can be abandoned, and the one way to do several things at once.
 
-A call that hangs keeps no process from exiting. Whoever waits for such a thread can watch what it
-is at, and leave it when that takes too long. So a call with a deadline needs no thread of its own
-there: see `CallMonitor`.
+A call that hangs does not keep the process from exiting. See `CallMonitor` for deadlines.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from typing import TypeVar
 from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.errors import StorageError
 
-# How long a thread without work stays. To start one takes about 0.1 ms.
+# How long an idle thread stays. Starting one takes about 0.1 ms.
 IDLE_S = 0.1
 
-# How often a watch is looked at: a call is told so much later than its deadline at most.
-LOOK_S = 0.2
+# How often a monitor is polled: a missed deadline is noticed at most this much later.
+POLL_S = 0.2
 
-# One call may need the storage more than once, and each time the storage has its own deadline,
-# whose error says more.
+# One call may use the storage more than once. Each use has the storage's own deadline, whose error
+# says more.
 WORK_STALL_S = 2 * STALL_TIMEOUT_S
 
 T = TypeVar("T")
@@ -36,10 +34,9 @@ R = TypeVar("R")
 
 
 class DaemonThreads:
-    """Daemon threads, made when a call needs one; up to `most` calls run at once, others wait.
+    """Daemon threads, started on demand; at most `most` run at once. A forked child has its own.
 
-    Not a ThreadPoolExecutor, for the interpreter joins its threads before it exits. Threads may
-    share it, and a forked child has threads of its own.
+    Not a ThreadPoolExecutor, which would join its threads at exit. Thread-safe.
     """
 
     def __init__(self, most: int) -> None:
@@ -48,20 +45,19 @@ class DaemonThreads:
         self._team = _ThreadTeam()
 
     def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
-        """Have a thread make the call. RuntimeError if no more threads start, as at the very end.
+        """Run a call in a thread. Raises RuntimeError if no thread can start, as at exit.
 
-        Who gives a future `into` which the outcome goes has it also if an interrupt meets this:
-        the call may run then.
+        After an interrupt in this method the call may still run: `into`, if given, has its outcome.
         """
         if sys.is_finalizing():
-            # Daemon threads stand still by now, and to start one would never return (Python 3.11).
-            raise RuntimeError("the interpreter is at its end")
+            # Daemon threads have stopped by now, and starting one would never return (Python 3.11).
+            raise RuntimeError("the interpreter is shutting down")
         if self._team.pid != os.getpid():
             self._team = _ThreadTeam()
         future: Future[T] = into or Future()
         team = self._team
         with team.changed:
-            # No lambda: its frame would refer to the future as long as an error does to that.
+            # No lambda: its frame would keep the future alive as long as an error keeps the frame.
             team.calls.append(partial(run_into, future, call))
             if len(team.calls) <= team.num_idle:
                 team.changed.notify()
@@ -76,7 +72,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Let the threads end as soon as they have nothing to do."""
+        """Let each thread end when no calls are left."""
         with self._team.changed:
             self._closed = True
             self._team.changed.notify_all()
@@ -100,7 +96,7 @@ class DaemonThreads:
 
 @dataclass(slots=True)
 class _ThreadTeam:
-    """The threads of one process, and the calls that wait for them."""
+    """The threads of one process, and their waiting calls."""
 
     pid: int = field(default_factory=os.getpid)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -109,40 +105,37 @@ class _ThreadTeam:
     num_idle: int = 0
 
 
-_watched = threading.local()
+_monitored = threading.local()
 
 
 class CallMonitor:
-    """Lets who waits for a daemon thread see the call that it is at, and leave both behind.
-
-    The thread runs `over`, and in it `make`; who waits uses `wait_for`.
-    """
+    """Lets a waiting thread abandon a daemon thread whose call hangs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._call: tuple[float, str] | None = None  # when it must have returned, and the fact
-        self._left = False
+        self._call: tuple[float, str] | None = None  # its deadline and fact
+        self._is_abandoned = False
 
     @staticmethod
     def here() -> CallMonitor | None:
-        """Return the watch over this thread, or None if nobody would notice that it hangs."""
-        return getattr(_watched, "watch", None)
+        """Return the monitor of this thread, or None if no thread would notice that it hangs."""
+        return getattr(_monitored, "monitor", None)
 
     def over(self, work: Callable[[], T]) -> T:
-        """Run work in this thread, under the watch."""
-        _watched.watch = self
+        """Run work in this thread, under the monitor."""
+        _monitored.monitor = self
         try:
             return work()
         finally:
-            _watched.watch = None
+            _monitored.monitor = None
 
     def make(
         self, act: Callable[[], T], timeout_s: float, fact: str, release: Callable[[T], None]
     ) -> T:
-        """Return what a call returns; `fact` is the error if it takes longer than `timeout_s`.
+        """Return the result of `act`.
 
-        Who waits raises that error. What the call returns too late is released here, and
-        TimeoutError ends the work.
+        If it takes longer than `timeout_s`, the waiting thread raises `fact`. A late result is
+        released here, and TimeoutError ends the work.
         """
         with self._lock:
             self._call = (monotonic() + timeout_s, fact)
@@ -151,35 +144,32 @@ class CallMonitor:
         finally:
             with self._lock:
                 self._call = None
-                left = self._left
-        if left:
+                is_abandoned = self._is_abandoned
+        if is_abandoned:
             release(value)
             raise TimeoutError(fact)
         return value
 
-    def wait_for(self, future: Future[T], until: float) -> str | None:
-        """Wait for the end of what runs here, at most until a time of the monotonic clock.
-
-        Returns the fact about a call that has missed its deadline: it is left then.
-        """
-        while not future.done() and (now := monotonic()) < until:
-            wait((future,), timeout=min(LOOK_S, until - now))
+    def wait_for(self, future: Future[T], deadline: float) -> str | None:
+        """Wait for the work until `deadline`; return the `fact` of a call that hangs."""
+        while not future.done() and (now := monotonic()) < deadline:
+            wait((future,), timeout=min(POLL_S, deadline - now))
             with self._lock:
                 if self._call is not None and self._call[0] < monotonic():
-                    self._left = True
+                    self._is_abandoned = True
                     return self._call[1]
         return None
 
 
 def run_into(future: Future[T], call: Callable[[], T]) -> None:
-    """Make a call, at a thread's outer edge: a future, unless it is cancelled, has the outcome."""
+    """Make a call and store its outcome in the future, unless that is cancelled. Never raises."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - raised by the future
         future.set_exception(error)
-        del future  # the error refers to this frame: no cycle of them
+        del future  # the error refers to this frame: avoid a reference cycle
 
 
 def parallel_for(
@@ -190,12 +180,12 @@ def parallel_for(
     waiting: int | None = None,
     stall_s: float = WORK_STALL_S,
 ) -> list[R]:
-    """Return what `work` returns for each item, in the order of the items.
+    """Return the results of `work` for each item, in the order of the items.
 
-    Up to `threads` calls run at once and as many wait, or `waiting`, so a lazy `items` is never
-    held whole. If a call raises, no more begin, those that run are waited for, and the error of
-    the first item that failed is raised. StorageError if a call hangs for `stall_s`, or a
-    storage's call in it for longer than that storage allows: the error names the call.
+    Up to `threads` calls run at once, and as many or `waiting` are queued: a lazy `items` is never
+    stored whole. After an error no call begins, running ones are awaited, and the error of the
+    first failed item is raised. StorageError if a call hangs for `stall_s`, or if a storage call in
+    it misses the storage's deadline; the error names the call.
     """
     return list(results_of(work, items, threads=threads, waiting=waiting, stall_s=stall_s))
 
@@ -208,10 +198,7 @@ def results_of(
     waiting: int | None = None,
     stall_s: float = WORK_STALL_S,
 ) -> Generator[R, None, None]:
-    """Yield what `each` returns, one by one: `items` of another `each`, done by other threads.
-
-    Who does not take all of it closes it, which waits for the calls that run.
-    """
+    """Yield the results of `parallel_for` one by one. Close it if you stop early."""
     most = threads + (threads if waiting is None else waiting)
     running: deque[tuple[Future[R], CallMonitor]] = deque()
     pool = DaemonThreads(threads)
@@ -219,18 +206,18 @@ def results_of(
         for item in items:
             if len(running) >= most:
                 yield _next_result(running, stall_s)
-            watch, future = CallMonitor(), Future[R]()
-            running.append((future, watch))  # first: what an interrupt meets is waited for too
-            pool.submit(partial(watch.over, partial(work, item)), future)
+            monitor, future = CallMonitor(), Future[R]()
+            running.append((future, monitor))  # before submit: an interrupt then waits for it
+            pool.submit(partial(monitor.over, partial(work, item)), future)
         while running:
             yield _next_result(running, stall_s)
     finally:
-        _left_behind(running, stall_s)
+        _drain(running, stall_s)
         pool.close()
 
 
 class SerialExecutor:
-    """Calls that another thread makes, one at a time, behind whoever asks for them."""
+    """Runs calls in another thread, one at a time, while the caller continues."""
 
     def __init__(self, stall_s: float = WORK_STALL_S) -> None:
         self._stall_s = stall_s
@@ -238,37 +225,37 @@ class SerialExecutor:
         self._running: deque[tuple[Future[None], CallMonitor]] = deque()
 
     def make(self, call: Callable[[], None]) -> None:
-        """Have the call made, once the one before has ended well: raises what that has raised."""
+        """Start the call after the previous one. Raises the error of the previous one."""
         self.wait()
-        watch, future = CallMonitor(), Future[None]()
-        self._running.append((future, watch))
-        self._pool.submit(partial(watch.over, call), future)
+        monitor, future = CallMonitor(), Future[None]()
+        self._running.append((future, monitor))
+        self._pool.submit(partial(monitor.over, call), future)
 
     def wait(self) -> None:
-        """Wait for the last call. Raises what it has raised, StorageError if it hangs."""
+        """Wait for the last call and raise its error, or StorageError if it hangs."""
         if self._running:
             _next_result(self._running, self._stall_s)
 
     def close(self) -> None:
-        """Wait for the last call, however it ends, and let the thread go."""
-        _left_behind(self._running, self._stall_s)
+        """Wait for the last call, ignore its outcome, and let the thread end."""
+        _drain(self._running, self._stall_s)
         self._pool.close()
 
 
-def _left_behind(running: Iterable[tuple[Future[R], CallMonitor]], stall_s: float) -> None:
-    """Wait for calls that nobody wants the results of; those that have not begun never do."""
+def _drain(running: Iterable[tuple[Future[R], CallMonitor]], stall_s: float) -> None:
+    """Cancel calls that have not begun, and wait for the others."""
     for future, _ in running:
         future.cancel()
-    # After a stall this may return with calls still stuck in the kernel; nothing can end them.
+    # After a stall, calls may still be stuck in the kernel; nothing can end them.
     until = monotonic() + stall_s
-    for future, watch in running:
-        watch.wait_for(future, until)
+    for future, monitor in running:
+        monitor.wait_for(future, until)
 
 
 def _next_result(running: deque[tuple[Future[R], CallMonitor]], stall_s: float) -> R:
-    future, watch = running[0]
-    fact = watch.wait_for(future, monotonic() + stall_s)
-    running.popleft()  # only now: what an interrupt meets is waited for too
+    future, monitor = running[0]
+    fact = monitor.wait_for(future, monotonic() + stall_s)
+    running.popleft()  # only now: an interrupt during the wait then waits for it again
     if fact is not None:
         raise StorageError(fact)
     if not future.done():

@@ -1,8 +1,8 @@
-"""The private names of torch that we depend on; `state/fsdp1/private_names.py` has FSDP1's.
+"""The private names of torch that we use; those of FSDP1 are in `state/fsdp1/private_names.py`.
 
 | name                    | from `torch.`                            | for                         |
 | ----------------------- | ---------------------------------------- | --------------------------- |
-| `StridedShard`          | `distributed.tensor.placement_types`     | what FSDP2 over TP makes    |
+| `StridedShard`          | `distributed.tensor.placement_types`     | placements of FSDP2 over TP |
 | `ShardedTensor`         | `distributed._shard.sharded_tensor.api`  | to recognise it as a leaf   |
 | `AsyncCollectiveTensor` | `distributed._functional_collectives`    | a local tensor to wait for  |
 | `module_fqns`           | `distributed.checkpoint.state_dict`      | the prefixes that it strips |
@@ -14,10 +14,10 @@
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
 | `SAVE_HOOKS`            | `optim.Optimizer`                        | hooks around `state_dict`   |
 | `LOAD_HOOKS`            | `optim.Optimizer`                        | ... and `load_state_dict`   |
-| `DcpStorageInfo`        | `distributed.checkpoint.filesystem`      | what DCP's files say        |
-| `DCP_VERSION`           | `distributed.checkpoint.filesystem`      | ... and of which version    |
+| `DcpStorageInfo`        | `distributed.checkpoint.filesystem`      | the content of DCP's files  |
+| `DCP_VERSION`           | `distributed.checkpoint.filesystem`      | ... and their version       |
 
-`tests/core/runtime/test_torch_private.py` says which of them a new version of torch has moved.
+`tests/core/runtime/test_torch_private.py` reports names that a new version of torch has moved.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ __all__ = [
     "wrapped_child",
 ]
 
-# Without the cache that it has in 2.7, which keeps every module for ever.
+# Without its cache of torch 2.7, which keeps every module for ever.
 module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
 
-# None where DCP's folders do not say it yet.
+# None if DCP's folders have no version yet.
 DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
-# `to_local` takes ten times as long, which counts where there are thousands of DTensors.
+# `to_local` takes ten times as long, which matters with thousands of DTensors.
 local_tensor = attrgetter("_local_tensor")
 
-# The attributes in which an optimizer keeps its hooks around `state_dict`, and `load_state_dict`.
-# Of one that wraps another without torch's own constructor some are missing.
+# An optimizer's attributes for hooks around `state_dict` and `load_state_dict`. A wrapper that
+# skips torch's constructor lacks some of them.
 SAVE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """Return the attribute in which a wrapper has its module; None for any other module.
+    """Return a wrapper's attribute with its module, or None.
 
-    A class that overrides `state_dict` decides itself what its names are.
+    An own `state_dict` is not unwrapped.
     """
     if type(module).state_dict is not nn.Module.state_dict:
         return None
@@ -80,21 +80,21 @@ def wrapped_child(module: nn.Module) -> str | None:
         return "module"
     if isinstance(module, ActivationWrapper):
         return "_checkpoint_wrapped_module"
-    # Nothing is compiled where nobody has imported the compiler, which takes seconds.
+    # Before the compiler is imported, which takes seconds, no module is compiled.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return "_orig_mod" if compiler and isinstance(module, compiler.OptimizedModule) else None
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Say whether anything is called after `load_state_dict` of a module or a part of it."""
+    """Return True if a module or a part of it has hooks that run after `load_state_dict`."""
     return any(part._load_state_dict_post_hooks for part in module.modules())
 
 
 @cache
 def cuts_strided_alike() -> bool:
-    """Say whether torch cuts what a strided shard does not divide as it defines that today.
+    """Return True if torch cuts an uneven strided shard in today's way.
 
-    2.7 refuses to, 2.8 to 2.10 cut in another way, which was not FSDP2's even then.
+    2.7 refuses to; 2.8 to 2.10 cut in another way, which was never FSDP2's.
     """
     split = StridedShard(0, split_factor=2)._split_tensor
     try:
@@ -105,5 +105,5 @@ def cuts_strided_alike() -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return what tells the tensor's storage from all others that are alive, meta ones too."""
+    """Return a number that identifies the tensor's storage among all live ones, meta ones too."""
     return int(tensor.untyped_storage()._cdata)

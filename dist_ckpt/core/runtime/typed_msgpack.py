@@ -1,7 +1,7 @@
-"""Values of fixed classes as msgpack, decoded strictly: what ranks, and processes, tell each other.
+"""Values of fixed classes as msgpack, decoded strictly: the messages of ranks and processes.
 
-Nothing is looked up by a name out of the data. The processes of one job run one version, and who
-reads what a snapshot has kept compares versions first: so fields may change between versions.
+No name in the data is looked up. Fields may change between versions: the processes of a job run one
+version, and a snapshot's reader compares versions first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from msgspec import Struct, msgpack
 
 T = TypeVar("T")
 
-# Two threads that make the decoder of one class at once end the process (msgspec 0.22). An
-# interrupt of the thread that makes one may decode as well.
-_making = threading.RLock()
+# Two threads that create one class's decoder at once crash the process (msgspec 0.22). The lock is
+# reentrant: an interrupt while it is held may decode too.
+_lock = threading.RLock()
 _decoders: dict[object, msgpack.Decoder[Any]] = {}
 
 
 class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message with the fields of its class: an array, whose values are of the declared types."""
+    """A message, encoded as an array of its fields' values, which have the declared types."""
 
 
 def encode(message: object) -> bytes:
@@ -32,16 +32,16 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, expected: type[T]) -> T:
-    """Return the value of a class that `encode` made bytes of. ValueError if they are none."""
+    """Decode bytes from `encode` as a value of the expected class, or raise ValueError."""
     try:
         value: T = _decoder_of(expected).decode(data)
         return value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{len(data)} bytes that are no message: {error}") from error
+        raise ValueError(f"{len(data)} bytes are not a message: {error}") from error
 
 
 def _decoder_of(expected: type[T]) -> msgpack.Decoder[Any]:
     if (decoder := _decoders.get(expected)) is None:
-        with _making:
+        with _lock:
             decoder = _decoders[expected] = msgpack.Decoder(expected)
     return decoder

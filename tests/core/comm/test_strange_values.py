@@ -91,7 +91,7 @@ def use(message: object) -> None:
 @pytest.mark.parametrize("kind", [Heartbeat, Envelope, Answer])
 @pytest.mark.parametrize("data", STRANGE, ids=range(len(STRANGE)))
 def test_what_is_no_message_is_a_value_error_that_says_so(kind: type, data: bytes):
-    with pytest.raises(ValueError, match="bytes that are no"):
+    with pytest.raises(ValueError, match="bytes are not"):
         unpack(data, kind)
 
 

@@ -115,7 +115,7 @@ def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path)
 @pytest.mark.parametrize("at", [1e18, 1e300, -1.0])
 def test_a_start_of_no_date_is_damaged(at: float) -> None:
     data = encode_incarnation(IncarnationRecord(7, ATTEMPT.id, None, "", "somebody", at))
-    with pytest.raises(CorruptError, match=r"7\.json, at: .* is no time that has a date"):
+    with pytest.raises(CorruptError, match=r"7\.json, at: .* is not a time with a date"):
         decode_incarnation(data, "7.json")
 
 

@@ -33,7 +33,7 @@ def test_what_is_given_rightly_is_taken():
 
 
 def test_an_unknown_dtype_is_a_newer_versions_and_a_number_is_none():
-    with pytest.raises(IncompatibleError, match="dtype 'float3' is not known; upgrade dist_ckpt"):
+    with pytest.raises(IncompatibleError, match="dtype 'float3' is unknown; upgrade dist_ckpt"):
         decode_dtype("float3", "doc")
     with pytest.raises(CorruptError, match="is not a string"):
         decode_dtype(3, "doc")

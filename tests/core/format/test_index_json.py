@@ -189,12 +189,12 @@ def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
 ):
     text = EncodedCatalog(catalog)
     first, second = index_of(catalog), index_of(catalog, metadata=metadata, saved_by=saved_by)
-    read_back(encode(first, text), text, what="first")
+    read_back(encode(first, text), text, label="first")
     assert text.was_read
     data = encode(second, text)
     assert data == encode(second)
-    read_back(data, text, what="second")
-    decoded = decode(data, known=text)
+    read_back(data, text, label="second")
+    decoded = decode(data, cached=text)
     assert decoded == second
     assert isinstance(decoded, Index)
     assert decoded.catalog is catalog
@@ -212,17 +212,17 @@ def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
 )
 def test_what_stands_around_a_known_catalog_is_read_as_strictly_as_ever(small, fields):
     text = EncodedCatalog(small.catalog)
-    read_back(encode(small, text), text, what="first")
+    read_back(encode(small, text), text, label="first")
     wrong = replace(small, **fields)
     with pytest.raises(CorruptError):
-        read_back(encode(wrong, text), text, what="second")
+        read_back(encode(wrong, text), text, label="second")
 
 
 def test_a_text_that_says_another_catalog_is_parsed_every_time(small):
     index = replace(small, catalog=replace(small.catalog, world_size=3))
     text = EncodedCatalog(index.catalog)
     text.fields = EncodedCatalog(small.catalog).fields
-    read_back(encode(index, text), text, what="first")
+    read_back(encode(index, text), text, label="first")
     assert not text.was_read
 
 
@@ -237,7 +237,7 @@ def test_no_index_is_written_with_the_text_of_another_catalog(small):
 )
 def test_the_text_of_a_known_catalog_counts_only_as_fields_of_the_document(small, where):
     text = EncodedCatalog(small.catalog)
-    read_back(encode(small, text), text, what="first")
+    read_back(encode(small, text), text, label="first")
     body = encode(small).partition(b',"digest":"')[0].decode()
     fields = f",{text.fields.decode()},"
     before, after = body.split(fields)
@@ -251,7 +251,7 @@ def test_the_text_of_a_known_catalog_counts_only_as_fields_of_the_document(small
     with pytest.raises(CorruptError) as unknown:
         decode(data)
     with pytest.raises(CorruptError) as caught:
-        decode(data, known=text)
+        decode(data, cached=text)
     assert str(caught.value) == str(unknown.value)
 
 
@@ -318,7 +318,7 @@ def test_anything_after_the_end_is_damage(small, extra):
 )
 def test_what_is_no_index_is_damaged(data):
     with pytest.raises(CorruptError, match=r"^/ck/a1/index.json: .*; restore it"):
-        decode(data, what="/ck/a1/index.json")
+        decode(data, label="/ck/a1/index.json")
 
 
 def test_an_index_that_is_too_large_is_not_parsed(small, monkeypatch):

@@ -298,9 +298,9 @@ class LocalTensor(torch.Tensor):
         (Thing, "builtins.type", "plain data"),
         (Point(1), "Point", "store value._asdict(), and make it again with Point(**saved)"),
         (Pair(1, 2), "Pair", "store value._asdict(), and make it again with Pair(**saved)"),
-        (Name("a"), "Name", "store str(value), which is"),
-        (Table(), "Table", "store dict(value), which is"),
-        (Window([1], 2), "Window", "store deque(value), which is"),
+        (Name("a"), "Name", "store str(value), and make it again"),
+        (Table(), "Table", "store dict(value), and make it again"),
+        (Window([1], 2), "Window", "store deque(value), and make it again"),
         (Options(), "Options", "store dataclasses.asdict(value), and make it again with Options("),
         (object(), "builtins.object", "plain data"),
         (iter([]), "list_iterator", "store list(value)"),
@@ -410,7 +410,7 @@ def test_every_prefix_of_a_file_is_damaged():
     data = encode(FILE)
     for length in range(len(data)):
         with pytest.raises(CorruptError, match=r"^f: .*; restore it"):
-            decode(data[:length], what="f")
+            decode(data[:length], label="f")
 
 
 def test_no_flipped_byte_raises_anything_but_our_errors():
@@ -596,7 +596,7 @@ def test_a_key_twice_is_damaged():
 @pytest.mark.parametrize("code", [0, 21, 127])
 def test_a_type_of_a_newer_version_asks_for_an_upgrade(code):
     with pytest.raises(IncompatibleError, match=f"^f: a value of type {code}.*upgrade"):
-        decode(doc(values={"x": ext(code, b"")}), what="f")
+        decode(doc(values={"x": ext(code, b"")}), label="f")
 
 
 def test_a_newer_version_asks_for_an_upgrade():
@@ -628,7 +628,7 @@ def test_lists_and_dicts_count_as_depth_when_they_are_read():
 def test_the_type_of_times_that_msgpack_has_is_as_unknown_as_any_other(place):
     time = msgpack.Timestamp(1)
     with pytest.raises(IncompatibleError, match=r"^f: a value of type -1, .*upgrade"):
-        decode(doc(values={"x": place(time)}), what="f")
+        decode(doc(values={"x": place(time)}), label="f")
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 1 << 62)])

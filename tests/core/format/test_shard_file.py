@@ -173,8 +173,8 @@ def test_a_file_that_ends_before_its_header_does_is_damaged(small):
 @pytest.mark.parametrize(
     ("data", "fact"),
     [
-        (b"", "0 bytes are no safetensors file"),
-        (b"1234567", "7 bytes are no safetensors file"),
+        (b"", "0 bytes are not a safetensors file"),
+        (b"1234567", "7 bytes are not a safetensors file"),
         (bytes(8), "of 8 bytes, not a multiple"),
         (b"\xff" * 8, "header length 18446744073709551615"),
         ((200_000_000 - 8).to_bytes(8, "little"), "header length 199999992"),
@@ -187,7 +187,7 @@ def test_a_file_that_ends_before_its_header_does_is_damaged(small):
 )
 def test_what_is_no_safetensors_file_is_damaged(data, fact):
     with pytest.raises(CorruptError, match=r"^f: ") as raised:
-        decode_header(data, nbytes=1 << 40, what="f")
+        decode_header(data, nbytes=1 << 40, label="f")
     assert fact in str(raised.value)
 
 
@@ -276,7 +276,7 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("change", CORRUPTIONS.values(), ids=CORRUPTIONS)
 def test_a_header_that_contradicts_itself_is_damaged(small, change):
     with pytest.raises(CorruptError, match=r"^f[:,].*; restore it"):
-        decode_header(changed(small, change), nbytes=small.nbytes, what="f")
+        decode_header(changed(small, change), nbytes=small.nbytes, label="f")
 
 
 def test_changing_nothing_changes_nothing(small):

@@ -350,7 +350,11 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a class": (lambda: Custom, TypeError, "builtins.type"),
     "a module of python": (lambda: sys, TypeError, "builtins.module"),
     "a set of tensors": (lambda: {torch.ones(1)}, TypeError, "torch.Tensor"),
-    "a deque of tensors": (lambda: collections.deque([torch.ones(1)]), TypeError, "put it into"),
+    "a deque of tensors": (
+        lambda: collections.deque([torch.ones(1)]),
+        TypeError,
+        "must be in dicts",
+    ),
     "a named tuple": (lambda: Pair(torch.ones(1)), TypeError, "store value._asdict()"),
     "an enum": (lambda: Colour.RED, TypeError, "store value.value"),
     "a bytearray": (lambda: bytearray(2), TypeError, "store bytes(value)"),

@@ -158,7 +158,7 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(path, tmp_path):
 def test_an_owner_that_has_not_said_its_name_is_an_owner(path, said):
     lock = take(path)
     Path(path).write_bytes(said)
-    assert str(owner_of(path)) == "a process that has not said its name yet"
+    assert str(owner_of(path)) == "a process that has not written its name yet"
     lock.release()
 
 

@@ -452,7 +452,7 @@ def test_a_disk_that_fills_up_while_the_slots_go_round_fails_the_save_and_no_slo
     saved = {f"model.{n}": random_tensor((64,), one_cell((64,)), seed=n) for n in range(8)}
     files = files_of(saved, block_nbytes=256)
     slots = BufferPool(8192)
-    with slots.one():
+    with slots.borrow():
         pass
     for n in range(1, 8):
         full = FaultyStorage(

@@ -1,7 +1,6 @@
-"""The part of the index that says what is stored and by whom, as JSON, and back.
+"""The catalog as JSON: which tensors, values and files a checkpoint has, and who stored them.
 
-What `decode_catalog` returns is whole: numbers are in range, names stand for one thing, and every
-layout tiles the tensors that have it.
+A decoded catalog is valid: numbers are in range, names unique, and layouts tile their tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CATALOG_FIELDS = (
 MAX_WORLD_SIZE = 1_000_000
 MAX_FQN_CHARS = 4096
 
-# Of all tables of holders together: a short line can ask for many.
+# Limit for all tables of holders: a short document can request many cells.
 MAX_CELLS = 1 << 24
 
 HolderTable = tuple[tuple[int, ...], ...]
@@ -50,10 +49,7 @@ HolderTable = tuple[tuple[int, ...], ...]
 
 
 class EncodedCatalog:
-    """The fields of a catalog as text, the same in every index that has it: made once.
-
-    `was_read` says that an index with this text was decoded, whole, to this catalog.
-    """
+    """The fields of a catalog as text; `was_read` is True after they were decoded."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -61,12 +57,12 @@ class EncodedCatalog:
 
     @cached_property
     def fields(self) -> bytes:
-        """The fields, without the braces around them. ValueError if JSON cannot say them."""
+        """The fields, without the braces around them. Raises ValueError if JSON lacks a value."""
         return strict_json.dump(encode_catalog(self.catalog))[1:-1]
 
 
 def encode_catalog(catalog: Catalog) -> dict[str, Json]:
-    """Return the fields of a catalog; tables of holders that are equal become one."""
+    """Return the fields of a catalog. Equal tables of holders are written once."""
     tables: dict[HolderTable, int] = {}
     layouts: list[Json] = []
     for layout in catalog.layouts:
@@ -104,7 +100,7 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
 def runs_of(
     names: Iterable[str], parameters: Mapping[str, bool]
 ) -> tuple[tuple[int, int, bool], ...]:
-    """Return (first, count, trainable) of each run of names, in order, that are parameters."""
+    """Return (first, count, trainable) for each run of successive names that are parameters."""
     runs: list[tuple[int, int, bool]] = []
     for number, name in enumerate(names if parameters else ()):
         if (trainable := parameters.get(name)) is None:
@@ -125,7 +121,7 @@ def _encode_cut(cut: Cut) -> dict[str, Json]:
 
 
 def _encode_holders(holders: HolderTable) -> Json:
-    # One rank a cell, in order: the usual sharding, whose table grows with the job.
+    # One rank for each cell, in order: the usual sharding, whose table grows with the job.
     first = holders[0][0]
     if len(holders) > 1 and holders == tuple((first + c,) for c in range(len(holders))):
         return {"each": [first, len(holders)]}
@@ -139,105 +135,106 @@ def _encode_key(key: Key) -> Json:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, what: str) -> Catalog:
-    """Return the catalog that these fields say; CorruptError if they are not whole.
-
-    The tensors are not parsed yet.
-    """
-    world_size = integer(doc["world_size"], 1, MAX_WORLD_SIZE, f"{what}, world_size")
-    components = _decode_components(doc["components"], f"{what}, components")
+def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, label: str) -> Catalog:
+    """Decode the fields of a catalog, and its tensors from text. Raises CorruptError."""
+    world_size = integer(doc["world_size"], 1, MAX_WORLD_SIZE, f"{label}, world_size")
+    components = _decode_components(doc["components"], f"{label}, components")
     layouts = _decode_layouts(
-        doc["layouts"], _decode_holders(doc["holders"], world_size, what), what
+        doc["layouts"], _decode_holders(doc["holders"], world_size, label), label
     )
-    tensors = _decode_tensors(tensors_text, layouts, len(components), what)
+    tensors = _decode_tensors(tensors_text, layouts, len(components), label)
     aliases = {
-        fqn: string(target, f"{what}, aliases")
-        for fqn, target in mapping(doc["aliases"], f"{what}, aliases").items()
+        fqn: string(target, f"{label}, aliases")
+        for fqn, target in mapping(doc["aliases"], f"{label}, aliases").items()
     }
     values = {
-        fqn: integer(rank, 0, world_size - 1, f"{what}, values")
-        for fqn, rank in mapping(doc["values"], f"{what}, values").items()
+        fqn: integer(rank, 0, world_size - 1, f"{label}, values")
+        for fqn, rank in mapping(doc["values"], f"{label}, values").items()
     }
     per_rank = {
-        fqn: _decode_per_rank(keys, world_size, f"{what}, per_rank, {fqn!r}")
-        for fqn, keys in mapping(doc["per_rank"], f"{what}, per_rank").items()
+        fqn: _decode_per_rank(keys, world_size, f"{label}, per_rank, {fqn!r}")
+        for fqn, keys in mapping(doc["per_rank"], f"{label}, per_rank").items()
     }
-    _check_names((tensors, aliases, values, per_rank), what)
+    _check_names((tensors, aliases, values, per_rank), label)
     for fqn, target in aliases.items():
         if target not in tensors:
-            raise corrupt_error(what, f"{fqn!r} is an alias of {target!r}, which is no tensor")
+            raise corrupt_error(label, f"{fqn!r} is an alias of {target!r}, which is not a tensor")
     return Catalog(
         world_size=world_size,
-        mesh=_decode_mesh(doc["mesh"], f"{what}, mesh"),
+        mesh=_decode_mesh(doc["mesh"], f"{label}, mesh"),
         components=components,
         layouts=layouts,
         tensors=tensors,
         aliases=aliases,
         values=values,
         per_rank=per_rank,
-        parameters=_decode_parameters(doc.get("parameters", []), [*tensors], f"{what}, parameters"),
+        parameters=_decode_parameters(
+            doc.get("parameters", []), [*tensors], f"{label}, parameters"
+        ),
     )
 
 
-def _check_names(tables: Sequence[Mapping[str, object]], what: str) -> None:
+def _check_names(tables: Sequence[Mapping[str, object]], label: str) -> None:
     if len(set().union(*tables)) != sum(map(len, tables)):
         ((fqn, _),) = Counter(chain.from_iterable(tables)).most_common(1)
-        raise corrupt_error(what, f"{fqn!r} stands for two things")
+        raise corrupt_error(label, f"{fqn!r} names two things")
     if max(map(len, chain.from_iterable(tables)), default=0) > MAX_FQN_CHARS:
-        raise corrupt_error(what, f"a name of more than {MAX_FQN_CHARS} characters")
+        raise corrupt_error(label, f"a name of more than {MAX_FQN_CHARS} characters")
 
 
-def _decode_mesh(value: Json, what: str) -> tuple[tuple[str, int], ...]:
-    # After a reshard it is that of the ranks that saved, who may have been more than there are now.
-    axes = [row(axis, 2, what) for axis in array(value, what)]
+def _decode_mesh(value: Json, label: str) -> tuple[tuple[str, int], ...]:
+    # After a reshard the mesh is that of the original job, which may have had more ranks.
+    axes = [row(axis, 2, label) for axis in array(value, label)]
     return tuple(
-        (string(name, what), integer(size, 1, MAX_WORLD_SIZE, what)) for name, size in axes
+        (string(name, label), integer(size, 1, MAX_WORLD_SIZE, label)) for name, size in axes
     )
 
 
-def _decode_components(value: Json, what: str) -> tuple[Component, ...]:
-    rows = [row(component, 2, what) for component in array(value, what)]
-    components = tuple(Component(string(name, what), string(stem, what)) for name, stem in rows)
+def _decode_components(value: Json, label: str) -> tuple[Component, ...]:
+    rows = [row(component, 2, label) for component in array(value, label)]
+    components = tuple(Component(string(name, label), string(stem, label)) for name, stem in rows)
     for component in components:
         if not filenames.is_stem(component.stem):
-            raise corrupt_error(what, f"{quoted(component.stem)} cannot begin a file's name")
+            raise corrupt_error(label, f"{quoted(component.stem)} cannot begin a file's name")
     if len({component.stem for component in components}) != len(components):
-        raise corrupt_error(what, "two components of one stem")
+        raise corrupt_error(label, "two components with one stem")
     return components
 
 
-def _decode_holders(value: Json, world_size: int, what: str) -> list[HolderTable]:
-    what = f"{what}, holders"
+def _decode_holders(value: Json, world_size: int, label: str) -> list[HolderTable]:
+    label = f"{label}, holders"
     single = [(rank,) for rank in range(world_size)]
     tables: list[HolderTable] = []
     num_cells = 0
-    for table in array(value, what):
+    for table in array(value, label):
         if type(table) is dict:
-            (each,) = fields(table, ("each",), what)
-            first, count = row(each, 2, what)
-            first = integer(first, 0, world_size - 1, what)
-            stop = first + integer(count, 1, world_size - first, what)
+            (each,) = fields(table, ("each",), label)
+            first, count = row(each, 2, label)
+            first = integer(first, 0, world_size - 1, label)
+            stop = first + integer(count, 1, world_size - first, label)
             holders: HolderTable = tuple(single[first:stop])
         else:
-            holders = tuple(_decode_ranks(ranks, world_size, what) for ranks in array(table, what))
+            holders = tuple(
+                _decode_ranks(ranks, world_size, label) for ranks in array(table, label)
+            )
         tables.append(holders)
         num_cells += len(holders)
         if num_cells > MAX_CELLS:
-            raise corrupt_error(what, f"more than {MAX_CELLS} cells")
+            raise corrupt_error(label, f"more than {MAX_CELLS} cells")
     return tables
 
 
-def _decode_ranks(value: Json, world_size: int, what: str) -> tuple[int, ...]:
-    ranks = integers(value, what)
+def _decode_ranks(value: Json, world_size: int, label: str) -> tuple[int, ...]:
+    ranks = integers(value, label)
     if not ranks or ranks[-1] >= world_size or any(a >= b for a, b in pairwise(ranks)):
-        raise corrupt_error(what, f"{quoted(value)} is not an ascending list of ranks")
+        raise corrupt_error(label, f"{quoted(value)} is not an ascending list of ranks")
     return ranks
 
 
-def _decode_layouts(value: Json, tables: list[HolderTable], what: str) -> tuple[Layout, ...]:
+def _decode_layouts(value: Json, tables: list[HolderTable], label: str) -> tuple[Layout, ...]:
     layouts = []
-    for number, entry in enumerate(array(value, f"{what}, layouts")):
-        here = f"{what}, layout {number}"
+    for number, entry in enumerate(array(value, f"{label}, layouts")):
+        here = f"{label}, layout {number}"
         kinds = [kind for kind in ("grid", "flat", "regions") if kind in mapping(entry, here)]
         if len(kinds) != 1:
             raise corrupt_error(here, f"{len(kinds)} kinds of cuts, not one")
@@ -250,79 +247,79 @@ def _decode_layouts(value: Json, tables: list[HolderTable], what: str) -> tuple[
     return tuple(layouts)
 
 
-def _decode_cut(kind: str, value: list[Json], what: str) -> Cut:
+def _decode_cut(kind: str, value: list[Json], label: str) -> Cut:
     if kind == "grid":
-        cuts = tuple(integers(cut, what) for cut in value)
+        cuts = tuple(integers(cut, label) for cut in value)
         if any(len(cut) < 2 for cut in cuts):
-            raise corrupt_error(what, "a dimension with fewer than two cuts")
+            raise corrupt_error(label, "a dimension with fewer than two cuts")
         return Grid(cuts)
     if kind == "flat":
-        return Flat(integers(value, what))
-    return Regions(tuple(decode_region(region, what) for region in value))
+        return Flat(integers(value, label))
+    return Regions(tuple(decode_region(region, label) for region in value))
 
 
-def _decode_parameters(value: Json, names: Sequence[str], what: str) -> dict[str, bool]:
+def _decode_parameters(value: Json, names: Sequence[str], label: str) -> dict[str, bool]:
     parameters: dict[str, bool] = {}
     free = 0
-    for run in array(value, what):
-        start, count, trainable = row(run, 3, what)
-        first = integer(start, free, len(names) - 1, what)
-        free = first + integer(count, 1, len(names) - first, what)
+    for run in array(value, label):
+        start, count, trainable = row(run, 3, label)
+        first = integer(start, free, len(names) - 1, label)
+        free = first + integer(count, 1, len(names) - first, label)
         if type(trainable) is not bool:
-            raise corrupt_error(what, f"{quoted(trainable)} is not true or false")
+            raise corrupt_error(label, f"{quoted(trainable)} is not true or false")
         parameters.update(dict.fromkeys(names[first:free], trainable))
     return parameters
 
 
-def _decode_per_rank(value: Json, world_size: int, what: str) -> tuple[tuple[Key, int], ...]:
-    rows = [row(entry, 2, what) for entry in array(value, what)]
+def _decode_per_rank(value: Json, world_size: int, label: str) -> tuple[tuple[Key, int], ...]:
+    rows = [row(entry, 2, label) for entry in array(value, label)]
     keys = tuple(
-        (_decode_key(key, what, 0), integer(rank, 0, world_size - 1, what)) for key, rank in rows
+        (_decode_key(key, label, 0), integer(rank, 0, world_size - 1, label)) for key, rank in rows
     )
     if not keys or len({key for key, _ in keys}) != len(keys):
-        raise corrupt_error(what, "no key, or the same key twice")
+        raise corrupt_error(label, "no key, or the same key twice")
     return keys
 
 
-def _decode_key(value: Json, what: str, depth: int) -> Key:
+def _decode_key(value: Json, label: str, depth: int) -> Key:
     if type(value) is list and depth < MAX_KEY_DEPTH:
-        return tuple(_decode_key(part, what, depth + 1) for part in value)
+        return tuple(_decode_key(part, label, depth + 1) for part in value)
     if type(value) is int or type(value) is str:
         return value
-    raise corrupt_error(what, f"{quoted(value)} is no key")
+    raise corrupt_error(label, f"{quoted(value)} is not a key")
 
 
 # --- tensors ---------------------------------------------------------------------------------
 
 
 def _decode_tensors(
-    text: bytes, layouts: Sequence[Layout], num_components: int, what: str
+    text: bytes, layouts: Sequence[Layout], num_components: int, label: str
 ) -> dict[str, TensorRecord]:
     fits: set[tuple[int, Shape | int]] = set()
 
-    def record(facts: Json, what: str) -> TensorRecord:
-        code, sizes, number, turn, part = row(facts, 5, what)
-        dtype = decode_dtype(code, what)
-        shape = decode_shape(sizes, dtype, what)
-        layout = integer(number, 0, len(layouts) - 1, f"{what}, layout")
-        rotation = integer(turn, 0, MAX_WORLD_SIZE, f"{what}, rotation")
-        component = integer(part, 0, num_components - 1, f"{what}, component")
+    def record(facts: Json, label: str) -> TensorRecord:
+        code, sizes, number, turn, part = row(facts, 5, label)
+        dtype = decode_dtype(code, label)
+        shape = decode_shape(sizes, dtype, label)
+        layout = integer(number, 0, len(layouts) - 1, f"{label}, layout")
+        rotation = integer(turn, 0, MAX_WORLD_SIZE, f"{label}, rotation")
+        component = integer(part, 0, num_components - 1, f"{label}, component")
         cut = layouts[layout].cut
-        # Each pair is checked once. A flat cut fits every shape of so many elements; the others
-        # fit one shape.
+        # Check each pair once. A flat cut fits every shape with its number of elements, another cut
+        # one shape.
         pair = (layout, prod(shape) if isinstance(cut, Flat) else shape)
         if pair not in fits:
             try:
                 check_cut(cut, shape)
             except ValueError as error:
-                raise corrupt_error(what, str(error)) from None
+                raise corrupt_error(label, str(error)) from None
             fits.add(pair)
         return TensorRecord(dtype.name, shape, layout, rotation, component)
 
-    rows = strict_json.members(text, f"{what}, tensors")
-    examples = {one: fqn for fqn, one in rows.items()}
+    rows = strict_json.members(text, f"{label}, tensors")
+    examples = {row_text: fqn for fqn, row_text in rows.items()}
     records = {
-        one: record(facts, f"{what}, {examples[one]!r}")
-        for one, facts in strict_json.parse_each(rows.values(), f"{what}, tensors").items()
+        row_text: record(facts, f"{label}, {examples[row_text]!r}")
+        for row_text, facts in strict_json.parse_each(rows.values(), f"{label}, tensors").items()
     }
-    return {fqn: records[one] for fqn, one in rows.items()}
+    return {fqn: records[row_text] for fqn, row_text in rows.items()}

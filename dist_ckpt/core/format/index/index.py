@@ -1,7 +1,7 @@
-"""The index, as values: what a checkpoint is. `index_json.py` makes it the one JSON document.
+"""The index as values: what makes a checkpoint. `index_json.py` encodes it as one JSON document.
 
-A checkpoint exists if and only if its index exists. The same document, written by whoever gives
-an attempt up, says "abandoned" instead; `docs/format.md` has the fields.
+A checkpoint exists if and only if its index exists. In an attempt that was given up, the document
+has the state "abandoned" instead. `docs/format.md` has the fields.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 
 MAX_STEP = (1 << 63) - 1
 
-# Of the files that are attached to a checkpoint: how many, and how large all together. Whoever
-# saves has them in memory, and so has who reshards.
+# Limits for the files attached to a checkpoint: their number and total size. Saves and reshards
+# have them in memory.
 MAX_ATTACHED = 100
 MAX_ATTACHED_NBYTES = 64 << 20
 
-# Whose a per-rank value is: the rank, or what the user called it, e.g. ("dp", 3).
+# The key of a per-rank value: the rank, or the user's name for it, such as ("dp", 3).
 MAX_KEY_DEPTH = 8
 if TYPE_CHECKING:
     Key = int | str | tuple["Key", ...]
-else:  # where messages are decoded: so deep and no deeper
+else:  # for decoding messages: limited depth
     Key = int | str
     for _ in range(MAX_KEY_DEPTH):
         Key = int | str | tuple[Key, ...]
@@ -36,10 +36,7 @@ else:  # where messages are decoded: so deep and no deeper
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A top-level key of the state that holds tensors, or a part of one: what files of a stem hold.
-
-    The parts of a key have its name, and are known by their stems.
-    """
+    """A top-level key of the state that has tensors, or a part of it: same name, another stem."""
 
     name: str
     stem: str
@@ -47,10 +44,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor: what it is, how it is cut, and which holder of each cell stored it.
-
-    `layout` and `component` number the catalog's tables; `rotation` is for `Layout.holder`.
-    """
+    """One tensor. `layout` and `component` number the catalog's tables; see `Layout.holder`."""
 
     dtype: str
     shape: Shape
@@ -61,13 +55,12 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What is stored, and by whom. The plan of a save decides it; the index records it.
+    """The stored tensors and values, and the rank that stored each: decided by a save plan.
 
-    The mappings keep the order of the state and are never changed. `values` names the rank that
-    stores each value that is not a tensor; `per_rank` the keys and the rank that stores each.
-    `mesh` is the names and sizes of the job's mesh, slowest axis first. `parameters` are the
-    tensors that were parameters when they were saved, and whether they required a gradient; empty
-    where that is not known, as of a plain state dict.
+    The mappings have the order of the state and never change. `values` has the rank of each value
+    that is not a tensor, `per_rank` the keys and their ranks. `mesh` has names and sizes of the
+    job's mesh, slowest axis first. `parameters` has the tensors that were parameters, and whether
+    they required a gradient. It is empty if that is unknown, as in a plain state dict.
     """
 
     world_size: int
@@ -81,9 +74,9 @@ class Catalog:
     parameters: Mapping[str, bool] = field(default_factory=dict)
 
     def counts(self) -> list[tuple[TensorRecord, int]]:
-        """Return the tensors' records, and of how many tensors each is.
+        """Return each tensor record and its number of tensors.
 
-        Tensors that are alike mostly share one. It is told by identity, for to hash takes long.
+        Equal tensors mostly share a record.
         """
         records = {id(record): record for record in self.tensors.values()}
         counts = Counter(map(id, self.tensors.values()))
@@ -112,7 +105,7 @@ class ObjectsFileRecord:
 
 @dataclass(frozen=True, slots=True)
 class AttachedFileRecord:
-    """One file that a user has attached: under which name, its size in bytes and its digest."""
+    """One attached file: its name for the user, its size in bytes and its digest."""
 
     name: str
     nbytes: int
@@ -120,12 +113,12 @@ class AttachedFileRecord:
 
     @property
     def file_name(self) -> str:
-        """The name that it has in the attempt."""
+        """The name of the file in the attempt."""
         return filenames.attached_file(self.name)
 
 
-# The attempt of a file of another system that is read as a checkpoint: see `interop/readers/`.
-# No folder has this name, and no save creates it: its digits are random.
+# The attempt of another system's file that is read as a checkpoint (`interop/readers/`). No folder
+# has this name and no save creates it: real digits are random.
 EMPTY_DIGESTS = "a1-ffffffffffffffff"
 
 
@@ -133,11 +126,10 @@ EMPTY_DIGESTS = "a1-ffffffffffffffff"
 class Index:
     """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata.
 
-    `save` is the random id of the save: wherever a copy of it lies, in memory or for another
-    number of ranks, it has the same, under attempts of other names. Older indexes have none.
-
-    Built by `core/saving/transaction.py` and `tools/rewrite/reshard.py`; for a save that is
-    only in memory, by `async_save/memory_restore.py`.
+    `save` is the random id of the save. Copies keep it, in memory or resharded, under other
+    attempts. Older indexes have none. Built by `core/saving/transaction.py`,
+    `tools/rewrite/reshard.py`, and for saves that are only in memory by
+    `async_save/memory_restore.py`.
     """
 
     attempt: str
@@ -153,27 +145,27 @@ class Index:
 
     @property
     def has_digests(self) -> bool:
-        """Whether the blocks of its files have digests: those of other systems do not."""
+        """True if the blocks of its files have digests; False for files of other systems."""
         return self.attempt != EMPTY_DIGESTS
 
     @property
     def nbytes(self) -> int:
-        """The size of all its data files."""
+        """The size of all data files."""
         tables = (self.files, self.objects, self.attached)
-        return sum(one.nbytes for table in tables for one in table)
+        return sum(record.nbytes for table in tables for record in table)
 
     @property
     def num_files(self) -> int:
-        """The number of its data files."""
+        """The number of data files."""
         return len(self.files) + len(self.objects) + len(self.attached)
 
     def file_name(self, record: ShardFileRecord) -> str:
-        """Return the name of a shard file that this index lists."""
+        """Return the name of a shard file in this index."""
         return filenames.shard_file(self.catalog.components[record.component].stem, record.rank)
 
 
 class Node(Message, frozen=True):
-    """A container of the state that holds tensors: its class and its keys, in order."""
+    """A container of the state: its class and its keys, in order."""
 
     fqn: str
     kind: str

@@ -1,7 +1,7 @@
 """The index as bytes: one line of JSON that ends with the digest of all before it.
 
-`docs/format.md` has the fields. What `decode` returns is whole: every number is in range, every
-layout tiles its tensors, and every cell has a file. Nothing after it asks again.
+A decoded index is valid: numbers are in range, every layout tiles its tensors, and every cell has a
+file. Later code does not check again. `docs/format.md` has the fields.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from dist_ckpt.core.format.strict_json import (
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.errors import CorruptError
 
-# An index is some 100 bytes a tensor and a rank; what is larger than this is none of ours.
+# An index has some 100 bytes for each tensor and rank; a larger document is not one.
 MAX_NBYTES_OF_INDEX = 512 << 20
 
-# Of cells, to find out which files hold any: a short index can ask for many.
+# Limit for cells when the files of all cells are computed: a short index can request many.
 _MAX_LOOKUPS = 1 << 28
 
 
@@ -62,10 +62,7 @@ _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
 
 
 def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> bytes:
-    """Return the document. ValueError if it holds text or numbers that JSON cannot.
-
-    `text` is that of the index's catalog, if it is known.
-    """
+    """Return the document. Raises ValueError if JSON lacks a value. `text` encodes the catalog."""
     try:
         if isinstance(index, Abandoned):
             body = strict_json.dump(_abandoned_doc(index)).removesuffix(b"}")
@@ -126,151 +123,148 @@ def _attached_rows(index: Index) -> Json:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def read_back(data: bytes, text: EncodedCatalog, *, what: str) -> None:
-    """Raise what `decode` raises of an index that was encoded with this text.
-
-    Where the text was read before, as this very catalog, only what stands around it is parsed.
-    """
-    index = decode(data, what=what, known=text if text.was_read else None)
+def read_back(data: bytes, text: EncodedCatalog, *, label: str) -> None:
+    """Raise the errors of `decode` for an index. The `text` of its catalog is parsed only once."""
+    index = decode(data, label=label, cached=text if text.was_read else None)
     assert isinstance(index, Index), "it was encoded from one"
     text.was_read = index.catalog == text.catalog
 
 
 @paused_collector()
 def decode(
-    data: bytes, *, what: str = filenames.INDEX, known: EncodedCatalog | None = None
+    data: bytes, *, label: str = filenames.INDEX, cached: EncodedCatalog | None = None
 ) -> Index | Abandoned:
-    """Return what the document says; `what` names it in errors.
+    """Decode the document; `label` names it in errors.
 
-    CorruptError unless it is a valid document, whole and undamaged; IncompatibleError if it needs
-    a newer dist_ckpt. Where it has the text of a `known` catalog, which was read, it has that one.
+    Raises CorruptError unless it is valid and complete, IncompatibleError if it needs a newer
+    dist_ckpt. If it contains the text of `cached`, that is not parsed again.
     """
     if not 0 < len(data) <= MAX_NBYTES_OF_INDEX:
-        raise corrupt_error(what, f"{len(data)} bytes, not 1 to {MAX_NBYTES_OF_INDEX}")
-    # First, so that damage is not mistaken for a newer version; without it, the version may
-    # explain why the end looks different.
-    is_sealed = strict_json.check_seal(data, what)
-    around = known and _parse_around(data, known, what)
-    doc, tensors = (around, b"") if around else strict_json.parse_apart(data, "tensors", what)
-    check_version(doc, what)
+        raise corrupt_error(label, f"{len(data)} bytes, not 1 to {MAX_NBYTES_OF_INDEX}")
+    # Check the seal first, so that damage does not look like a newer version. If the document has
+    # no seal, its version may be the reason.
+    is_sealed = strict_json.check_seal(data, label)
+    around = cached and _parse_around(data, cached, label)
+    doc, tensors = (around, b"") if around else strict_json.parse_apart(data, "tensors", label)
+    check_version(doc, label)
     if not is_sealed:
-        raise corrupt_error(what, "it does not end with its digest")
+        raise corrupt_error(label, "it does not end with its digest")
     state = doc.get("state")
     if state == "abandoned":
-        _, _, attempt, by, reason, _ = fields(doc, _ABANDONED_FIELDS, what)
-        return Abandoned(_attempt(attempt, what), string(by, what), string(reason, what))
+        _, _, attempt, by, reason, _ = fields(doc, _ABANDONED_FIELDS, label)
+        return Abandoned(_attempt(attempt, label), string(by, label), string(reason, label))
     if state != "committed":
-        raise corrupt_error(what, f"state {quoted(state)} is neither committed nor abandoned")
-    # Before 2026-12 there was no `save`, and no `parameters`; `attached` is where something is.
-    fields({"save": None, "parameters": [], "attached": [], **doc}, _INDEX_FIELDS, what)
-    catalog = known.catalog if known and around else decode_catalog(doc, tensors, what)
-    return _decode_index(doc, catalog, what)
+        raise corrupt_error(label, f"state {quoted(state)} is neither committed nor abandoned")
+    # Before 2026-12 there was no `save` and no `parameters`; `attached` is optional.
+    fields({"save": None, "parameters": [], "attached": [], **doc}, _INDEX_FIELDS, label)
+    catalog = cached.catalog if cached and around else decode_catalog(doc, tensors, label)
+    return _decode_index(doc, catalog, label)
 
 
-def _parse_around(data: bytes, known: EncodedCatalog, what: str) -> dict[str, Json] | None:
-    """Parse what stands around the fields of a catalog, which are None then; None if that fails.
+def _parse_around(data: bytes, cached: EncodedCatalog, label: str) -> dict[str, Json] | None:
+    """Parse the fields around those of a cached catalog, which become None. Return None on failure.
 
-    As two objects: so the text between them is fields of the document itself, of no part of it.
+    Two objects are parsed, so that the catalog's text can only be fields of the document itself.
     """
-    before, _, after = data.partition(b",%s," % known.fields)
+    before, _, after = data.partition(b",%s," % cached.fields)
     try:
-        first = mapping(strict_json.parse(before + b"}", what), what)
-        last = mapping(strict_json.parse(b"{" + after, what), what)
+        first = mapping(strict_json.parse(before + b"}", label), label)
+        last = mapping(strict_json.parse(b"{" + after, label), label)
     except CorruptError:
         return None
     doc = {**first, **dict.fromkeys(CATALOG_FIELDS), **last}
-    # `{,"world_size"` is no JSON, and a key that occurs twice is damage.
+    # `{,"world_size"` is invalid JSON, and a key that occurs twice is damage.
     return doc if first and len(doc) == len(first) + len(CATALOG_FIELDS) + len(last) else None
 
 
-def _decode_index(doc: Mapping[str, Json], catalog: Catalog, what: str) -> Index:
+def _decode_index(doc: Mapping[str, Json], catalog: Catalog, label: str) -> Index:
     step, saved_at = doc["step"], doc["saved_at"]
     index = Index(
-        attempt=_attempt(doc["attempt"], what),
-        save=hex_digits(doc["save"], 32, f"{what}, save") if "save" in doc else None,
-        step=None if step is None else integer(step, 0, MAX_STEP, f"{what}, step"),
+        attempt=_attempt(doc["attempt"], label),
+        save=hex_digits(doc["save"], 32, f"{label}, save") if "save" in doc else None,
+        step=None if step is None else integer(step, 0, MAX_STEP, f"{label}, step"),
         catalog=catalog,
-        files=_decode_files(doc["files"], catalog, f"{what}, files"),
-        objects=_decode_objects(doc["objects"], f"{what}, objects"),
-        attached=_decode_attached(doc.get("attached", []), f"{what}, attached"),
-        metadata=mapping(doc["metadata"], f"{what}, metadata"),
+        files=_decode_files(doc["files"], catalog, f"{label}, files"),
+        objects=_decode_objects(doc["objects"], f"{label}, objects"),
+        attached=_decode_attached(doc.get("attached", []), f"{label}, attached"),
+        metadata=mapping(doc["metadata"], f"{label}, metadata"),
         saved_by={
-            key: string(value, f"{what}, saved_by")
-            for key, value in mapping(doc["saved_by"], f"{what}, saved_by").items()
+            key: string(value, f"{label}, saved_by")
+            for key, value in mapping(doc["saved_by"], f"{label}, saved_by").items()
         },
-        saved_at=number(saved_at, f"{what}, saved_at"),
+        saved_at=number(saved_at, f"{label}, saved_at"),
     )
-    _check_shard_files(index, what)
-    _check_objects_files(index, what)
+    _check_shard_files(index, label)
+    _check_objects_files(index, label)
     return index
 
 
-def _attempt(value: Json, what: str) -> str:
-    name = string(value, f"{what}, attempt")
+def _attempt(value: Json, label: str) -> str:
+    name = string(value, f"{label}, attempt")
     if filenames.parse_attempt(name) is None:
-        raise corrupt_error(what, f"{quoted(name)} is no name of an attempt")
+        raise corrupt_error(label, f"{quoted(name)} is not an attempt's name")
     return name
 
 
 # --- files -----------------------------------------------------------------------------------
 
 
-def _decode_files(value: Json, catalog: Catalog, what: str) -> tuple[ShardFileRecord, ...]:
+def _decode_files(value: Json, catalog: Catalog, label: str) -> tuple[ShardFileRecord, ...]:
     files = []
-    for entry in array(value, what):
-        component, rank, nbytes, header_nbytes, digest = row(entry, 5, what)
-        size = integer(nbytes, 0, MAX_NBYTES, what)
+    for entry in array(value, label):
+        component, rank, nbytes, header_nbytes, digest = row(entry, 5, label)
+        size = integer(nbytes, 0, MAX_NBYTES, label)
         files.append(
             ShardFileRecord(
-                integer(component, 0, len(catalog.components) - 1, what),
-                integer(rank, 0, catalog.world_size - 1, what),
+                integer(component, 0, len(catalog.components) - 1, label),
+                integer(rank, 0, catalog.world_size - 1, label),
                 size,
-                integer(header_nbytes, 0, size, what),
-                hex_digits(digest, 32, what),
+                integer(header_nbytes, 0, size, label),
+                hex_digits(digest, 32, label),
             )
         )
     return tuple(files)
 
 
-def _decode_objects(value: Json, what: str) -> tuple[ObjectsFileRecord, ...]:
+def _decode_objects(value: Json, label: str) -> tuple[ObjectsFileRecord, ...]:
     files = []
-    for entry in array(value, what):
-        name, nbytes, digest = row(entry, 3, what)
-        size = integer(nbytes, 0, objects_file.MAX_NBYTES, what)
-        files.append(ObjectsFileRecord(string(name, what), size, hex_digits(digest, 32, what)))
+    for entry in array(value, label):
+        name, nbytes, digest = row(entry, 3, label)
+        size = integer(nbytes, 0, objects_file.MAX_NBYTES, label)
+        files.append(ObjectsFileRecord(string(name, label), size, hex_digits(digest, 32, label)))
     return tuple(files)
 
 
-def _decode_attached(value: Json, what: str) -> tuple[AttachedFileRecord, ...]:
+def _decode_attached(value: Json, label: str) -> tuple[AttachedFileRecord, ...]:
     files = []
-    for entry in array(value, what):
-        name, nbytes, digest = row(entry, 3, what)
-        size = integer(nbytes, 0, MAX_ATTACHED_NBYTES, what)
-        files.append(AttachedFileRecord(string(name, what), size, hex_digits(digest, 32, what)))
+    for entry in array(value, label):
+        name, nbytes, digest = row(entry, 3, label)
+        size = integer(nbytes, 0, MAX_ATTACHED_NBYTES, label)
+        files.append(AttachedFileRecord(string(name, label), size, hex_digits(digest, 32, label)))
     if bad := [file.name for file in files if not filenames.is_attached_name(file.name)]:
-        raise corrupt_error(what, f"{quoted(bad[0])} is no name of a file that is attached")
-    # Not on every file system are two names that differ in their case two files.
+        raise corrupt_error(label, f"{quoted(bad[0])} is not the name of an attached file")
+    # Some file systems ignore case in names.
     if len({file.name.lower() for file in files}) != len(files):
-        raise corrupt_error(what, "a name is listed twice, or in upper and lower case")
+        raise corrupt_error(label, "a name is listed twice, or in upper and lower case")
     if len(files) > MAX_ATTACHED or sum(file.nbytes for file in files) > MAX_ATTACHED_NBYTES:
         most = f"{MAX_ATTACHED} files or {MAX_ATTACHED_NBYTES} bytes"
-        raise corrupt_error(what, f"more than {most}")
+        raise corrupt_error(label, f"more than {most}")
     return tuple(files)
 
 
-def _check_shard_files(index: Index, what: str) -> None:
-    """Check that the files are exactly those that hold cells, and hold as much as these need."""
+def _check_shard_files(index: Index, label: str) -> None:
+    """Check that exactly the files with cells are listed, with the bytes that their cells need."""
     catalog = index.catalog
     files = [(file.component, file.rank) for file in index.files]
     counts = catalog.counts()
-    needed = _files_of(catalog, [record for record, _ in counts], len(files), what)
+    needed = _files_of(catalog, [record for record, _ in counts], len(files), label)
     if len(set(files)) != len(files):
-        raise corrupt_error(what, "a shard file is listed twice")
+        raise corrupt_error(label, "a shard file is listed twice")
     if wrong := needed.symmetric_difference(files):
         component, rank = min(wrong)
         name = filenames.shard_file(catalog.components[component].stem, rank)
         fact = "holds shards but is not listed" if (component, rank) in needed else "holds nothing"
-        raise corrupt_error(what, f"{name} {fact}")
+        raise corrupt_error(label, f"{name} {fact}")
     stored = [0] * len(catalog.components)
     for file in index.files:
         stored[file.component] += file.nbytes - file.header_nbytes
@@ -278,16 +272,16 @@ def _check_shard_files(index: Index, what: str) -> None:
         stored[tensor.component] -= count * prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     if any(stored):
         raise corrupt_error(
-            what, f"its files are {max(stored, key=abs)} bytes too large for its tensors"
+            label, f"its files are {max(stored, key=abs)} bytes too large for its tensors"
         )
 
 
 def _files_of(
-    catalog: Catalog, records: Iterable[TensorRecord], num_files: int, what: str
+    catalog: Catalog, records: Iterable[TensorRecord], num_files: int, label: str
 ) -> set[tuple[int, int]]:
-    """Return (component, rank) of each file that stores a cell; not all if there are too many."""
+    """Return (component, rank) of each file that stores a cell; stop above `num_files`."""
     needed: set[tuple[int, int]] = set()
-    # Which holders store depends on the rotation only up to where all lists of holders repeat.
+    # The holders that store depend on the rotation modulo the period of all lists of holders.
     periods = [lcm(*{len(ranks) for ranks in layout.holders}) for layout in catalog.layouts]
     turns: set[tuple[int, int, int]] = set()
     for tensor in records:
@@ -297,7 +291,7 @@ def _files_of(
         holders = catalog.layouts[layout].holders
         num_lookups += len(holders)
         if num_lookups > _MAX_LOOKUPS:
-            raise corrupt_error(what, f"more than {_MAX_LOOKUPS} cells to look up")
+            raise corrupt_error(label, f"more than {_MAX_LOOKUPS} cells to look up")
         if len(needed) > num_files:
             break
         needed.update(
@@ -306,12 +300,12 @@ def _files_of(
     return needed
 
 
-def _check_objects_files(index: Index, what: str) -> None:
-    """Check that every value has its file: the coordinator's values are in the global one."""
+def _check_objects_files(index: Index, label: str) -> None:
+    """Check that every value has its file. The coordinator's values are in the global one."""
     catalog = index.catalog
     names = {file.name for file in index.objects}
     if len(names) != len(index.objects):
-        raise corrupt_error(what, "an objects file is listed twice")
+        raise corrupt_error(label, "an objects file is listed twice")
     ranks: Iterable[int] = {rank for keys in catalog.per_rank.values() for _, rank in keys}
     needed = {filenames.objects_file(rank) for rank in ranks}
     needed |= {
@@ -319,6 +313,6 @@ def _check_objects_files(index: Index, what: str) -> None:
         for rank in catalog.values.values()
     }
     if missing := sorted(needed - names):
-        raise corrupt_error(what, f"{missing[0]} holds values but is not listed")
+        raise corrupt_error(label, f"{missing[0]} holds values but is not listed")
     if extra := sorted(names - needed - {filenames.OBJECTS}):
-        raise corrupt_error(what, f"{quoted(extra[0])} holds nothing")
+        raise corrupt_error(label, f"{quoted(extra[0])} holds nothing")

@@ -1,7 +1,6 @@
-"""What a checkpoint is of: the kind of its model and its configuration, kept in its metadata.
+"""The kind of a checkpoint's model and its configuration, in its metadata.
 
-They are the keys `kind`, a text, and `config`, a mapping of plain data. A load, a run that goes on
-and a report are held against them.
+Loads, resumed runs and reports are compared with `kind`, a text, and `config`, plain data.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from dist_ckpt.core.format.strict_json import Json, is_text
 
 CONFIG, KIND = "config", "kind"
 
-# It stands in the index, and in tables.
+# It is shown in tables.
 MAX_KIND_CHARS = 200
 
 _LACKING = "nothing"
 
-# What a key is made of that is told as it is.
+# A key of such characters needs no quotes.
 _PLAIN_KEY = re.compile(r"[^.'\"]+").fullmatch
 
 
 def check_description(
     metadata: Mapping[str, object] | None, config: object = None, kind: object = None
 ) -> None:
-    """Raise TypeError or ValueError unless these can be a checkpoint's, and each is given once."""
+    """Raise TypeError or ValueError unless config and kind are valid, and each is given once."""
     metadata = metadata or {}
-    for name, given in ((CONFIG, config), (KIND, kind)):
-        if given is not None and name in metadata:
-            raise ValueError(f"{name}= is given, and metadata[{name!r}] as well: give one of them")
+    for name, value in ((CONFIG, config), (KIND, kind)):
+        if value is not None and name in metadata:
+            raise ValueError(f"{name}= and metadata[{name!r}] are both given: give one of them")
     config, kind = metadata.get(CONFIG, config), metadata.get(KIND, kind)
     if config is not None:
         check_config(config)
@@ -41,14 +40,14 @@ def check_description(
 
 
 def check_config(config: object) -> None:
-    """Raise TypeError or ValueError unless this can be a configuration: a mapping of plain data."""
+    """Raise TypeError or ValueError unless this is a configuration: a mapping of plain data."""
     if not isinstance(config, Mapping):
         raise TypeError(f"config is a {type(config).__name__}: give a dict")
     check_plain(dict(config), CONFIG)
 
 
 def check_kind(kind: object) -> None:
-    """Raise TypeError or ValueError unless this can be a kind: a short text."""
+    """Raise TypeError or ValueError unless this is a valid kind: a short text."""
     if not isinstance(kind, str):
         raise TypeError(f'kind={kind!r}: give a text, such as "baseline"')
     if not 1 <= len(kind) <= MAX_KIND_CHARS or not is_text(kind):
@@ -60,19 +59,19 @@ def described(
     config: Mapping[str, object] | None,
     kind: str | None,
 ) -> dict[str, object]:
-    """Return metadata with the configuration and the kind in it, where they are given."""
+    """Return metadata with the configuration and the kind, if they are given."""
     own = {} if config is None else {CONFIG: dict(config)}
     return {**(metadata or {}), **own, **({} if kind is None else {KIND: kind})}
 
 
 def config_of(metadata: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return the configuration in a checkpoint's metadata; None if there is none."""
+    """Return the configuration in a checkpoint's metadata, or None."""
     config = metadata.get(CONFIG)
     return config if isinstance(config, Mapping) else None
 
 
 def kind_of(metadata: Mapping[str, object]) -> str | None:
-    """Return the kind in a checkpoint's metadata; None if there is none."""
+    """Return the kind in a checkpoint's metadata, or None."""
     kind = metadata.get(KIND)
     return kind if isinstance(kind, str) else None
 
@@ -80,23 +79,23 @@ def kind_of(metadata: Mapping[str, object]) -> str | None:
 def problems_of_description(
     metadata: Mapping[str, object], config: Mapping[str, object] | None, kind: str | None
 ) -> list[str]:
-    """Return what is otherwise in a checkpoint than who loads it has: a line a difference.
+    """Return the differences from a checkpoint.
 
-    What is None here is not compared; what the checkpoint lacks cannot be, which is a problem too.
+    None here is not compared; None there is a problem.
     """
     problems = []
-    there = kind_of(metadata)
-    if kind is not None and there is None:
+    stored_kind = kind_of(metadata)
+    if kind is not None and stored_kind is None:
         problems.append(_unknown(KIND))
-    elif kind not in (None, there):
-        problems.append(f"kind: {there!r} there, {kind!r} here")
+    elif kind not in (None, stored_kind):
+        problems.append(f"kind: {stored_kind!r} there, {kind!r} here")
     stored = config_of(metadata)
     if config is not None and stored is None:
         problems.append(_unknown(CONFIG))
     elif config is not None:
-        found = differences(stored, config)
+        changes = differences(stored, config)
         problems += [
-            f"config.{name}: {old} there, {new} here" for name, (old, new) in found.items()
+            f"config.{name}: {old} there, {new} here" for name, (old, new) in changes.items()
         ]
     return problems
 
@@ -109,7 +108,7 @@ def _unknown(name: str) -> str:
 
 
 def differences(then: object, now: object) -> dict[str, tuple[str, str]]:
-    """Return by dotted name what two configurations have otherwise, as text."""
+    """Return the differences of two configurations as text, by dotted name."""
     old, new = dict(leaves_of(_as_stored(then))), dict(leaves_of(_as_stored(now)))
     return {
         name: (old.get(name, _LACKING), new.get(name, _LACKING))
@@ -119,10 +118,7 @@ def differences(then: object, now: object) -> dict[str, tuple[str, str]]:
 
 
 def _as_stored(value: object) -> object:
-    """Return plain data as it comes from a file: what needs torch or numpy as its stand-in.
-
-    One of two may have been read without torch.
-    """
+    """Return plain data as a file without torch returns it: torch and numpy become placeholders."""
     plain = dict(value) if isinstance(value, Mapping) else value
     return decode_value(encode_value(plain))
 
@@ -130,23 +126,23 @@ def _as_stored(value: object) -> object:
 def problems_of_report(
     report: Mapping[str, Json], kind: str | None, config: Json, num_parameters: int | None
 ) -> list[str]:
-    """Return what a report says otherwise than its checkpoint, of which None is not known."""
+    """Return the differences between a report and its checkpoint. None is not compared."""
     problems = []
     if kind is not None and report.get(KIND, kind) != kind:
         problems.append(f"{KIND}: {kind!r} in the checkpoint, {report[KIND]!r} in the report")
     if config is not None and CONFIG in report:
         for name, (old, new) in differences(config, report[CONFIG]).items():
-            place = f"{CONFIG}.{name}" if name else CONFIG
-            problems.append(f"{place}: {old} in the checkpoint, {new} in the report")
+            field = f"{CONFIG}.{name}" if name else CONFIG
+            problems.append(f"{field}: {old} in the checkpoint, {new} in the report")
     for name in ("num_parameters", "num_params"):
         if num_parameters is not None and report.get(name, num_parameters) != num_parameters:
-            found = f"{num_parameters} in the checkpoint, {report[name]!r} in the report"
-            problems.append(f"{name}: {found}")
+            values = f"{num_parameters} in the checkpoint, {report[name]!r} in the report"
+            problems.append(f"{name}: {values}")
     return problems
 
 
 def as_json(value: object) -> Json:
-    """Return plain data as JSON has it; what JSON lacks is text: a path, nan, a dtype."""
+    """Return plain data as JSON; other values, such as a path, nan or a dtype, become text."""
     if isinstance(value, Mapping):
         return {str(key): as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -161,7 +157,7 @@ def leaves_of(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values in nested mappings by dotted name, as text; a list is one value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            # So that no two places have one name: {"a.b": 1} is not {"a": {"b": 1}}.
+            # Names must be unique: {"a.b": 1} differs from {"a": {"b": 1}}.
             part = str(key) if _PLAIN_KEY(str(key)) else repr(key)
             yield from leaves_of(inner, f"{name}.{part}" if name else part)
     else:
@@ -169,7 +165,7 @@ def leaves_of(value: object, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(value: object) -> str:
-    """Return the same text for what is equal: mappings and sets have no order."""
+    """Return equal text for equal values: mappings and sets have no order."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_text(inner)}" for key, inner in value.items())
         return f"{{{', '.join(items)}}}"

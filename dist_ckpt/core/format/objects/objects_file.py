@@ -1,6 +1,6 @@
 """Objects files: the values that are not tensors, and the tree that names them.
 
-Rank 0's file is the global one: the tree, its values and the metadata. Another rank's has only
+Rank 0's file is global: the tree, rank 0's values and the metadata. Another rank's file has only
 what that rank stores: values that rank 0 lacks, and per-rank values.
 """
 
@@ -29,24 +29,23 @@ from dist_ckpt.core.format.strict_json import (
 )
 from dist_ckpt.errors import IncompatibleError
 
-# It is read, checked and decoded whole; data of this size belongs into tensors.
+# A file is read, checked and decoded as a whole. Larger data belongs in tensors.
 MAX_NBYTES = 1 << 30
 
-# Levels around a value: the document, the field, the name, and for a per-rank value rows and row.
-_AROUND = 5
+# Levels around a value: the document, the field, the name, and for per-rank values rows and row.
+_NUM_LEVELS_AROUND = 5
 
-# To one container: as many ways as ranks can have cut its name at its dots, and no more work.
-_MAX_WAYS = 64
+# Paths to one container: ranks can cut its name at its dots in this many ways, with bounded work.
+_MAX_PATHS = 64
 
 _FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectsFile:
-    """What one objects file says.
+    """The content of an objects file: plain values, and per-rank values by key, by fqn.
 
-    `values` are the plain values by fqn, lists of names among them; `per_rank` the values of each
-    key by fqn; `numpy` the fqns of the tensors that were numpy arrays; `metadata` the user's.
+    `numpy` lists the tensors that were numpy arrays. `metadata` is the user's.
     """
 
     tree: tuple[Node, ...] = ()
@@ -57,10 +56,7 @@ class ObjectsFile:
 
 
 def encode(file: ObjectsFile) -> bytes:
-    """Return a file's bytes.
-
-    TypeError or ValueError for a value that is not plain data, ValueError if they are too many.
-    """
+    """Return a file's bytes. Raises TypeError or ValueError for values that are not plain data."""
     doc = {
         "format": {"version": VERSION, "requires": []},
         "tree": [[node.fqn, node.kind, list(node.keys)] for node in file.tree],
@@ -72,13 +68,13 @@ def encode(file: ObjectsFile) -> bytes:
         "numpy": list(file.numpy),
         "metadata": dict(file.metadata),
     }
-    data = encode_value(doc, "objects", around=_AROUND)
+    data = encode_value(doc, "objects", around=_NUM_LEVELS_AROUND)
     if len(data) > MAX_NBYTES:
         raise ValueError(
             f"one rank's plain data and per-rank values are {len(data)} bytes, the limit is "
             f"{MAX_NBYTES}: store large data as tensors"
         )
-    # Nothing costs 200 times its bytes: a short file, as most are, is not walked through.
+    # No value costs 200 times its bytes, so short files, as most are, need no walk.
     cost = cost_of(data, max_memory(len(data))) if len(data) * 200 > max_memory(0) else 0
     if (problem := memory_problem(len(data), cost)) is not None:
         raise ValueError(
@@ -89,13 +85,15 @@ def encode(file: ObjectsFile) -> bytes:
 
 
 def _largest(doc: Mapping[str, Any]) -> str:
-    """Return the name of what takes the most memory."""
+    """Return the name of the value that takes the most memory."""
     values: dict[str, object] = {
         **doc["values"],
         **doc["per_rank"],
         "the metadata": doc["metadata"],
     }
-    encoded = {name: encode_value(value, name, around=_AROUND) for name, value in values.items()}
+    encoded = {
+        name: encode_value(value, name, around=_NUM_LEVELS_AROUND) for name, value in values.items()
+    }
     return max(encoded, key=lambda name: cost_of(encoded[name], 1 << 63))
 
 
@@ -103,37 +101,35 @@ def decode(
     data: bytes,
     *,
     make: Callable[[Placeholder], object] = lambda value: value,
-    what: str = filenames.OBJECTS,
+    label: str = filenames.OBJECTS,
 ) -> ObjectsFile:
-    """Return what a file says, with `make(stand_in)` for what needs torch or numpy.
+    """Decode a file, with `make(placeholder)` for each value that needs torch or numpy.
 
-    `what` names the file in errors: CorruptError if it is damaged, IncompatibleError if it needs a
-    newer dist_ckpt.
+    Raises CorruptError with `label`, or IncompatibleError if it needs a newer dist_ckpt.
     """
     try:
-        doc: Json = decode_value(data, make=make, around=_AROUND)
+        doc: Json = decode_value(data, make=make, around=_NUM_LEVELS_AROUND)
     except (ValueError, RecursionError) as error:
-        raise corrupt_error(what, str(error)) from None
+        raise corrupt_error(label, str(error)) from None
     except IncompatibleError as error:
-        raise IncompatibleError(f"{what}: {error}") from error
-    check_version(doc, what)
-    _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, what)
+        raise IncompatibleError(f"{label}: {error}") from error
+    check_version(doc, label)
+    _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, label)
     return ObjectsFile(
-        tree=_tree(tree, what),
-        values=_named(values, what),
-        per_rank={fqn: _keyed(rows, what) for fqn, rows in _named(per_rank, what).items()},
-        numpy=tuple(_typed(fqn, str, what) for fqn in _typed(numpy, list, what)),
-        metadata=_typed(metadata, dict, what),
+        tree=_tree(tree, label),
+        values=_named(values, label),
+        per_rank={fqn: _keyed(rows, label) for fqn, rows in _named(per_rank, label).items()},
+        numpy=tuple(_typed(fqn, str, label) for fqn in _typed(numpy, list, label)),
+        metadata=_typed(metadata, dict, label),
     )
 
 
-# The values that each objects file is to hold, by its name: their fqns, and the keys of those per
-# rank, which are None of the others.
+# The values of each objects file, by its name: their fqns, and the key of each per-rank value.
 Contents = Mapping[str, Sequence[tuple[str, Key | None]]]
 
 
 def contents_of(catalog: Catalog) -> Contents:
-    """Return what the catalog says of all objects files: once, for it may have as many as ranks."""
+    """Return the contents of all objects files: there may be as many as ranks, so call it once."""
     contents: dict[str, list[tuple[str, Key | None]]] = {}
     for fqn, rank in catalog.values.items():
         name = filenames.objects_file(rank) if rank else filenames.OBJECTS
@@ -147,10 +143,7 @@ def contents_of(catalog: Catalog) -> Contents:
 def missing_error(
     file: ObjectsFile, name: str, catalog: Catalog, contents: Contents
 ) -> Iterator[str]:
-    """Yield what is not in the file of this name, though the catalog says it is.
-
-    Also what the tree says is in a container, and is neither a container nor in the catalog.
-    """
+    """Yield names that the catalog, or a container of the tree, expects and that the file lacks."""
     for fqn, key in contents.get(name, ()):
         if key is None and fqn not in file.values:
             yield fqn
@@ -165,42 +158,42 @@ def missing_error(
                 yield f"{fqn}, a child of {node.fqn or 'the state'}"
 
 
-def _typed(value: Any, cls: type, what: str) -> Any:
+def _typed(value: Any, cls: type, label: str) -> Any:
     if type(value) is not cls:
-        raise corrupt_error(what, f"{type(value).__name__} in place of {cls.__name__}")
+        raise corrupt_error(label, f"{type(value).__name__} in place of {cls.__name__}")
     return value
 
 
-def _row(value: Any, length: int, what: str) -> list[Any]:
-    row: list[Any] = _typed(value, list, what)
+def _row(value: Any, length: int, label: str) -> list[Any]:
+    row: list[Any] = _typed(value, list, label)
     if len(row) != length:
-        raise corrupt_error(what, f"{len(row)} entries in place of {length}")
+        raise corrupt_error(label, f"{len(row)} entries in place of {length}")
     return row
 
 
-def _named(value: Any, what: str) -> dict[str, Any]:
-    named: dict[str, Any] = _typed(value, dict, what)
+def _named(value: Any, label: str) -> dict[str, Any]:
+    named: dict[str, Any] = _typed(value, dict, label)
     for fqn in named:
-        _typed(fqn, str, what)
+        _typed(fqn, str, label)
     return named
 
 
-def _tree(rows: Any, what: str) -> tuple[Node, ...]:
-    """Return the containers, each once, and with few ways that lead to it.
+def _tree(rows: Any, label: str) -> tuple[Node, ...]:
+    """Return the containers, each once, and with few paths to each.
 
-    Ranks may have one name in several ways, as "b.c" in "a" and "c" in "a.b". Who walks down comes
-    to what is below on each of them: in a hostile file of some kilobytes they double at each level.
+    Ranks may reach one name on several paths, as "b.c" in "a" and "c" in "a.b". A walk follows them
+    all, and in a hostile file of some kilobytes they double at each level.
     """
-    nodes = tuple(_node(entry, what) for entry in _typed(rows, list, what))
+    nodes = tuple(_node(entry, label) for entry in _typed(rows, list, label))
     if len({node.fqn for node in nodes}) < len(nodes):
-        raise corrupt_error(what, "a container twice in its tree")
-    ways = Counter({"": 1})
-    for node in sorted(nodes, key=lambda node: len(node.fqn)):  # those above come first
-        if ways[node.fqn] > _MAX_WAYS:
-            raise corrupt_error(what, f"too many ways to {node.fqn[:100]!r} in its tree")
+        raise corrupt_error(label, "a container twice in its tree")
+    paths = Counter({"": 1})
+    for node in sorted(nodes, key=lambda node: len(node.fqn)):  # parents first
+        if paths[node.fqn] > _MAX_PATHS:
+            raise corrupt_error(label, f"too many paths to {node.fqn[:100]!r} in its tree")
         for key in node.keys:
             if len(child := _child(node, key)) > len(node.fqn):
-                ways[child] += ways[node.fqn]
+                paths[child] += paths[node.fqn]
     return nodes
 
 
@@ -208,28 +201,28 @@ def _child(node: Node, key: str | int) -> str:
     return f"{node.fqn}.{key}" if node.fqn else str(key)
 
 
-def _node(entry: Any, what: str) -> Node:
-    fqn, kind, keys = _row(entry, 3, what)
-    for key in _typed(keys, list, what):
+def _node(entry: Any, label: str) -> Node:
+    fqn, kind, keys = _row(entry, 3, label)
+    for key in _typed(keys, list, label):
         if type(key) is not str and type(key) is not int:
-            raise corrupt_error(what, f"a key that is a {type(key).__name__}")
-    return Node(_typed(fqn, str, what), _typed(kind, str, what), tuple(keys))
+            raise corrupt_error(label, f"a key that is a {type(key).__name__}")
+    return Node(_typed(fqn, str, label), _typed(kind, str, label), tuple(keys))
 
 
-def _keyed(rows: Any, what: str) -> dict[Key, object]:
+def _keyed(rows: Any, label: str) -> dict[Key, object]:
     values: dict[Key, object] = {}
-    for entry in _typed(rows, list, what):
-        key, value = _row(entry, 2, what)
-        key = _key(key, what)
+    for entry in _typed(rows, list, label):
+        key, value = _row(entry, 2, label)
+        key = _key(key, label)
         if key in values:
-            raise corrupt_error(what, f"the key {key!r} twice")
+            raise corrupt_error(label, f"the key {key!r} twice")
         values[key] = value
     return values
 
 
-def _key(value: Any, what: str) -> Key:
+def _key(value: Any, label: str) -> Key:
     if type(value) is tuple:
-        return tuple(_key(part, what) for part in value)
+        return tuple(_key(part, label) for part in value)
     if type(value) is str or (type(value) is int and -(1 << 63) <= value < 1 << 64):
         return value
-    raise corrupt_error(what, f"a key that is a {type(value).__name__}, or beyond 64 bits")
+    raise corrupt_error(label, f"a key that is a {type(value).__name__}, or beyond 64 bits")

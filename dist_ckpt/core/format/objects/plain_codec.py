@@ -1,7 +1,4 @@
-"""Plain data to msgpack. Which objects were the same object is not kept.
-
-Plain data from msgpack. No code runs but that of the types in the table: data names no other.
-"""
+"""Plain data to msgpack and back, without object identity. Data names no code."""
 
 from __future__ import annotations
 
@@ -57,16 +54,16 @@ _TYPES = (
 
 
 def encode_value(value: object, fqn: str = "value", *, around: int = 0) -> bytes:
-    """Return a value as msgpack; the same value is the same bytes on every rank.
+    """Return a value as msgpack; equal values give equal bytes on every rank.
 
-    Raises TypeError for what is not plain data, naming its place under `fqn`, its class and what
-    to do, and ValueError for what is too deep or too large. `around` levels do not count as depth.
+    Raises TypeError for a value that is not plain data, with its path from `fqn` and a remedy.
+    Raises ValueError if it is too deep or too large. `around` levels do not count as depth.
     """
     try:
         return _pack(_wire(value, -around))
     except _RefusedError as refused:
-        place = fqn + "".join(f"[{key!r}]" for key in reversed(refused.keys))
-        raise refused.kind(f"{place} {refused.fact}") from None
+        path = fqn + "".join(f"[{key!r}]" for key in reversed(refused.keys))
+        raise refused.kind(f"{path} {refused.fact}") from None
 
 
 def check_plain(value: object, fqn: str) -> None:
@@ -75,7 +72,7 @@ def check_plain(value: object, fqn: str) -> None:
 
 
 class _RefusedError(Exception):
-    """What cannot be stored; `keys` grows on the way out, innermost first."""
+    """A value that cannot be stored; `keys` grows on the way out, innermost first."""
 
     def __init__(self, fact: str, kind: type[TypeError | ValueError] = TypeError) -> None:
         super().__init__(fact)
@@ -110,22 +107,22 @@ def _wire(value: Any, depth: int) -> object:
 
 def _refusal(value: object) -> str:
     cls = type(value)
-    name, base = cls.__name__, next((one for one in cls.__mro__[1:] if one in _ENCODERS), None)
+    name, base = cls.__name__, next((c for c in cls.__mro__[1:] if c in _ENCODERS), None)
     tensors = ("Tensor", "ndarray")
     if isinstance(value, enum.Enum):
         remedy = f"store value.value, and make it again with {name}(saved)"
     elif isinstance(value, tuple) and hasattr(cls, "_fields"):
         remedy = f"store value._asdict(), and make it again with {name}(**saved)"
     elif base is not None:
-        remedy = f"store {base.__name__}(value), which is what it would come back as"
+        remedy = f"store {base.__name__}(value), and make it again after the load"
     elif is_dataclass(value) and not isinstance(value, type):
         remedy = f"store dataclasses.asdict(value), and make it again with {name}(**saved)"
-    elif any(one.__name__ in tensors for one in cls.__mro__):
+    elif any(c.__name__ in tensors for c in cls.__mro__):
         remedy = (
-            "in the state put it into dicts, lists and tuples alone, where tensors and arrays are "
-            "stored; in a config or metadata store value.tolist()"
+            "in the state, tensors and arrays must be in dicts, lists and tuples only; in a config "
+            "or metadata store value.tolist()"
         )
-    elif line := next((line for one, line in _LINES.items() if isinstance(value, one)), None):
+    elif line := next((line for c, line in _REMEDIES.items() if isinstance(value, c)), None):
         remedy = f"store {line}"
     else:
         remedy = (
@@ -139,7 +136,7 @@ def _ext(code: int, payload: object) -> object:
     return msgpack.ExtType(code, _pack(payload))
 
 
-def _same(value: object, depth: int) -> object:
+def _unchanged(value: object, depth: int) -> object:
     return value
 
 
@@ -248,7 +245,7 @@ def _wire_datetime(value: datetime) -> object:
 
 def _wire_numpy(value: Any) -> object:
     code = value.dtype.str
-    # numpy itself forgets the zeros at the end of a string.
+    # numpy drops the zeros at the end of a string.
     padded = value.dtype.kind in "SU" and value[-1:] in ("\0", b"\0")
     if padded or numpy_itemsize(code) is None:
         raise _RefusedError(
@@ -268,8 +265,9 @@ def _wire_array(value: ArrayValue) -> object:
     return _ext(Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind])
 
 
-# What stores others; the first that fits. The saved value makes the same again.
-_LINES: Mapping[type, str] = {
+# Remedies for other containers; the first match is used. The line builds a value that can be
+# stored.
+_REMEDIES: Mapping[type, str] = {
     **dict.fromkeys((bytearray, memoryview), "bytes(value)"),
     slice: "(value.start, value.stop, value.step)",
     time: "value.isoformat()",
@@ -281,12 +279,12 @@ _LINES: Mapping[type, str] = {
 _Encoder = Callable[[Any, int], object]
 
 _ENCODERS: Mapping[type, _Encoder] = {
-    type(None): _same,
-    bool: _same,
+    type(None): _unchanged,
+    bool: _unchanged,
     int: _wire_int,
-    float: _same,
+    float: _unchanged,
     str: _wire_str,
-    bytes: _same,
+    bytes: _unchanged,
     list: _wire_all,
     dict: _wire_map,
     tuple: lambda value, depth: _ext(Ext.TUPLE, _wire_all(value, depth)),
@@ -326,16 +324,16 @@ _ENCODERS_BY_NAME: Mapping[tuple[str, str], _Encoder] = {
 _KEYS = frozenset({str, int})
 _LISTS = frozenset({list, tuple, set, frozenset, deque})
 _DICTS = frozenset({dict, OrderedDict, Counter, defaultdict})
-_LOOKED_AT = _LISTS | _DICTS | {msgpack.Timestamp}
+_CHECKED_TYPES = _LISTS | _DICTS | {msgpack.Timestamp}
 
 
 def decode_value(
     data: bytes, *, make: Callable[[Placeholder], object] = lambda value: value, around: int = 0
 ) -> Any:
-    """Return the value of `encode_value`'s bytes, with `make(stand_in)` in place of stand-ins.
+    """Decode the bytes of `encode_value`, with `make(placeholder)` for placeholders.
 
-    ValueError if they are not a value, IncompatibleError if they have a type of a newer version.
-    `make` raises ValueError for what it cannot make. `around` levels do not count as depth.
+    Raises ValueError, also from `make`, and IncompatibleError for a type of a newer version.
+    `around` levels do not count as depth.
     """
     cost = cost_of(data, max_memory(len(data)))
     if (problem := memory_problem(len(data), cost)) is not None:
@@ -347,23 +345,20 @@ def decode_value(
 
 
 def _check_native(value: Any, max_depth: int) -> None:
-    """Refuse what msgpack lets pass by itself: deeper lists and dicts, and its own type of times.
-
-    Level by level, so that no depth is too much for it.
-    """
+    """Refuse what msgpack accepts: deeper lists and dicts, and its times. Works at any depth."""
     level = [value]
     if type(value) is msgpack.Timestamp:
         raise _unknown_type(-1)
     for _ in range(max_depth):
         if not level:
             return
-        lists = (one for one in level if type(one) in _LISTS)
-        dicts = (one.values() for one in level if type(one) in _DICTS)
+        lists = (item for item in level if type(item) in _LISTS)
+        dicts = (item.values() for item in level if type(item) in _DICTS)
         below = chain.from_iterable(chain(lists, dicts))
-        level = [one for one in below if type(one) in _LOOKED_AT]
-        if any(type(one) is msgpack.Timestamp for one in level):
+        level = [item for item in below if type(item) in _CHECKED_TYPES]
+        if any(type(item) is msgpack.Timestamp for item in level):
             raise _unknown_type(-1)
-    if any(level):  # they hold something
+    if any(level):  # not empty
         raise _too_deep()
 
 
@@ -373,7 +368,7 @@ def _too_deep() -> ValueError:
 
 def _unknown_type(code: int) -> IncompatibleError:
     return IncompatibleError(
-        f"a value of type {code}, which this dist_ckpt does not know; upgrade dist_ckpt to read it"
+        f"a value of type {code}, unknown to this dist_ckpt; upgrade dist_ckpt to read it"
     )
 
 
@@ -405,7 +400,7 @@ class _Decoder:
         self._depth -= 1
         try:
             value = _DECODERS[code](payload)
-        except (TypeError, OverflowError) as error:  # a payload of another form than ours
+        except (TypeError, OverflowError) as error:  # a payload of the wrong form
             raise ValueError(f"a value of type {code} is malformed: {error}") from None
         return self._make(value) if isinstance(value, Placeholder) else value
 
@@ -476,7 +471,7 @@ def _unpack_datetime(payload: Any) -> datetime:
 def _unpack_path(payload: Any) -> pathlib.PurePath:
     name, text = _typed(payload, list)
     classes = {cls.__name__: cls for cls in PATHS}
-    # The other system's paths cannot be made here, only named.
+    # Paths of the other system cannot be built here, only pure ones.
     foreign = "PosixPath" if os.name == "nt" else "WindowsPath"
     return classes[f"Pure{name}" if name == foreign else _member(name, classes)](_typed(text, str))
 
@@ -504,7 +499,7 @@ def _unpack_array(payload: Any) -> ArrayValue:
 
 def _member(value: Any, names: Iterable[str]) -> Any:
     if _typed(value, str) not in names:
-        raise ValueError(f"{value[:100]!r} is not known")
+        raise ValueError(f"{value[:100]!r} is unknown")
     return value
 
 

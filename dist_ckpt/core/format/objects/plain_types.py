@@ -1,8 +1,8 @@
-"""The types of plain data: msgpack's extension types, and stand-ins for what needs torch or numpy.
+"""The types of plain data: extension types of msgpack, and placeholders for torch and numpy.
 
-What msgpack has itself (None, bool, 64-bit int, float, str, bytes, list, dict) is stored as that;
-every other type is an extension, see `docs/format.md`. What needs torch or numpy is recognised
-without importing them and decoded as a stand-in; the caller says what becomes of it.
+msgpack's own types (None, bool, 64-bit int, float, str, bytes, list, dict) stay as they are. All
+others are extensions: see `docs/format.md`. Torch and numpy are recognised without an import, and
+decoded as placeholders for the caller to convert.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from itertools import islice
 from operator import eq
 from typing import Literal
 
-# Deeper data is refused; so is data that contains itself.
+# Deeper data is refused, and so is data that contains itself.
 MAX_DEPTH = 64
 
 
 class Ext(IntEnum):
-    """The codes of the extension types. A code is never given another meaning."""
+    """The codes of the extension types. A code never changes its meaning."""
 
     INT = 1  # outside of 64 bits
     TEXT = 2  # not valid Unicode
@@ -49,28 +49,28 @@ class Ext(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DTypeValue:
-    """Stands for a torch.dtype: "float32"."""
+    """A torch.dtype, such as "float32"."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Stands for a torch.device: "cuda:0"."""
+    """A torch.device, such as "cuda:0"."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Stands for a torch.Size."""
+    """A torch.Size."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NumpyScalar:
-    """Stands for a numpy scalar: numpy's code of its dtype, such as "<f4", and its bytes."""
+    """A numpy scalar: numpy's code of its dtype, such as "<f4", and its bytes."""
 
     dtype: str
     data: bytes
@@ -78,7 +78,7 @@ class NumpyScalar:
 
 @dataclass(frozen=True, slots=True)
 class ArrayValue:
-    """Stands for a tensor or numpy array inside a per-rank value: row-major bytes of a dtype."""
+    """A tensor or numpy array inside a per-rank value: row-major bytes of a dtype."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ Placeholder = DTypeValue | Device | Size | NumpyScalar | ArrayValue
 
 _NUMPY_CODE = re.compile(r"[<>|]([biufcmMSU])([1-9][0-9]{0,5})(\[[0-9A-Za-z]+\])?")
 
-# Not long double: its bytes mean something else on other machines.
+# Without long double: its bytes have another meaning on other machines.
 _NUMPY_SIZES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys("iu", (1, 2, 4, 8)),
     **dict.fromkeys("mM", (8,)),
@@ -114,12 +114,12 @@ PATHS: tuple[type[pathlib.PurePath], ...] = (
 
 COMPLEX = struct.Struct(">dd")
 
-# Python looks at all members of one hash in turn, and a file can choose them: n cost n * n.
+# Python compares all members with equal hashes, and a file can choose them: n cost n * n.
 MAX_ALIKE = 64
 
 
 def check_hashes(members: Collection[object]) -> None:
-    """Raise ValueError if a set, or a dict, of these would take for ever to make."""
+    """Raise ValueError if building a set or a dict of these would take for ever."""
     if len(members) <= MAX_ALIKE:
         return
     # Sorted, not counted: a Counter takes more memory than the members.
@@ -129,7 +129,7 @@ def check_hashes(members: Collection[object]) -> None:
 
 
 def numpy_itemsize(code: str) -> int | None:
-    """Return the size of a numpy scalar of the dtype `code`; None if it is not stored."""
+    """Return the size of a numpy scalar of the dtype `code`; None if it cannot be stored."""
     match = _NUMPY_CODE.fullmatch(code)
     if match is None:
         return None
@@ -141,16 +141,16 @@ def numpy_itemsize(code: str) -> int | None:
 
 # --- what it costs ---------------------------------------------------------------------------
 
-# About how many bytes Python keeps of a value. An empty dict is one byte in a file and 72 in
-# memory; so what would be made of a file is added up before anything is.
-_PLACE = 8  # in a list
+# About how many bytes Python takes for a value. An empty dict is one byte in a file and 72 in
+# memory, so the cost is computed before anything is built.
+_SLOT = 8  # in a list
 _NUMBER = 32
 _LIST = 64
 _SMALL_DICTS = [sys.getsizeof(dict.fromkeys(range(count))) for count in range(16)]
 _PAIR = 100  # of a large dict: some of its table is free
 _MEMBER = 112  # of a set, likewise
 
-# Of extensions, beside what is in the payload.
+# The cost of extensions, in addition to their payloads.
 _EXT_COSTS: Mapping[int, int] = {
     Ext.TUPLE: 0,
     Ext.SET: 200,
@@ -164,8 +164,8 @@ _EXT_COSTS: Mapping[int, int] = {
 _RAW = (Ext.INT, Ext.TEXT, Ext.COMPLEX)
 _MAX_SMALL = 64
 
-# Of msgpack's first bytes: how many bytes of length follow, of bytes, extensions, text, lists and
-# dicts; and the lengths of the extensions that have none.
+# msgpack's first bytes: the number of length bytes that follow, for bytes, extensions, text, lists
+# and dicts; and the lengths of fixed-size extensions.
 _LENGTHS = {
     **{first + i: 1 << i for first in (0xC4, 0xC7, 0xD9) for i in range(3)},
     **{first + i: 2 << i for first in (0xDC, 0xDE) for i in range(2)},
@@ -174,10 +174,7 @@ _FIXED_EXTS = {0xD4 + i: 1 << i for i in range(5)}
 
 
 def cost_of(data: bytes, limit: int) -> int:
-    """Return about how much memory the value of `encode_value`'s bytes takes, if they are one.
-
-    What is above `limit` is not added up. It takes some 0.1 us a value.
-    """
+    """Return about how much memory encoded data takes decoded, up to `limit`: 0.1 us a value."""
     at = cost = 0
     while at < len(data) and cost <= limit:
         code = data[at]
@@ -191,22 +188,22 @@ def cost_of(data: bytes, limit: int) -> int:
 
 
 def _long_cost(data: bytes, at: int) -> tuple[int, int]:
-    """Return where the next value begins, and the cost of one whose size has to be read."""
+    """Return the start of the next value, and the cost of one whose size must be read."""
     code = data[at]
     start, count = _length(data, at)
     if code in (0xC4, 0xC5, 0xC6):
-        return start + count, _PLACE + 48 + count
+        return start + count, _SLOT + 48 + count
     if code in (0xD9, 0xDA, 0xDB):
-        return start + count, _PLACE + _text_cost(count)
+        return start + count, _SLOT + _text_cost(count)
     if code in (0xDC, 0xDD):
-        return start, _PLACE + _LIST + _PLACE * count
+        return start, _SLOT + _LIST + _SLOT * count
     if code in (0xDE, 0xDF):
-        return start, _PLACE + _dict_cost(count)
+        return start, _SLOT + _dict_cost(count)
     return _ext_cost(data, start, count)
 
 
 def _length(data: bytes, at: int) -> tuple[int, int]:
-    """Return where a value's bytes, items or pairs begin, and how many they are."""
+    """Return the start and the number of a value's bytes, items or pairs."""
     code = data[at]
     if 0x80 <= code < 0xA0:
         return at + 1, code & 0xF
@@ -215,17 +212,17 @@ def _length(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _ext_cost(data: bytes, at: int, nbytes: int) -> tuple[int, int]:
-    """Return the same of an extension, whose type is at `at`."""
+    """Return the start of the next value, and the cost of an extension, whose type is at `at`."""
     start = at + 1
     if start >= len(data):
         return start, 0
     kind = data[at]
     if kind in _RAW:
-        return start + nbytes, _PLACE + _text_cost(nbytes)
+        return start + nbytes, _SLOT + _text_cost(nbytes)
     if kind not in _EXT_COSTS and nbytes <= _MAX_SMALL:
-        return start + nbytes, _PLACE + 64 + 8 * nbytes
-    # The payload is copied, and is a value itself: the next.
-    cost = _PLACE + _EXT_COSTS.get(kind, 0) + 48 + nbytes
+        return start + nbytes, _SLOT + 64 + 8 * nbytes
+    # The payload is copied, and then parsed as the next value.
+    cost = _SLOT + _EXT_COSTS.get(kind, 0) + 48 + nbytes
     if kind in (Ext.SET, Ext.FROZENSET):
         cost += _MEMBER * _length(data, start)[1]
     return start, cost
@@ -236,25 +233,24 @@ def _dict_cost(count: int) -> int:
 
 
 def _text_cost(nbytes: int) -> int:
-    # Python has one string of each character up to U+00FF. A character beyond U+FFFF makes all of
-    # a text take four bytes each.
+    # Python caches one string for each character up to U+00FF. A character beyond U+FFFF makes all
+    # of a text take four bytes each.
     return 0 if nbytes < 2 else 64 + (2 if nbytes < 32 else 4) * nbytes
 
 
-# Of each first byte: the bytes and the cost of a value, or of a list or dict without what is in it.
-# 0 bytes where a size has to be read. Of the values that cost no more than their place, Python has
-# one of each.
+# For each first byte: the bytes and the cost of a value, or of a list or dict without its items. 0
+# bytes if a size must be read. Values that cost only their slot are cached by Python.
 _FIRST_BYTES: Sequence[tuple[int, int]] = (
-    *[(1, _PLACE)] * 128,  # 00: 0 to 127
-    *[(1, _PLACE + _dict_cost(count)) for count in range(16)],  # 80
-    *[(1, _PLACE + _LIST + _PLACE * count) for count in range(16)],  # 90
-    *[(1 + nbytes, _PLACE + _text_cost(nbytes)) for nbytes in range(32)],  # a0
-    *[(1, _PLACE)] * 4,  # c0: nil, false, true
+    *[(1, _SLOT)] * 128,  # 00: 0 to 127
+    *[(1, _SLOT + _dict_cost(count)) for count in range(16)],  # 80
+    *[(1, _SLOT + _LIST + _SLOT * count) for count in range(16)],  # 90
+    *[(1 + nbytes, _SLOT + _text_cost(nbytes)) for nbytes in range(32)],  # a0
+    *[(1, _SLOT)] * 4,  # c0: nil, false, true
     *[(0, 0)] * 6,  # c4
-    *[(1 + nbytes, _PLACE + _NUMBER) for nbytes in (4, 8)],  # ca: floats
-    *[(1 + nbytes, _PLACE + _NUMBER * (nbytes > 1)) for nbytes in (1, 2, 4, 8)],  # cc: from 0 on
-    *[(1 + nbytes, _PLACE + _NUMBER) for nbytes in (1, 2, 4, 8)],  # d0: below 0
+    *[(1 + nbytes, _SLOT + _NUMBER) for nbytes in (4, 8)],  # ca: floats
+    *[(1 + nbytes, _SLOT + _NUMBER * (nbytes > 1)) for nbytes in (1, 2, 4, 8)],  # cc: from 0 on
+    *[(1 + nbytes, _SLOT + _NUMBER) for nbytes in (1, 2, 4, 8)],  # d0: below 0
     *[(0, 0)] * 12,  # d4
-    *[(1, _PLACE + _NUMBER)] * 27,  # e0: -32 to -6
-    *[(1, _PLACE)] * 5,  # fb: -5 to -1
+    *[(1, _SLOT + _NUMBER)] * 27,  # e0: -32 to -6
+    *[(1, _SLOT)] * 5,  # fb: -5 to -1
 )

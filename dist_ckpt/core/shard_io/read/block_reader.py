@@ -110,7 +110,7 @@ class BlockReader:
         if isinstance(one, BlockRead) and one.straight:
             self._straight(file, one)
         else:
-            with self._slots.one() as slot:
+            with self._slots.borrow() as slot:
                 data = slot[: one.span.nbytes]
                 self.fetch(file, one, data)
                 if self.targets is not None:

@@ -195,7 +195,7 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
             f"{here}: the header (bytes 0:{record.header_nbytes}) is damaged, its digest is "
             f"{actual}, the index says {record.digest}"
         )
-    header = decode_header(bytes(data), nbytes=record.nbytes, what=here)
+    header = decode_header(bytes(data), nbytes=record.nbytes, label=here)
     if header.block_nbytes % MAX_ITEMSIZE or header.block_nbytes > MAX_BLOCK_NBYTES:
         raise CorruptError(f"{here}: {header.block_nbytes} is no size of blocks")
     for what, found, expected in (
@@ -303,7 +303,7 @@ def read_objects(
     if it needs a newer dist_ckpt.
     """
     data = read_encoded_objects(storage, folder, record)
-    return objects_file.decode(data, make=make, what=f"{folder}/{record.name}")
+    return objects_file.decode(data, make=make, label=f"{folder}/{record.name}")
 
 
 def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:

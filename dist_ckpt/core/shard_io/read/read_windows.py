@@ -38,7 +38,7 @@ def read_ahead(
 
     def read_one(window: W) -> tuple[W, memoryview, ExitStack]:
         lent = ExitStack()
-        memory = lent.enter_context(slots.one())
+        memory = lent.enter_context(slots.borrow())
         read(window, memory)
         return window, memory, lent
 

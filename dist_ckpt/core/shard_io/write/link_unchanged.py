@@ -209,7 +209,7 @@ def _read(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
 
 def _read_back(file: ReadableFile, path: str, header: bytes, nbytes: int, threads: int) -> None:
     """Read all blocks of a file. CorruptError if one is not what its digest says."""
-    said = decode_header(header, nbytes=nbytes, what=path)
+    said = decode_header(header, nbytes=nbytes, label=path)
 
     def check(one: BlockRead) -> None:
         data = _read(file, path, said.header_nbytes + one.span.start, one.span.nbytes)

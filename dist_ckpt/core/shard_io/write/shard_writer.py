@@ -170,7 +170,7 @@ class _Writing:
         lent = ExitStack()
         if not batch.parts:
             return partial(self._write, 0, memoryview(b""), lent)
-        slot = lent.enter_context(slots.one())
+        slot = lent.enter_context(slots.borrow())
         offset = self.plan.header.nbytes + batch.start
         with self._turn if len(batch.parts) > 1 else nullcontext():
             data = self._gather(batch.parts, slot, offset)

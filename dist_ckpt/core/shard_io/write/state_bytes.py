@@ -120,7 +120,7 @@ def _documents(text: str) -> EncodedDocuments:
     if not index_text.startswith(_INDEX_START):
         check_version(strict_json.parse(index, f"{WHAT}, index"), f"{WHAT}, index")
         raise ValueError("its index is not that of one rank")
-    found = index_json.decode(index, what=f"{WHAT}, index")
+    found = index_json.decode(index, label=f"{WHAT}, index")
     assert isinstance(found, Index), "its state is committed"
     rest = text[at:].removeprefix(",")
     if not found.files:

@@ -304,7 +304,7 @@ class DirectFile:
         torch's memory is hardly ever aligned as disks want it.
         """
         done, block = 0, self.aligned.block
-        with self.origin.slots.one() as slot:
+        with self.origin.slots.borrow() as slot:
             while done < len(target):
                 head = (offset + done) % block
                 blocks = -(-(head + len(target) - done) // block)
