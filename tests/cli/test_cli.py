@@ -266,7 +266,7 @@ def test_reshard_by_a_file_that_is_not_there_names_it(run, checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "tree", "verify", "rm", "gc"])
-@pytest.mark.parametrize(("path", "fact"), [("", "pass the path"), ("\udcff", "not UTF-8")])
+@pytest.mark.parametrize(("path", "fact"), [("", "pass the path"), ("\udcff", "not valid UTF-8")])
 def test_what_is_no_path_is_a_usage_error(run, command, path, fact):
     code, _, err = run(command, path)
     assert code == 2

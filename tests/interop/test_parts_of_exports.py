@@ -145,7 +145,7 @@ def test_a_pattern_that_lacks_the_component_is_told_what_would_match(tmp_path: P
     for export in (torch_export.export_file, hf.export_folder, dcp_export.export_folder):
         with pytest.raises(ValueError, match=r"'a\.\*' matches no name, but 'model\.a\.\*' does"):
             export(tmp_path / "ck", tmp_path / "to", include="a.*")
-    with pytest.raises(ValueError, match=r"'b' matches no name: mend or remove it"):
+    with pytest.raises(ValueError, match=r"'b' matches no name: correct or remove it"):
         exported(tmp_path / "ck", exclude="b")
     dc.save({"m*": {"w": torch.ones(1)}}, tmp_path / "odd")
     with pytest.raises(ValueError, match=r"but 'm\[\*\]\.w' does"):

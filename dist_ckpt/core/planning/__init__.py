@@ -1,15 +1,11 @@
-"""Who writes and reads which bytes: decided, not done. Pure.
+"""Decide which rank writes and reads which bytes. Pure functions.
 
-- names: `selection.py` is `include` and `exclude`;
-- words: `plan.py` has what planners take and return, and the views of a tensor (mesh, placements);
-  `mesh.py` says which cells a view gives to a rank. A new kind of parallelism begins in these two;
-  `state/tensors/read_tensor.py` reads it off tensors. A new kind of view needs its branch in
-  `holders.merge_ownership` as well, which takes others as whole;
-- saves: `planning/save/inventories.py` and `planning/save/ownership.py` find who holds what,
-  `planning/save/balance.py` chooses which of the holders stores it, `planning/save/save_planner.py`
-  puts the plan together, `write_batches.py` a rank's writes;
-- loads: `planning/load/load_planner.py` is all of resharding, `planning/load/read_sharing.py` who
-  fetches what several want;
-- `sharding_config.py` is `dc.ShardingConfig`; `sharded_views.py` applies it to what is stored, and
-  `state/sharding_rules.py` to a state.
+- `plan.py`: what planners take and return, and views of a tensor (mesh, placements). `mesh.py`: the
+  cells that a view gives to a rank. A new kind of parallelism begins in these two. A new kind of
+  view also needs a branch in `save/ownership.py`, which takes others as whole.
+- `save/`: `save/inventories.py` and `save/ownership.py` merge the inventories of the ranks,
+  `save/balance.py` chooses the rank that stores a replica. `write_batches.py` cuts its writes.
+- `load/`: `load/load_planner.py` is all of resharding, `load/read_sharing.py` shares reads.
+- `selection.py`: `include` and `exclude`. `sharding_config.py`: `dc.ShardingConfig`, which
+  `sharded_views.py` applies to a checkpoint and `state/sharding_rules.py` to a state.
 """

@@ -1,8 +1,8 @@
-"""Which of many boxes a box has elements in common with, without looking at all of them.
+"""Find the boxes that overlap a box, without a look at all of them.
 
-Boxes that tile a tensor irregularly are sorted into a tree, halved each time along the dimension
-in which the most of them stand side by side. What a search costs grows with what it finds and with
-the logarithm of the number of boxes, unless it is for a needle that lies across many of them.
+Boxes that tile a tensor irregularly are sorted into a tree. Each node is halved along the dimension
+with the most boxes side by side. A search costs about the size of its result plus the logarithm of
+the number of boxes; a thin box across many boxes costs more.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from operator import lt, sub, truediv
 
 from dist_ckpt.core.format.geometry import Region, Shape
 
-# With fewer, to look at each costs less than to descend.
+# With fewer boxes, to compare each costs less than to descend.
 _LEAF_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _BoxNode:
-    """The numbers of some boxes, all of which lie between two corners; or two such nodes."""
+    """The numbers of the boxes between two corners, or two child nodes."""
 
     start: Shape
     stop: Shape
@@ -28,19 +28,19 @@ class _BoxNode:
 
 
 class BoxTree:
-    """Boxes to search, known by their numbers. Empty boxes are never found."""
+    """Boxes to search, identified by their numbers. Empty boxes never match."""
 
     def __init__(self, boxes: Sequence[Region]) -> None:
         self._corners = [(box.offset, box.stop) for box in boxes]
-        held = [number for number, box in enumerate(boxes) if box.numel]
-        self._root = self._node(held) if held else None
+        numbers = [number for number, box in enumerate(boxes) if box.numel]
+        self._root = self._node(numbers) if numbers else None
 
     def meeting(self, box: Region) -> list[int]:
-        """Return the numbers, ascending, of the boxes that have elements of this one."""
+        """Return the numbers, ascending, of the boxes that overlap this one."""
         start, stop = box.offset, box.stop
         if self._root is None or box.numel == 0:
             return []
-        found: list[int] = []
+        overlapping: list[int] = []
         nodes = [self._root]
         while nodes:
             node = nodes.pop()
@@ -49,8 +49,8 @@ class BoxTree:
                 for number in node.numbers:
                     first, last = self._corners[number]
                     if all(map(lt, first, stop)) and all(map(lt, start, last)):
-                        found.append(number)
-        return sorted(found)
+                        overlapping.append(number)
+        return sorted(overlapping)
 
     def _node(self, numbers: list[int]) -> _BoxNode:
         starts, stops = zip(*(self._corners[number] for number in numbers), strict=True)
@@ -58,7 +58,7 @@ class BoxTree:
         stop = tuple(map(max, zip(*stops, strict=True)))
         if len(numbers) <= _LEAF_SIZE or not start:
             return _BoxNode(start, stop, tuple(numbers), ())
-        # How many boxes of the usual size stand side by side, but for a factor that all share.
+        # The number of average boxes side by side, up to a factor that all dimensions share.
         lengths = map(sub, map(sum, zip(*stops, strict=True)), map(sum, zip(*starts, strict=True)))
         abreast = list(map(truediv, map(sub, stop, start), lengths))
         dim = abreast.index(max(abreast))

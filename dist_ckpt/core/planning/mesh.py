@@ -1,13 +1,13 @@
-"""Which cells of a tensor each rank of a mesh holds.
+"""Compute the cells of a tensor that each rank of a mesh holds.
 
-Placements apply from left to right: each cuts the list of indices that the placements before it
-have left of its dimension. A rank holds the product, over the dimensions, of what is left. The
-indices of a dimension are kept as ascending runs, so that a strided shard is a few runs.
+Placements apply from left to right: each cuts the indices of its dimension that the placements
+before it have left. A rank holds the product of the remaining indices of all dimensions. The
+indices are ascending runs, so that a strided shard is a few runs.
 
-torch defines `_StridedShard` axis by axis, like that. FSDP2 over TP, for which it was made, cuts
-the other way round: TP first, then FSDP what TP left. Both give the same cells where sizes divide
-evenly; where they do not, torch's placements still say the first while the memory holds the second.
-Which it is shows only in the shape of the local tensor.
+torch defines `_StridedShard` axis by axis, like that. FSDP2 over TP, for which it was made, cuts in
+the other order: TP first, then FSDP. Both give the same cells if sizes divide evenly. If not,
+torch's placements still describe the first order while the memory has the second. Only the shape of
+the local tensor shows which.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 
-# Ascending, disjoint, not empty, and not touching.
+# Ascending, disjoint, not empty, and not adjacent.
 IndexRuns = tuple[range, ...]
 
 
 def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
-    """Return the cells of a tensor of global `shape` that a rank holds, in its memory's order.
+    """Return the cells of a tensor of global `shape` that a rank holds, in the order of its memory.
 
-    A strided shard is several boxes; the local tensor is their product, row-major, so the boxes
-    come in row-major order too. Nothing is held outside the mesh and where the local shard is
-    empty, but an empty tensor is held, as one empty cell, by every rank of its mesh. What a rank
-    holds under a `RuleSharded` view depends on the other ranks: ask the plan.
+    A strided shard is several boxes in row-major order, as the local tensor is their product. The
+    result is empty outside the mesh and for an empty local shard. An empty tensor is one empty cell
+    on every rank of its mesh. For `RuleSharded` views only the plan has the cells.
     """
     match view:
         case Whole():
@@ -63,13 +62,13 @@ def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
         case Flattened():
             return _flat_cells(view.mesh, rank, shape)
         case RuleSharded():
-            raise ValueError("what a rank holds under a ShardingConfig is known to the plan only")
+            raise ValueError("under a ShardingConfig, only the plan has the cells of a rank")
         case _:
             assert_never(view)
 
 
 def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
-    """Return how a mesh cuts a tensor of global `shape`, and which ranks hold each cell."""
+    """Return the layout of a tensor of global `shape` on a mesh, with the holders of each cell."""
     if 0 in shape:
         return whole_layout(shape, view.mesh.ranks)
     if isinstance(view, Flattened):
@@ -83,9 +82,9 @@ def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
             placement, count = view.placements[axis], view.mesh.shape[axis]
             parts = [part for runs in parts for part in _split(runs, placement, count)]
         starts = sorted((run.start, n) for n, runs in enumerate(parts) for run in runs)
-        at = positions_of(axes, view.mesh.shape, strides)
+        offsets = positions_of(axes, view.mesh.shape, strides)
         cuts.append((*(start for start, _ in starts), size))
-        positions.append([at[n] for _, n in starts])
+        positions.append([offsets[n] for _, n in starts])
     used = {axis for axes in cutting for axis in axes}
     free = [axis for axis in range(len(view.mesh.shape)) if axis not in used]
     replicas = positions_of(free, view.mesh.shape, strides)
@@ -98,7 +97,7 @@ def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
 
 
 def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each dimension the mesh axes that cut it, in the order in which they do."""
+    """Return for each dimension the mesh axes that cut it, in the order of the cuts."""
     axes: list[list[int]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate):
@@ -106,7 +105,7 @@ def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ..
     return tuple(map(tuple, axes))
 
 
-# Tensors repeat, and to cut one costs as much as its mesh has ranks.
+# Tensors repeat, and one cut costs as much as the mesh has ranks.
 @lru_cache(maxsize=4096)
 def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]:
     mesh = view.mesh
@@ -115,25 +114,25 @@ def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]
     if 0 in shape:
         return (Region.whole(shape),)
     position, strides = mesh.ranks.index(rank), row_major_strides(mesh.shape)
-    left: list[IndexRuns] = []
+    remaining: list[IndexRuns] = []
     for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
         runs: IndexRuns = (range(size),)
         for axis in axes:
             count = mesh.shape[axis]
             runs = _split(runs, view.placements[axis], count)[position // strides[axis] % count]
-        left.append(runs)
+        remaining.append(runs)
     return tuple(
-        Region(tuple(run.start for run in box), tuple(map(len, box))) for box in product(*left)
+        Region(tuple(run.start for run in box), tuple(map(len, box))) for box in product(*remaining)
     )
 
 
 def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]:
-    """Return what each of `count` ranks along a mesh axis has of the indices in `runs`."""
+    """Return the part of the indices in `runs` that each of `count` ranks along a mesh axis has."""
     if isinstance(placement, Shard):
         return _chunk(runs, count)
     assert isinstance(placement, StridedShard), placement
-    # As torch does: cut into `split_factor` chunks as if another axis had come first, and give
-    # each rank its part of every chunk.
+    # As torch does: cut into `split_factor` chunks, as if another axis came first, and give each
+    # rank its part of every chunk.
     chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
     return [tuple(joined(run for chunk in chunks for run in chunk[n])) for n in range(count)]
 
@@ -144,26 +143,26 @@ def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:
     parts: list[list[range]] = [[] for _ in range(count)]
     done = 0
     for run in runs:
-        left = run
-        while left:
+        rest = run
+        while rest:
             number, inside = divmod(done, size)
-            part = left[: size - inside]
+            part = rest[: size - inside]
             parts[number].append(part)
             done += len(part)
-            left = left[len(part) :]
+            rest = rest[len(part) :]
     return [tuple(part) for part in parts]
 
 
 def positions_of(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
-    """Return the places in a mesh's ranks of all coordinates on these axes, the others being 0."""
+    """Return the positions in a mesh's ranks of all coordinates on these axes; others are 0."""
     steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in axes]
-    return [sum(place) for place in product(*steps)]
+    return [sum(step) for step in product(*steps)]
 
 
 def holders_of(
     ranks: Shape, positions: Sequence[Sequence[int]], replicas: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the holders of every cell: `positions[d][i]` is where dimension d's cut i lies."""
+    """Return the holders of each cell; `positions[d][i]` is the position of dimension d's cut i."""
     cells = map(sum, product(*positions))
     if len(replicas) == 1:
         return tuple((ranks[cell],) for cell in cells)
@@ -190,10 +189,9 @@ def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
 
 @lru_cache(maxsize=4096)
 def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tuple[MeshPlaced, ...]:
-    """Return the views that these placements may stand for: one, or two that differ.
+    """Return the views that these placements may mean: FSDP2's, then the one that torch defines.
 
-    FSDP2's comes first. It is the only one, or there is none, where strided shards of uneven sizes
-    are not cut `as_defined`.
+    Unless uneven strided shards are cut `as_defined`, there is only FSDP2's, or none.
     """
     if _is_even(view, shape) or not _is_strided(view):
         return (view,)
@@ -208,11 +206,10 @@ def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tupl
 
 
 def as_applied(view: MeshPlaced) -> MeshPlaced | None:
-    """Return the same placements with the mesh axes in the order in which they cut, or None.
+    """Return the placements with the mesh axes in the order of their cuts, or None.
 
-    `split_factor` is the number of cuts made before on the dimension, by later axes: each strided
-    axis comes right after the axes whose sizes make up that number. None if nothing is strided or
-    no order explains the number.
+    `split_factor` is the number of cuts that later axes made before. So each strided axis comes
+    right after the axes whose sizes multiply to it. None if nothing is strided or no order fits.
     """
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(view.placements))):
@@ -220,10 +217,10 @@ def as_applied(view: MeshPlaced) -> MeshPlaced | None:
         if isinstance(placement, Replicate):
             continue
         order = orders.setdefault(placement.dim, [])
-        place = _place(placement, [view.mesh.shape[a] for a in order])
-        if place is None:
+        index = _insert_index(placement, [view.mesh.shape[a] for a in order])
+        if index is None:
             return None
-        order.insert(place, axis)
+        order.insert(index, axis)
     if not _is_strided(view):
         return None
     cutting = [axis for order in orders.values() for axis in order]
@@ -235,12 +232,12 @@ def as_applied(view: MeshPlaced) -> MeshPlaced | None:
     )
 
 
-def _place(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
+def _insert_index(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
     if isinstance(placement, Shard):
         return 0
-    for place in range(len(sizes) + 1):
-        if prod(sizes[:place]) == placement.split_factor:
-            return place
+    for index in range(len(sizes) + 1):
+        if prod(sizes[:index]) == placement.split_factor:
+            return index
     return None
 
 
@@ -259,7 +256,7 @@ def _is_even(view: MeshPlaced, shape: Shape) -> bool:
 def _transposed(mesh: Mesh, axes: list[int]) -> Mesh:
     """Return the mesh with its axes in another order."""
     shape = tuple(mesh.shape[axis] for axis in axes)
-    places = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
+    positions = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
     return Mesh(
-        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[p] for p in places)
+        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[p] for p in positions)
     )

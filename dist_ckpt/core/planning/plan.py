@@ -1,7 +1,7 @@
 """The values that planners take and return: views of tensors, inventories, plans, receipts.
 
-A rank's `Inventory` is symbolic: it names the mesh and the placements instead of listing boxes,
-so that ranks with the same view of the state send the same bytes, and it holds no data.
+An `Inventory` names mesh and placements instead of boxes, so that ranks with the same view of the
+state send the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
 from dist_ckpt.core.planning.write_batches import Batch
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
-# A replica group by its id, with the digest of each of its members, by name.
+# A replica group's id, with the digest of each member by name.
 ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 # (name, nbytes, header_nbytes, digest), as in `Receipt.files`.
@@ -28,7 +28,7 @@ FileReceipt = tuple[str, int, int, str]
 
 
 class Mesh(Message, frozen=True, cache_hash=True):
-    """Ranks arranged in a box, row-major; `names` are its axes, "" where they have none."""
+    """Ranks in a row-major box; `names` are its axes, "" if they have none."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -36,7 +36,7 @@ class Mesh(Message, frozen=True, cache_hash=True):
 
 
 class Replicate(Message, frozen=True, tag=True):
-    """Every rank along the mesh axis holds the same."""
+    """Every rank along the mesh axis holds the same data."""
 
 
 class Shard(Message, frozen=True, tag=True):
@@ -56,18 +56,18 @@ Placement = Replicate | Shard | StridedShard
 
 
 class Whole(Message, frozen=True, tag=True):
-    """A tensor that the rank holds whole: a replica of what the other ranks hold."""
+    """A tensor that the rank holds whole, as a replica."""
 
 
 class MeshPlaced(Message, frozen=True, tag=True):
-    """A tensor laid over a mesh, one placement a mesh axis (DTensor)."""
+    """A tensor on a mesh, with one placement for each mesh axis (DTensor)."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
 
 class Flattened(Message, frozen=True, tag=True):
-    """A tensor cut, in row-major order, into even element ranges, one a rank (ZeRO)."""
+    """A tensor cut into even, row-major element ranges, one for each rank (ZeRO)."""
 
     mesh: Mesh
 
@@ -79,10 +79,7 @@ class Parts(Message, frozen=True, tag=True):
 
 
 class RuleSharded(Message, frozen=True, tag=True):
-    """A local tensor under a ShardingConfig: `axes[d]` are the mesh axes that cut dimension d.
-
-    The parts may be uneven; the global shape is the sum of the parts, known to the planner only.
-    """
+    """A local tensor under a ShardingConfig: mesh axes `axes[d]` cut dimension d, also unevenly."""
 
     mesh: Mesh
     axes: tuple[tuple[int, ...], ...]
@@ -92,10 +89,7 @@ View = Whole | MeshPlaced | Flattened | Parts | RuleSharded
 
 
 class TensorEntry(Message, frozen=True):
-    """One tensor as one rank sees it: `shape` is global, but local under a `RuleSharded` view.
-
-    `view` and `component` number the inventory's tables.
-    """
+    """One tensor on one rank. `shape` is global, except in a `RuleSharded` view."""
 
     fqn: str
     dtype: str
@@ -112,13 +106,12 @@ class NameList(Message, frozen=True):
 
 
 class Inventory(Message, frozen=True):
-    """What one rank says it holds. `components` are the names that tensors' entries number.
+    """The tensors and values of one rank. `TensorEntry` has numbers of `views` and `components`.
 
-    `aliases` are (fqn, fqn of the tensor that it is tied to); `values` are the fqns of the values
-    that are not tensors; `per_rank` are (fqn, key), where None stands for the rank itself, so that
-    ranks that differ in nothing else send the same; `numpy` are the fqns of the tensors that are
-    numpy arrays in the state. `parameters` are (first, count, trainable) of runs of `tensors`.
-    `reused` are the fqns of the tensors that get files of their own, to be linked by later saves.
+    `aliases` are (fqn, fqn of the tied tensor), `values` fqns. `per_rank` are (fqn, key); None
+    means the rank itself, so that similar ranks send the same bytes. `numpy` lists tensors that are
+    numpy arrays. `parameters` are (first, count, trainable) for runs of `tensors`. `reused` lists
+    tensors with files that later saves can link.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -140,12 +133,11 @@ class Inventory(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Who stores what, the same on every rank; `items_of` derives one rank's part of it.
+    """The rank that stores each cell and value.
 
-    `held_layouts` has the layout in which the ranks hold a tensor where it is stored in a finer
-    one: a large replica is split among its holders. `value_holders` are the ranks that hold each
-    value, `per_rank_holders` those that hold each key of a value per rank. `reused` numbers the
-    components whose files later saves may link to.
+    Equal on all ranks; `items_of` derives a rank's part. `held_layouts` has the ranks' layout of a
+    tensor that is split among its holders. `value_holders` and `per_rank_holders` have the ranks of
+    each value and key. `reused` numbers the components whose files later saves can link.
     """
 
     catalog: Catalog
@@ -160,10 +152,9 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One shard file to write.
+    """A shard file to write, in batches.
 
-    `batches` are its items as they are written, in blocks of `block_nbytes`. `is_reused`: later
-    saves may link to it, so that it says of no step that it is of it.
+    If `is_reused`, saves can link it, so it contains no step.
     """
 
     name: str
@@ -185,12 +176,11 @@ class ReplicaGroup:
 
 
 class Receipt(Message, frozen=True):
-    """What a rank wrote: (name, nbytes, header_nbytes, digest) of each file.
+    """The files that a rank wrote: (name, nbytes, header_nbytes, digest) of each.
 
-    An objects file has no header: its `header_nbytes` is 0 and the digest is of the whole file.
-    `replicas` are (group id, digest) of each replica group that the rank belongs to: all ranks
-    that name a group must have the same digest for it. `linked` are files, and bytes, that were not
-    written but linked.
+    For an objects file, `header_nbytes` is 0 and the digest covers the whole file. `replicas` are
+    (group id, digest), where a group's digests must be equal on all ranks. `linked` counts files,
+    and bytes, that were linked and not written.
     """
 
     files: tuple[FileReceipt, ...]
@@ -203,7 +193,7 @@ class Receipt(Message, frozen=True):
 
 
 class TensorRequest(NamedTuple):
-    """A tensor that a rank wants, and the cells of it that it will fill."""
+    """A tensor that a rank requests, and the cells that it will fill."""
 
     fqn: str
     dtype: str
@@ -213,13 +203,11 @@ class TensorRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellOverlap:
-    """A box `common` of a stored cell and a wanted one, for all tensors that are cut alike.
+    """The common box of a stored cell and a requested one, for all tensors with equal cuts.
 
-    `source` and `target` are the pieces of the stored cell and of wanted cell number `part` that
-    hold it: both are row-major, so with them an element's place in memory is known. `run` is where
-    its elements lie in the stored cell's memory, if they are one run there, and one in the wanted
-    cell's, `shift` elements further on; None if they are scattered in either. `is_whole`: the two
-    are the same cell, and nothing else of either is to be copied.
+    `source` and `target` are the row-major pieces of the stored cell and of requested cell `part`
+    that contain it. `run` is its range in the stored cell's memory, and `shift` is added for the
+    requested cell's. `run` is None if either is not contiguous. `is_whole`: the cells are equal.
     """
 
     stored: Cell
@@ -240,22 +228,19 @@ class CellOverlap:
         target: RegionPiece,
         common: Region,
     ) -> CellOverlap:
-        """Return the match of pieces of a stored cell and of wanted cell number `part`."""
-        run, there = run_of(common, source), run_of(common, target)
-        if run is None or there is None:
+        """Return the overlap of pieces of a stored cell and of requested cell `part`."""
+        run, target_run = run_of(common, source), run_of(common, target)
+        if run is None or target_run is None:
             return CellOverlap(stored, source, part, target, common, None, 0, is_whole=False)
         is_whole = stored == wanted and common.numel == wanted.numel
         return CellOverlap(
-            stored, source, part, target, common, run, there.start - run.start, is_whole
+            stored, source, part, target, common, run, target_run.start - run.start, is_whole
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """Copy the elements of a match from a stored cell into a wanted one.
-
-    `tensor` is the name under which it is stored: another than `fqn` where that is an alias.
-    """
+    """Copy an overlap from a stored cell of `tensor`, which `fqn` may be an alias of."""
 
     fqn: str
     tensor: str
@@ -263,6 +248,5 @@ class ReadItem:
     match: CellOverlap
 
 
-# What one rank reads: the items that each shard file serves, by the file's number in the index,
-# ascending.
+# One rank's reads: the items of each shard file, by the file's number in the index, ascending.
 LoadPlan = Mapping[int, tuple[ReadItem, ...]]

@@ -1,4 +1,4 @@
-"""A ShardingConfig applied to what is stored: who gets which part on a load or a reshard."""
+"""Apply a ShardingConfig to stored tensors: the part of each rank in a load or a reshard."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def target_view(
     parameter: tuple[str, Shape] | None = None,
     owner: int | None = None,
 ) -> View:
-    """Return how a tensor of global `shape` lies on the ranks after a load or reshard.
+    """Return the view of a tensor of global `shape` after a load or reshard.
 
-    `parameter` is the name and global shape of the one that it is stored under, if any. `owner`
-    is the rank that gets it where whole parameters go to ranks; None means whoever has it.
+    `parameter` is the name and shape of the one that it belongs to. `owner` is the rank that gets
+    it if ranks own whole parameters; None means any rank that has it.
     """
     if _is_partitioned(config, parameter):
         if config.flat and shape and (parameter is None or parameter[1] == shape):
@@ -57,7 +57,7 @@ def target_view(
 
 
 def chunked(view: RuleSharded) -> MeshPlaced:
-    """Return the same cuts with the parts that `torch.chunk` makes."""
+    """Return the same cuts, with the parts that `torch.chunk` makes."""
     dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
     placements = (
         Shard(dims[axis]) if axis in dims else Replicate() for axis in range(len(view.mesh.shape))
@@ -66,23 +66,23 @@ def chunked(view: RuleSharded) -> MeshPlaced:
 
 
 def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
-    """Return how each tensor of a checkpoint lies on the ranks after a reshard."""
+    """Return the view of each tensor of a checkpoint after a reshard."""
     names: dict[str, str] = {}
     rule_names: dict[str, str] = {}
     shapes: dict[str, Shape] = {}
     for fqn, record in catalog.tensors.items():
         names[fqn] = name_of(fqn, catalog.components[record.component].name)
-        # An optimizer over several modules calls its parameters after the modules as well.
+        # An optimizer over several modules also prefixes its parameters with the modules' names.
         for name in (names[fqn], fqn):
             shapes.setdefault(name, record.shape)
             rule_names.setdefault(name, names[fqn])
     parameters: dict[str, tuple[str, Shape] | None] = {}
     nbytes: dict[str, int] = {}
     for fqn, record in catalog.tensors.items():
-        found = parameter_of(names[fqn], shapes)
-        parameters[fqn] = found and (rule_names[found[0]], found[1])
-        if _is_partitioned(config, found):
-            name = rule_names[found[0]] if found else names[fqn]
+        parameter = parameter_of(names[fqn], shapes)
+        parameters[fqn] = parameter and (rule_names[parameter[0]], parameter[1])
+        if _is_partitioned(config, parameter):
+            name = rule_names[parameter[0]] if parameter else names[fqn]
             size = prod(record.shape) * DTYPES[record.dtype].itemsize
             nbytes[name] = nbytes.get(name, 0) + size
     owners = evenly(nbytes, config.world_size)
@@ -97,7 +97,7 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
 def plan_stored(
     catalog: Catalog, config: ShardingConfig, tree: tuple[Node, ...], numpy: tuple[str, ...]
 ) -> SavePlan:
-    """Return the plan of a save, by the ranks of `config`, of what a checkpoint holds."""
+    """Return the plan of a save of a checkpoint's content by the ranks of `config`."""
     components = tuple(component.name for component in catalog.components)
     views: dict[View, int] = {}
     tensors = []
@@ -119,8 +119,8 @@ def plan_stored(
         parameters=runs_of((entry.fqn for entry in tensors), catalog.parameters),
     )
     plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
-    # The keys mean what they meant to the ranks that saved, so the mesh stays theirs as well. They
-    # go round the ranks: an objects file has a limit.
+    # Per-rank keys keep their meaning for the ranks that saved, and so does the mesh. Values are
+    # distributed over the ranks: an objects file has a size limit.
     per_rank = {
         fqn: tuple((key, number % config.world_size) for number, (key, _) in enumerate(keys))
         for fqn, keys in catalog.per_rank.items()

@@ -1,8 +1,7 @@
-"""Which plain local tensors are parts of global ones: a few rules on names instead of DTensors.
+"""Rules on names that make plain local tensors parts of global ones, without DTensors.
 
-A config is said by the user and known to every rank. On a save it turns a local tensor into a
-view of a global one; on a load and for `dc.reshard` it says which part of a global tensor each
-rank gets. It needs no torch.
+A save uses a config to turn local tensors into views of global ones. A load and `dc.reshard` find
+each rank's part of a global tensor. Every rank passes the same config; it needs no torch.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ _KEYS = ("mesh", "rules", "default", "zero_stage", "flat", "shapes")
 class ShardingConfig:
     """How tensors are cut over a mesh of ranks, by rules on the names of parameters.
 
-    `mesh` is axis names and sizes, slowest axis first: ranks are row-major in it. `rules` map a
-    pattern (`fnmatchcase`: `*` also crosses dots) on a parameter's name, without its component,
-    to mesh axis to tensor dimension; an axis that is not named replicates. Two axes on one
-    dimension nest in the order of the mesh. `default` is for names that no rule matches, as far
-    as the tensor has the dimensions. Two rules that match a name and differ are an error.
+    `mesh` has axis names and sizes, slowest axis first: ranks are row-major in it. `rules` map a
+    pattern on a parameter's name, without its component, to {mesh axis: tensor dimension}. Patterns
+    are `fnmatchcase` (`*` also matches dots); an axis that is not named replicates. Two axes on one
+    dimension nest in the order of the mesh. `default` is for names that no rule matches, as far as
+    the tensor has the dimensions. Two rules that match a name and differ are an error.
 
-    A rule holds for the parameter and for every tensor stored under it (optimizer state) of the
-    same shape; others, and tensors without dimensions, are replicas. On a save the parts may be
-    uneven: the global size is their sum along the axis. On a load they are `torch.chunk`'s.
+    A rule also applies to tensors of the same shape that belong to the parameter (optimizer state).
+    Others, and tensors without dimensions, are replicas. On a save the parts may be uneven: the
+    global size is their sum along the axis. On a load they are those of `torch.chunk`.
 
-    With `zero_stage` 1 or 2 the optimizer's state is partitioned over all ranks, with 3 all
-    tensors are: whole parameters, or, if `flat`, even ranges of each tensor's elements, held as
-    one-dimensional tensors. `shapes` are the global shapes of the parameters, which stage 3 with
-    `flat` cannot know otherwise: it needs that of every one-dimensional tensor but a module's
-    buffers. One that all ranks hold whole has its own shape there.
+    `zero_stage` 1 or 2 partitions the optimizer's state over all ranks, 3 all tensors. Ranks get
+    whole parameters or, if `flat`, even ranges of each tensor's elements, in one dimension.
+    `shapes` has the global shapes of the parameters. Stage 3 with `flat` needs them for every
+    one-dimensional tensor except a module's buffers. A tensor that all ranks hold whole has its own
+    shape there.
 
-    Raises ValueError or TypeError when built from what makes no sense.
+    Raises ValueError or TypeError for arguments that make no sense.
     """
 
     mesh: Mapping[str, int]
@@ -79,9 +78,9 @@ class ShardingConfig:
         if self.zero_stage and (len(self.mesh) > 1 or self.rules or self.default):
             raise ValueError("ZeRO partitions over all ranks: give it a mesh of one axis, no rules")
         if self.flat and not self.zero_stage:
-            raise ValueError("flat=True says how ZeRO partitions: give zero_stage 1, 2 or 3")
+            raise ValueError("flat=True needs ZeRO: give zero_stage 1, 2 or 3")
         if self.shapes and not self.flat:
-            raise ValueError("shapes are for flat=True; other parts tell their shapes themselves")
+            raise ValueError("shapes are for flat=True; other parts have their own shapes")
 
     # --- constructors ---
 
@@ -119,13 +118,13 @@ class ShardingConfig:
     # --- as text ---
 
     def to_json(self) -> str:
-        """Return the config as a JSON document; `from_json` makes an equal one of it."""
+        """Return the config as a JSON document, for `from_json`."""
         values = {key: getattr(self, key) for key in _KEYS}
         return json.dumps({k: v for k, v in values.items() if v or k == "mesh"}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> ShardingConfig:
-        """Return the config that a JSON document says. Raises ValueError or TypeError."""
+        """Return the config of a JSON document. Raises ValueError or TypeError."""
         try:
             document = json.loads(text, object_pairs_hook=_unique)
         except json.JSONDecodeError as error:
@@ -136,7 +135,7 @@ class ShardingConfig:
     def from_file(cls, path: str | os.PathLike[str]) -> ShardingConfig:
         """Return the config in a file whose name ends in .json or .toml.
 
-        ValueError or TypeError, naming the file, if there is none or it says nothing sensible.
+        Raises ValueError or TypeError, with the path, if the file is missing or invalid.
         """
         file = Path(path)
         if file.suffix not in (".json", ".toml"):
@@ -165,65 +164,65 @@ class ShardingConfig:
         return cls(**document)
 
     def __eq__(self, other: object) -> bool:
-        # The order of the mesh counts, which dict's own equality does not see.
+        # The order of the mesh counts, which dict's own equality ignores.
         return isinstance(other, ShardingConfig) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
         return hash(self.to_json())
 
-    # --- what it says ---
+    # --- axes ---
 
     @property
     def world_size(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks of the mesh."""
         return prod(self.mesh.values())
 
     def ranks(self) -> Mesh:
-        """Return the mesh as planners know it."""
+        """Return the mesh for planners."""
         return _mesh_of(tuple(self.mesh.items()))
 
     def axes_for(self, name: str, ndim: int) -> Axes:
-        """Return for each dimension the mesh axes, by number, that cut the parameter's.
+        """Return for each dimension of a parameter the numbers of the mesh axes that cut it.
 
-        `name` is without the component. Raises ValueError if rules that match it differ, or cut
-        a dimension that it lacks; a tensor without dimensions is never cut.
+        `name` has no component. Raises ValueError if rules that match it differ, or cut a dimension
+        that it lacks. A tensor without dimensions is never cut.
         """
         if ndim == 0:
             return ()
-        found = {
+        matching = {
             pattern: self._axes(rule, ndim, f"the rule {pattern!r} for {name}")
             for pattern, rule in self.rules.items()
             if fnmatchcase(name, pattern)
         }
-        if len(set(found.values())) > 1:
+        if len(set(matching.values())) > 1:
             raise ValueError(
-                f"{name}: the rules {sorted(found)} match and differ: "
+                f"{name}: the rules {sorted(matching)} match and differ: "
                 "make the patterns such that one matches, or that they agree"
             )
-        if found:
-            return next(iter(found.values()))
+        if matching:
+            return next(iter(matching.values()))
         fitting = {axis: dim for axis, dim in self.default.items() if -ndim <= dim < ndim}
         return self._axes(fitting, ndim, "the default")
 
-    def _axes(self, rule: Mapping[str, int], ndim: int, what: str) -> Axes:
+    def _axes(self, rule: Mapping[str, int], ndim: int, source: str) -> Axes:
         cut: list[list[int]] = [[] for _ in range(ndim)]
         for number, axis in enumerate(self.mesh):
             if axis in rule:
                 if not -ndim <= rule[axis] < ndim:
                     raise ValueError(
-                        f"{what} cuts dimension {rule[axis]} of a tensor that has {ndim}"
+                        f"{source} cuts dimension {rule[axis]} of a tensor that has {ndim}"
                     )
                 cut[rule[axis]].append(number)
         return tuple(map(tuple, cut))
 
 
 def name_of(fqn: str, component: str) -> str:
-    """Return the name that patterns see: without the component."""
+    """Return the name for patterns: without the component."""
     return fqn.removeprefix(f"{component}.")
 
 
 def parameter_of(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] | None:
-    """Return the parameter that `state.<param>.<name>` is stored under, with its shape, or None."""
+    """Return the parameter of `state.<param>.<name>` and its shape, or None."""
     if not name.startswith("state."):
         return None
     above = name.removeprefix("state.")
@@ -237,7 +236,7 @@ def parameter_of(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] | 
 def axes_under(
     config: ShardingConfig, name: str, shape: Shape, parameter: tuple[str, Shape] | None
 ) -> Axes:
-    """Return the axes that cut a tensor stored under `parameter` (its name and shape), if any."""
+    """Return the axes that cut a tensor, which may belong to a parameter (name and shape)."""
     if parameter is None:
         return config.axes_for(name, len(shape))
     if parameter[1] != shape:
@@ -252,12 +251,12 @@ def _mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:
     return Mesh(tuple(name for name, _ in axes), sizes, tuple(range(prod(sizes))))
 
 
-def _numbers(what: str, value: object) -> dict[str, int]:
+def _numbers(label: str, value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{what} is a {type(value).__name__}: map axis names to numbers")
+        raise TypeError(f"{label} is a {type(value).__name__}: map axis names to numbers")
     for axis, number in value.items():
         if type(axis) is not str or type(number) is not int:
-            raise TypeError(f"{what} has {axis!r}: {number!r}: map axis names to whole numbers")
+            raise TypeError(f"{label} has {axis!r}: {number!r}: map axis names to whole numbers")
     return dict(value)
 
 

@@ -1,11 +1,11 @@
-"""How a shard file is written: which blocks of its items go together, in one write."""
+"""Group the blocks of a shard file into writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-# Blocks below this are gathered and written together: copying costs less than a system call.
+# Smaller blocks are gathered and written together: copying costs less than a system call.
 SMALL_NBYTES = 1 << 20
 
 
@@ -19,7 +19,7 @@ class BatchPart(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Blocks that adjoin. The first is number `first_block` of the file, at `start` of its data."""
+    """Adjacent blocks. The first is number `first_block` of the file, at `start` of its data."""
 
     first_block: int
     start: int
@@ -27,10 +27,9 @@ class Batch(NamedTuple):
 
 
 def batches_of(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:
-    """Cut a file into what is written at once, given the sizes of its items in their order.
+    """Return the writes of a file with items of these sizes: a large block, or small ones together.
 
-    That is one large block, or small ones, `block_nbytes` together at most. Empty items have no
-    blocks; a file without any has one empty batch.
+    A write has at most `block_nbytes`. A file without blocks has one empty batch.
     """
     batches = []
     first_block = start = 0

@@ -1,11 +1,9 @@
-"""Where checkpoints lie: the protocol, and `open_storage`.
+"""The storage of checkpoints: the protocol, and `open_storage`.
 
-A backend implements `protocol.py`, and is tested by a subclass of
-`dist_ckpt.testing.storage_contract.StorageContract`. `storage/local/local_storage.py` is the only
-one so far, over `storage/local/direct_io.py` and `storage/local/exclusive_rename.py`:
-`open_storage` refuses other schemes. `async_save/snapshots/job_folder.py` and
-`cli/commands/changing.py` handle paths of local files only. `storage/wrappers/counting.py`,
-`storage/wrappers/deadline.py` and `storage/wrappers/pacing.py` wrap any backend.
+A backend implements `protocol.py`; its test is a subclass of
+`dist_ckpt.testing.storage_contract.StorageContract`. `local/local_storage.py` is the only one so
+far: `open_storage` refuses other schemes, and `async_save/snapshots/job_folder.py` and
+`cli/commands/changing.py` handle local paths only.
 """
 
 from __future__ import annotations
@@ -27,12 +25,11 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 def open_storage(
     path: str | os.PathLike[str], *, direct_reads: bool = False
 ) -> tuple[Storage, str]:
-    """Return the storage that a user's path lies on, and the path as that storage names it.
+    """Return the storage of a user's path, and the path as that storage names it. No I/O.
 
-    Touches nothing. The path is made absolute here, once, so that a later `chdir` changes
-    nothing. `direct_reads` is for who reads large files once: what the page cache does not hold
-    of them comes past it. Raises ValueError or TypeError for what is no path, NotFoundError for
-    one below a folder that was removed.
+    The path is made absolute once, so that a later `chdir` has no effect. `direct_reads` bypasses
+    the page cache: use it to read large files once. Raises ValueError or TypeError for an invalid
+    path, NotFoundError if it is relative and the current folder was removed.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -48,20 +45,20 @@ def open_storage(
         absolute = os.path.abspath(text).replace(os.sep, "/")
     except FileNotFoundError:
         raise NotFoundError(
-            f"path is {text!r}, and the folder that this process is in was removed: change to "
+            f"path is {text!r}, and the current folder of this process was removed: change to "
             f"another, or pass a path that begins with /"
         ) from None
     if not is_text(absolute):
         raise ValueError(
-            f"path is {absolute!r}, which is not UTF-8 and cannot be told to other ranks: "
+            f"path {absolute!r} is not valid UTF-8 and cannot be sent to other ranks: "
             f"rename the folder, or choose another path"
         )
     return DeadlineStorage(LocalStorage(direct_reads=direct_reads)), absolute
 
 
 def real_path(path: str) -> str:
-    """Return a storage's path with links followed; where there are no links it is the same.
+    """Return a storage's path with all links followed.
 
-    What is known of a checkpoint lies beside its folder, not beside a link that leads there.
+    Annotations are stored next to the checkpoint's real folder, not next to a link to it.
     """
     return os.path.realpath(path).replace(os.sep, "/")

@@ -1,4 +1,4 @@
-"""Link a file, or make way for whoever writes it instead."""
+"""Link a file, or clear its new name so that the caller can write it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dist_ckpt.errors import StorageError
 
 
 def linked(storage: Storage, old: str, new: str) -> bool:
-    """Give a file one more name; say whether it has it. If not, the caller writes a file of it.
+    """Link a file and return True. If it returns False, the caller writes a file instead.
 
-    `new` lies in an attempt that the caller has claimed, and nobody else makes it. FileExistsError
-    if it was made all the same.
+    `new` is in an attempt that the caller has claimed. FileExistsError if it exists all the same.
     """
     try:
         storage.link(old, new)

@@ -1,4 +1,4 @@
-"""A storage that keeps nothing: what is left of writing to it are headers and digests."""
+"""A storage that drops all data, to compute headers and digests only."""
 
 # ruff: noqa: D102  # the protocols document the methods
 
@@ -9,7 +9,7 @@ from dist_ckpt.core.storage import WritableFile
 
 
 class NullStorage:
-    """Takes every file, and keeps nothing: what is left of the writing are headers and digests."""
+    """Accepts every file and drops it."""
 
     def create(self, path: str, nbytes: int) -> WritableFile:
         return _NoFile(nbytes)

@@ -1,7 +1,7 @@
-"""The storage protocol: eight methods that a backend keeps.
+"""The storage protocol: eight methods that a backend implements.
 
-Paths are absolute and use "/". The commit order stands in `commit/commit_protocol.py`, in these
-methods; a backend promises what each one says and nothing more.
+Paths are absolute and use "/". `commit/commit_protocol.py` implements the commit order with these
+methods. A backend promises exactly what they document.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Entry:
 
 
 class WritableFile(Protocol):
-    """A file that is being written; threads may write different places at once."""
+    """A file that is being written. Threads may write different parts at once."""
 
     @property
     def alignment(self) -> int:
-        """How memory that is written fast lies: its address is the offset in the file, modulo this.
+        """The alignment of memory, relative to the file offset, for fast writes.
 
-        1 where it does not matter, as everything is written that is given.
+        Others work too.
         """
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of `data`, or raise StorageError."""
 
     def finish(self) -> int:
-        """Make the bytes durable, close the file, and return the size the storage sees.
+        """Make the bytes durable, close the file, and return the size that the storage sees.
 
-        Raises StorageError if durability is not certain: the file is burnt, never retried.
+        Raises StorageError if durability is not certain: never use or retry the file then.
         """
 
     def discard(self) -> None:
@@ -47,80 +47,79 @@ class WritableFile(Protocol):
 
 
 class ReadableFile(Protocol):
-    """An open file: it can be read even if its name goes away. Threads may share it."""
+    """An open file: it can be read even if its name is removed. Thread-safe."""
 
     @property
     def nbytes(self) -> int:
-        """Its size when it was opened."""
+        """The size when it was opened."""
 
     @property
     def num_links(self) -> int:
-        """How many names it had when it was opened: more than 1 once it was linked."""
+        """The number of names when it was opened: more than 1 after `link`."""
 
     def read_into(self, offset: int, target: memoryview) -> int:
-        """Fill `target` from `offset`; return how many bytes there were (fewer at the end)."""
+        """Fill `target` from `offset`; return the number of bytes read (fewer at the end)."""
 
     def close(self) -> None:
         """Close it. Never raises."""
 
 
 class Storage(Protocol):
-    """Where checkpoints lie. Errors are StorageError unless a method says otherwise."""
+    """A storage for checkpoints. Errors are StorageError unless a method documents others."""
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name.
 
-        FileNotFoundError if there is none; NotADirectoryError if the path is a file, or below one;
-        without `follow` also if it is a link, whatever that leads to.
+        FileNotFoundError if it does not exist. NotADirectoryError if the path is a file, or below
+        one; without `follow` also if it is a link, even to a folder.
         """
 
     def make_folder(self, folder: str) -> None:
         """Create one folder.
 
-        FileExistsError if the name exists; ExistsError if it is a link to what does not;
-        FileNotFoundError if its parent does not exist; NotADirectoryError if that is a file.
+        FileExistsError if the name exists, ExistsError if it is a dangling link, FileNotFoundError
+        if its parent does not exist, NotADirectoryError if that is a file.
         """
 
     def create(self, path: str, nbytes: int) -> WritableFile:
-        """Create a file of this size exclusively, with its space reserved where possible.
+        """Create a file exclusively, with `nbytes` of space reserved if possible.
 
-        FileExistsError if the name exists; FileNotFoundError if the folder is gone.
+        FileExistsError if the name exists; FileNotFoundError if the folder does not.
         """
 
     def open(self, path: str) -> ReadableFile:
         """Open a regular file.
 
-        FileNotFoundError if there is none. CorruptError if something else has the name: a link
-        (never followed), a folder or a device.
+        FileNotFoundError if it does not exist. CorruptError if the name is a link (never followed),
+        a folder or a device.
         """
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file or folder within one parent, and never replace.
 
-        Of several callers with the same `new`, at most one returns; for the others it is
-        FileExistsError. FileNotFoundError if `old` is gone.
+        If several callers have the same `new`, at most one returns; the others get FileExistsError.
+        FileNotFoundError if `old` does not exist.
         """
 
     def link(self, old: str, new: str) -> None:
-        """Give a file one more name (a hard link), maybe in another folder, and never replace.
+        """Give a file another name (a hard link), maybe in another folder, and never replace.
 
-        Each name stays when another is removed. Like that of a new file it is durable once its
-        folder is synced. FileExistsError if `new` exists; FileNotFoundError if `old` or a folder
-        is gone; StorageError otherwise, as where files have one name only, or no more of them, or
-        not there: the caller writes a file instead. What is no regular file, or lies in a folder
-        that is a symbolic link, is not linked: StorageError.
+        Each name stays when another is removed, and is durable after a sync of its folder.
+        FileExistsError if `new` exists; FileNotFoundError if `old` or a folder does not.
+        StorageError if the storage cannot link, or not these files: the caller writes a file
+        instead. StorageError also if `old` is not a regular file, or a folder is a symbolic link.
         """
 
     def remove(self, path: str) -> None:
         """Remove a file or an empty folder; of a link, the link.
 
-        FileNotFoundError if there is none; StorageError if the folder is not empty;
-        NotADirectoryError if a file's own folder is a link: nothing is removed through it, also
-        when the folder was a real one a moment before.
+        FileNotFoundError if it does not exist; StorageError if the folder is not empty.
+        NotADirectoryError if a file's own folder is a link, even if it just became one: nothing is
+        removed through links.
         """
 
     def sync(self, folder: str) -> None:
         """Make the names in a folder (created, renamed, removed) durable.
 
-        FileNotFoundError if the folder is gone. Never retried after an error.
+        FileNotFoundError if the folder does not exist. Never retried after an error.
         """

@@ -1,4 +1,4 @@
-"""A new file that is written from its beginning to its end, as archives are."""
+"""A new file that is written from beginning to end, as archives are."""
 
 from __future__ import annotations
 
@@ -11,69 +11,68 @@ from dist_ckpt.core.runtime.threads import SerialExecutor
 from dist_ckpt.core.storage.protocol import Storage, WritableFile
 from dist_ckpt.errors import StorageError
 
-# A multiple of what direct I/O wants. There are two: one is filled while one is written.
-_SLOT_NBYTES = 8 << 20
+# A multiple of what direct I/O needs. There are two: one is filled while the other is written.
+_BUFFER_NBYTES = 8 << 20
 
 
 class StreamedFile(io.RawIOBase):
-    """A file for what writes bytes one after another, such as `zipfile` and `torch.save`.
+    """A file for code that writes bytes in order, such as `zipfile` and `torch.save`.
 
-    They are gathered in memory that is aligned, and a thread writes them past the page cache: as
-    they come they could not go there. `finish` makes them durable. For one thread; close it.
+    A thread writes from aligned buffers, so that writes are direct. Use it in one thread, close it.
     """
 
     def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
-        """Create it, with room for `nbytes`, which it will have at least."""
+        """Create the file, with `nbytes` of space; it must get at least that size."""
         super().__init__()
         self._path = path
         self._file: WritableFile = storage.create(path, nbytes)
-        self._slots = (scratch(_SLOT_NBYTES), scratch(_SLOT_NBYTES))
-        self._behind = SerialExecutor()
-        self._used = 0  # of the first slot
-        self.nbytes = 0  # of all that was given
-        self.failure: BaseException | None = None  # of a write: torch does not pass it on
+        self._buffers = (scratch(_BUFFER_NBYTES), scratch(_BUFFER_NBYTES))
+        self._executor = SerialExecutor()
+        self._used = 0  # bytes in the first buffer
+        self.nbytes = 0  # bytes in all writes
+        self.failure: BaseException | None = None  # of a write: torch hides it
 
     def writable(self) -> bool:
-        """Return True; it can neither be read nor go back."""
+        """Return True. The file cannot be read, and cannot seek."""
         return True
 
     def tell(self) -> int:
-        """Return where the next byte goes."""
+        """Return the offset of the next byte."""
         return self.nbytes
 
     def write(self, data: Any) -> int:
-        """Append some bytes. Raises what writing those before has raised."""
+        """Append bytes. Raises the error of an earlier write."""
         try:
             view = memoryview(data).cast("B")
             done = 0
             while done < len(view):
-                part = view[done : done + _SLOT_NBYTES - self._used]
-                copy(self._slots[0][self._used : self._used + len(part)], part)
+                part = view[done : done + _BUFFER_NBYTES - self._used]
+                copy(self._buffers[0][self._used : self._used + len(part)], part)
                 self._used += len(part)
                 self.nbytes += len(part)
                 done += len(part)
-                if self._used == _SLOT_NBYTES:
-                    self._write_slot()
+                if self._used == _BUFFER_NBYTES:
+                    self._write_buffer()
         except BaseException as error:
             self.failure = error
             raise
         return done
 
     def finish(self) -> None:
-        """Make it durable. StorageError if that is not certain, or it has another size."""
-        self._write_slot()
-        self._behind.wait()
+        """Make the file durable. StorageError if that is not certain, or if the size is wrong."""
+        self._write_buffer()
+        self._executor.wait()
         if self._file.finish() != self.nbytes:
             raise StorageError(f"{self._path} has another size than was written: try again")
 
     def close(self) -> None:
-        """Let go of the file, finished or not."""
+        """Release the file, finished or not."""
         if not self.closed:
-            self._behind.close()
+            self._executor.close()
             self._file.discard()
         super().close()
 
-    def _write_slot(self) -> None:
-        start, filled = self.nbytes - self._used, self._slots[0][: self._used]
-        self._behind.make(partial(self._file.write_at, start, filled))
-        self._slots, self._used = self._slots[::-1], 0
+    def _write_buffer(self) -> None:
+        start, filled = self.nbytes - self._used, self._buffers[0][: self._used]
+        self._executor.make(partial(self._file.write_at, start, filled))
+        self._buffers, self._used = self._buffers[::-1], 0

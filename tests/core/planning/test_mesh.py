@@ -201,5 +201,5 @@ def test_other_views_say_themselves_what_a_rank_holds() -> None:
     parts = (ElementRange(3, 5), ElementRange(0, 1))
     assert cells_of(Whole(), 7, (2, 3)) == (Region.whole((2, 3)),)
     assert cells_of(Parts(parts), 7, (6,)) == parts
-    with pytest.raises(ValueError, match="known to the plan only"):
+    with pytest.raises(ValueError, match="only the plan has the cells"):
         cells_of(RuleSharded(SQUARE, ((0,),)), 0, (2,))

@@ -154,7 +154,7 @@ def test_a_stage_of_a_pipeline_holds_its_tensors_alone() -> None:
         ),
         (
             [share(RuleSharded(line(0, 1), ((0,),)), (6,), 0), share(Whole(), (6,), 1)],
-            "held by a rule of the ShardingConfig on rank 0, otherwise on rank 1",
+            "held by a rule of the ShardingConfig on rank 0, in another way on rank 1",
         ),
         (
             [share(RuleSharded(line(0, 1), ((0,), ())), (3, 4), 0, 1), share(Whole(), (3, 4), 2)],

@@ -173,7 +173,7 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]]
         ),
         *(
             ValueError,
-            "include_frozen=False: the state has no parameters, of which alone it is known",
+            "include_frozen=False: the state has no parameters, so frozen tensors are",
         ),
     ),
     "a number": (training, {"include": 3}, TypeError, "give names or patterns"),

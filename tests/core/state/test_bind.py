@@ -731,7 +731,7 @@ def test_a_key_of_another_class_than_saved_is_a_problem() -> None:
 def test_a_pattern_that_matches_nothing_saved_or_here_is_told(option: Any) -> None:
     options: dict[str, Any] = {option: ["modle", "model", "new"]}
     unmatched = save({"model": 1}).bind({"model": 1, "new": 2}, **options).unmatched
-    assert unmatched == (f"{option}: 'modle' matches no name: mend or remove it",)
+    assert unmatched == (f"{option}: 'modle' matches no name: correct or remove it",)
 
 
 def test_many_unexpected_names_are_counted_by_component() -> None:

@@ -329,7 +329,7 @@ def test_another_file_under_the_same_name_is_not_written_directly(
 def test_the_alignment_is_what_the_system_tells_or_what_is_known_of_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any, kind: int, expected: Any
 ) -> None:
-    monkeypatch.setattr(direct_io, "_told_alignment", lambda _: told)
+    monkeypatch.setattr(direct_io, "_reported_alignment", lambda _: told)
     monkeypatch.setattr(direct_io, "_type_of", lambda _: kind)
     monkeypatch.setattr(direct_io, "PAGESIZE", PAGE)
     with open(tmp_path / "f", "wb") as file:
@@ -341,7 +341,7 @@ def test_the_alignment_is_what_the_system_tells_or_what_is_known_of_the_file_sys
 def test_a_file_system_that_tells_nothing_is_asked_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_io, "_told_alignment", lambda _: None)
+    monkeypatch.setattr(direct_io, "_reported_alignment", lambda _: None)
     monkeypatch.setattr(direct_io, "_type_of", lambda _: 0x6969)  # NFS
     monkeypatch.delattr(os, "fstatvfs")
     with open(tmp_path / "f", "wb") as file:
@@ -352,11 +352,11 @@ def test_a_file_system_that_tells_nothing_is_asked_no_further(
 def test_a_file_system_is_asked_once_whatever_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: tuple[int, int] | None
 ) -> None:
-    monkeypatch.setattr(direct_io, "_told_alignment", lambda _: told)
+    monkeypatch.setattr(direct_io, "_reported_alignment", lambda _: told)
     monkeypatch.setattr(direct_io, "_type_of", lambda _: 0x6969)  # NFS
     storage = LocalStorage(direct_reads=True)
     first = storage.create(f"{tmp_path}/a", 9 * PAGE)
-    monkeypatch.delattr(direct_io, "_told_alignment")
+    monkeypatch.delattr(direct_io, "_reported_alignment")
     second = storage.create(f"{tmp_path}/b", 9 * PAGE)
     assert (first.alignment > 1) == (told is not None)
     assert second.alignment == first.alignment

@@ -38,7 +38,7 @@ def _always(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all reads come directly: small ones, and of what the page cache holds."""
     monkeypatch.setattr(direct_io, "MIN_NBYTES", 1)
     monkeypatch.setattr(direct_io, "MIN_READ_NBYTES", 1)
-    monkeypatch.setattr(direct_io, "holds_all", lambda *_: False)
+    monkeypatch.setattr(direct_io, "is_cached", lambda *_: False)
 
 
 class Calls:
@@ -118,7 +118,7 @@ def cool(path: str) -> None:
 def is_cached(path: str, start: int, stop: int) -> bool:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return direct_io.holds_all(fd, start, stop - start)
+        return direct_io.is_cached(fd, start, stop - start)
     finally:
         os.close(fd)
 

@@ -22,7 +22,7 @@ _SLOT_NBYTES = 4096
 
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_file, "_SLOT_NBYTES", _SLOT_NBYTES)
+    monkeypatch.setattr(streamed_file, "_BUFFER_NBYTES", _SLOT_NBYTES)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 100_000])

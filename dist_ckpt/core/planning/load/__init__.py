@@ -1,1 +1,1 @@
-"""The load planner: stored cells meet wanted cells."""
+"""The load planner: matches stored cells and requested cells."""

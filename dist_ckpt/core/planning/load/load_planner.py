@@ -1,8 +1,8 @@
-"""The index and the cells that a rank wants -> what to read from where. Resharding is only here.
+"""Plan a load: the index and the cells that a rank requests -> reads. Resharding is only here.
 
-A stored cell and a wanted one are cut into boxes, and each pair of boxes with common elements is
-one item. Which stored cells can meet a box is found by bisection in the layout's cuts, or in a tree
-of its boxes, and done once for all tensors that have the same layout and want the same cells.
+Stored and requested cells are cut into boxes; each overlap of two boxes is one item. A bisection of
+the layout's cuts, or a tree of its boxes, finds the candidates. Tensors with the same layout and
+requested cells share the result.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.plan import CellOverlap, LoadPlan, ReadItem, TensorRequest
 from dist_ckpt.errors import CorruptError
 
-# The numbers, ascending, of the cells of a layout that a box may have elements of.
+# The numbers, ascending, of the cells of a layout that a box may overlap.
 _Candidates = Callable[[Region], Iterable[int]]
 
 
 def problems_of(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str, ...]:
-    """Return why the wanted tensors cannot be loaded: names, shapes, dtypes, cells; all of them."""
+    """Return all reasons why the tensors cannot be loaded: names, shapes, dtypes, cells."""
     problems = []
-    fitting: set[tuple[tuple[Cell, ...], Shape]] = set()
-    for want in wanted:
-        record = catalog.tensors.get(catalog.aliases.get(want.fqn, want.fqn))
+    checked: set[tuple[tuple[Cell, ...], Shape]] = set()
+    for request in wanted:
+        record = catalog.tensors.get(catalog.aliases.get(request.fqn, request.fqn))
         if record is None:
-            problems.append(f"{want.fqn}: the checkpoint has no tensor of this name")
+            problems.append(f"{request.fqn}: the checkpoint has no tensor of this name")
             continue
-        if want.dtype != record.dtype:
+        if request.dtype != record.dtype:
             problems.append(
-                f"{want.fqn}: saved as {record.dtype}, wanted as {want.dtype}; "
+                f"{request.fqn}: saved as {record.dtype}, wanted as {request.dtype}; "
                 "nothing is cast: make the tensor with the saved dtype and cast it after the load"
             )
-        if want.shape != record.shape:
+        if request.shape != record.shape:
             problems.append(
-                f"{want.fqn}: saved with shape {list(record.shape)}, wanted with {list(want.shape)}"
+                f"{request.fqn}: saved with shape {list(record.shape)}, "
+                f"wanted with {list(request.shape)}"
             )
             continue
-        if (want.cells, record.shape) in fitting:
+        if (request.cells, record.shape) in checked:
             continue
-        wrong = tuple(_wrong_cells(want.cells, record.shape))
-        problems += [f"{want.fqn}: {what} is wanted" for what in wrong]
+        wrong = tuple(_wrong_cells(request.cells, record.shape))
+        problems += [f"{request.fqn}: {problem} is wanted" for problem in wrong]
         if not wrong:
-            fitting.add((want.cells, record.shape))
+            checked.add((request.cells, record.shape))
     return tuple(problems)
 
 
@@ -67,27 +68,26 @@ def _wrong_cells(cells: Iterable[Cell], shape: Shape) -> Iterator[str]:
 
 
 def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
-    """Return what to read to fill the wanted cells: only what is needed, file by file.
+    """Return the reads that fill the requested cells, file by file, without superfluous reads.
 
-    There must be no `problems_of` them. Raises CorruptError if the index names no file for a cell
-    that is needed.
+    `problems_of` must be empty. Raises CorruptError if the index lacks a needed file.
     """
     catalog = index.catalog
     files = {(file.component, file.rank): number for number, file in enumerate(index.files)}
     candidates: dict[tuple[int, Shape], _Candidates] = {}
-    known: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[tuple[int, CellOverlap], ...]] = {}
+    overlaps: dict[tuple[int, Shape, tuple[Cell, ...]], tuple[tuple[int, CellOverlap], ...]] = {}
     items: dict[int, list[ReadItem]] = {}
-    for want in wanted:
-        tensor = catalog.aliases.get(want.fqn, want.fqn)
+    for request in wanted:
+        tensor = catalog.aliases.get(request.fqn, request.fqn)
         record = catalog.tensors[tensor]
         layout = catalog.layouts[record.layout]
-        key = record.layout, record.shape, want.cells
-        matches = known.get(key)
+        key = record.layout, record.shape, request.cells
+        matches = overlaps.get(key)
         if matches is None:
             if key[:2] not in candidates:
                 candidates[key[:2]] = _candidates(layout.cut, record.shape)
-            found = _matches(layout.cut, record.shape, want.cells, candidates[key[:2]])
-            matches = known[key] = tuple(found)
+            computed = _matches(layout.cut, record.shape, request.cells, candidates[key[:2]])
+            matches = overlaps[key] = tuple(computed)
         for number, match in matches:
             holder = layout.holder(number, record.rotation)
             file = files.get((record.component, holder))
@@ -97,14 +97,14 @@ def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
                     f"{tensor}[{match.stored}]: the index of {index.attempt} has no file of rank "
                     f"{holder} for component {component!r}; load an older checkpoint"
                 )
-            items.setdefault(file, []).append(ReadItem(want.fqn, tensor, record.dtype, match))
+            items.setdefault(file, []).append(ReadItem(request.fqn, tensor, record.dtype, match))
     return {file: tuple(items[file]) for file in sorted(items)}
 
 
 def _matches(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
 ) -> Iterator[tuple[int, CellOverlap]]:
-    """Return the matches of wanted cells, each with the number of the stored cell."""
+    """Yield the overlaps of the requested cells, each with the number of the stored cell."""
     sources: dict[int, tuple[RegionPiece, ...]] = {}
     for part, cell in enumerate(cells):
         for target in pieces(cell, shape):
@@ -123,7 +123,7 @@ def _matches(
 
 
 def _common_of(a: Region, b: Region) -> Region | None:
-    # Most cells are wanted whole: to see that later, one look at the identity is enough.
+    # Most cells are requested whole: then later code needs only an identity check.
     return a if a == b else a.intersect(b)
 
 
@@ -145,8 +145,8 @@ def _in_grid(grid: Grid) -> _Candidates:
             range(bisect_right(cut, start) - 1, bisect_left(cut, stop))
             for cut, start, stop in zip(grid.cuts, box.offset, box.stop, strict=True)
         ]
-        for place in product(*ranges):
-            yield sum(map(mul, place, strides))
+        for position in product(*ranges):
+            yield sum(map(mul, position, strides))
 
     return candidates
 

@@ -1,8 +1,8 @@
-"""What several ranks want from storage: who fetches it, and who hands it on to whom.
+"""Share reads: which rank fetches what several ranks need, and to whom it sends that.
 
-The blocks of a shard file are numbered in the order of its header. Each rank tells which of them
-it needs, file by file, as runs of numbers. From that every rank derives the same units of the
-files that it reads itself: it need not know the headers of the others.
+Each rank sends the block numbers, in the order of a file's header, that it needs of each file. From
+these, every rank computes the same shared ranges of the files that it reads. It does not need the
+headers of other files.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from itertools import accumulate, pairwise, starmap
 
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
-# A unit is fetched at once, by one rank: enough for the storage's full speed, little enough to be
-# still in a processor's cache when others copy it (docs/decisions/0008).
+# The size of one fetch: enough for the storage's full speed, but still in a processor's cache when
+# other ranks copy it (docs/decisions/0008).
 SHARED_RANGE_NBYTES = 4 << 20
 
-# Runs of block numbers, ascending; between any two is a block that is not in them.
+# Runs of block numbers, ascending and not adjacent.
 BlockRuns = tuple[range, ...]
 
-# What names a unit: its file and its first block.
+# Identifies a shared range: its file and its first block.
 Name = tuple[int, int]
 
 
 class BlockRequests(Message, frozen=True):
-    """What one rank needs of each file, by the file's number in the index.
+    """The blocks that one rank needs of each file, by the file's number in the index.
 
-    That is kept as `steps`, by turns the gap before a run of blocks and its length: they are short
-    where block numbers are not.
+    `steps` alternates the gap before a run of blocks and its length: these are small numbers.
     """
 
     host: str
@@ -37,25 +36,25 @@ class BlockRequests(Message, frozen=True):
 
     @staticmethod
     def of(host: str, runs: Mapping[int, Iterable[range]]) -> BlockRequests:
-        """Return what a rank needs that needs these runs of blocks of each file."""
+        """Return the request for these runs of blocks of each file."""
         steps = {}
-        for file, some in sorted(runs.items()):
-            edges = [0, *(edge for run in some for edge in (run.start, run.stop))]
+        for file, file_runs in sorted(runs.items()):
+            edges = [0, *(edge for run in file_runs for edge in (run.start, run.stop))]
             steps[file] = tuple(stop - start for start, stop in pairwise(edges))
         return BlockRequests(host, steps)
 
     def runs(self, file: int) -> BlockRuns:
-        """Return the runs of blocks that it needs of a file; none of a file that it does not."""
+        """Return the runs of blocks of a file; empty if none is needed."""
         edges = list(accumulate(self.steps.get(file, ())))
         return tuple(starmap(range, zip(edges[::2], edges[1::2], strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBlockRange:
-    """Adjoining blocks of one file that the same ranks want; several ranks.
+    """Adjacent blocks of one file that the same ranks, more than one, need.
 
-    `hosts` are these ranks, host by host. The first of each host brings the unit there and hands
-    it on to the others: the first of all from storage, the others from that one.
+    `hosts` has these ranks by host. The first rank of each host sends the range to the others
+    there. The very first fetches it from storage and sends it to the other hosts.
     """
 
     file: int
@@ -64,7 +63,7 @@ class SharedBlockRange:
 
     @property
     def name(self) -> Name:
-        """What names it among all units of a load."""
+        """Identifies it among all shared ranges of a load."""
         return self.file, self.blocks.start
 
     @property
@@ -74,19 +73,16 @@ class SharedBlockRange:
 
     @property
     def agents(self) -> tuple[int, ...]:
-        """The ranks that bring it from the fetcher to the other hosts."""
+        """The ranks that receive it from the fetcher for the other hosts."""
         return tuple(ranks[0] for ranks in self.hosts[1:])
 
     def host_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks on the host of a rank that wants it, the one that brings it first."""
+        """Return the ranks on the host of a rank, first the one that receives the range first."""
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
 def have_equal_requests(wants: Iterable[BlockRequests], *, between_hosts: bool) -> bool:
-    """Say whether some block is wanted by several ranks that share with each other.
-
-    Those are the ranks of one host, or `between_hosts` all.
-    """
+    """Return True if a block is needed by several ranks of one host or, `between_hosts`, of any."""
     runs = [
         ("" if between_hosts else want.host, file, run.start, run.stop)
         for want in wants
@@ -100,11 +96,10 @@ def have_equal_requests(wants: Iterable[BlockRequests], *, between_hosts: bool) 
 def shared_block_ranges(
     file: int, starts: Sequence[int], wants: Mapping[int, BlockRequests]
 ) -> tuple[SharedBlockRange, ...]:
-    """Return the units of a file that several ranks want, in its order.
+    """Return the shared ranges of a file, in order. `wants` has requests by rank.
 
-    `wants` are those of the ranks that share with each other, by rank; `starts` is where each
-    block of the file begins, and last where the file ends. What ranks fetch is balanced by bytes
-    within the file, and what is over goes round with the file's number.
+    `starts` has the start of each block, and the end of the last. Fetches are balanced by bytes
+    within a file; remainders rotate with the file's number.
     """
     share = _Shares(file, {rank: want.host for rank, want in wants.items() if file in want.steps})
     segments = list(_segments({rank: wants[rank].runs(file) for rank in share.host_of}))
@@ -114,18 +109,21 @@ def shared_block_ranges(
     units = []
     for blocks, ranks in segments:
         if len(ranks) > 1:
-            units += [share.out(part, starts, ranks) for part in _parts(blocks, starts)]
+            units += [share.assign(part, starts, ranks) for part in _parts(blocks, starts)]
     return tuple(units)
 
 
 def receivers_of(rank: int, units: Iterable[SharedBlockRange]) -> list[int]:
-    """Return the ranks of its host with which a rank shares some of these units."""
-    found = {other for unit in units for other in unit.host_of(rank)}
-    return sorted(found - {rank})
+    """Return the ranks of its host with which a rank shares some of these ranges."""
+    ranks = {other for unit in units for other in unit.host_of(rank)}
+    return sorted(ranks - {rank})
 
 
 def _segments(wants: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Cut the blocks of a file where the ranks that want them change; each part with its ranks."""
+    """Cut the blocks of a file where the ranks that need them change.
+
+    Yield parts with their ranks.
+    """
     changes: dict[int, list[int]] = {}
     for rank, runs in wants.items():
         for run in runs:
@@ -141,7 +139,7 @@ def _segments(wants: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int
 
 
 def _parts(blocks: range, starts: Sequence[int]) -> Iterator[range]:
-    """Cut a run of blocks into parts of `SHARED_RANGE_NBYTES` at most, or of one block."""
+    """Cut a run of blocks into parts of at most `SHARED_RANGE_NBYTES`, or of one block."""
     first = blocks.start
     while first < blocks.stop:
         fits = bisect_right(starts, starts[first] + SHARED_RANGE_NBYTES) - 1
@@ -151,16 +149,18 @@ def _parts(blocks: range, starts: Sequence[int]) -> Iterator[range]:
 
 
 class _Shares:
-    """How many bytes of a file each rank fetches, and brings to its host, so far."""
+    """The bytes of a file that each rank has to fetch, and to receive for its host, so far."""
 
     def __init__(self, file: int, host_of: Mapping[int, str]) -> None:
         self.host_of = host_of
         self.fetched = dict.fromkeys(host_of, 0)
         self._file = file
-        self._brought = dict.fromkeys(host_of, 0)
+        self._received = dict.fromkeys(host_of, 0)
 
-    def out(self, blocks: range, starts: Sequence[int], ranks: tuple[int, ...]) -> SharedBlockRange:
-        """Give a unit to the rank that fetches least, and on other hosts to who brings least."""
+    def assign(
+        self, blocks: range, starts: Sequence[int], ranks: tuple[int, ...]
+    ) -> SharedBlockRange:
+        """Assign a range to the ranks that have the least bytes so far."""
         nbytes = starts[blocks.stop] - starts[blocks.start]
         fetcher = self._least(ranks, self.fetched)
         self.fetched[fetcher] += nbytes
@@ -169,8 +169,8 @@ class _Shares:
             hosts.setdefault(self.host_of[rank], []).append(rank)
         ordered = []
         for here in hosts.values():
-            first = fetcher if fetcher in here else self._least(here, self._brought)
-            self._brought[first] += nbytes
+            first = fetcher if fetcher in here else self._least(here, self._received)
+            self._received[first] += nbytes
             ordered.append((first, *(rank for rank in here if rank != first)))
         return SharedBlockRange(self._file, blocks, tuple(ordered))
 

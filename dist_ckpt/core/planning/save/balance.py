@@ -1,9 +1,8 @@
-"""Which holder stores which replica, so that all ranks write about the same number of bytes.
+"""Choose the holder that stores each replica, so that all ranks write about as many bytes.
 
-The holder of cell c of a tensor is replica number `(c + rotation) mod replicas`: the choice is one
-small number a tensor, and tensors share their layouts. The rule is part of the format:
-`format/layout.py` has it, and what lists all cells at once repeats it. Large replicas are cut into
-parts, one a holder, so that a checkpoint of a few large tensors is written by all ranks too.
+Cell c of a tensor is stored by replica number `(c + rotation) mod replicas`: one small number for
+each tensor. This rule of the format is in `format/layout.py`; code that lists all cells repeats it.
+Large replicas are cut into one part for each holder, so that all ranks write few large tensors.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from dist_ckpt.core.format.geometry import Cell, ElementRange, Region
 from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions
 from dist_ckpt.core.planning.save.ownership import layout_of_cells
 
-# A replica of more bytes is split among its holders, into parts of no less than the second.
+# A larger replica is split among its holders, into parts of at least the second size.
 SPLIT_NBYTES = 64 << 20
 MIN_PART_NBYTES = 16 << 20
 
-# Ranks are even if none stores more than another by this part of what the busiest one stores.
-_NO_MATTER = 1024
+# Loads are even if they differ by at most this fraction of the largest one.
+_EVEN_FRACTION = 1024
 
-# A dimension is cut if each part then has as many rows, so that parts differ by 1/16 at most.
+# A dimension is cut if each part has at least this many rows, so that parts differ by at most 1/16.
 _EVEN_ROWS = 16
 
 
@@ -40,7 +39,7 @@ class TensorOwnership:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """What a layout comes to: `largest` is its largest cell with several holders, in elements.
+    """The size of a layout in elements, and of its `largest` cell with several holders.
 
     Layouts with equal holders have the same `group`.
     """
@@ -52,12 +51,10 @@ class _Measure:
 
 
 def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tuple[Layout, int]]:
-    """Return the layout in which each tensor is stored, and the rotation that says by whom.
+    """Return the layout in which each tensor is stored, and its rotation. Equal on every rank.
 
-    The same on every rank. Pass the same `Layout` object for tensors that share one: work is done
-    once for each object.
-    The bytes that only one rank holds are counted first, then the largest replicas find their
-    holders first.
+    Each `Layout` object costs work once: share it. Data with one holder is assigned first, then the
+    largest replicas.
     """
     measures = _measures(tensors)
     split = _split_large(tensors, measures)
@@ -78,8 +75,8 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     _add_loads(loads, alone)
     stored = [*alone]
     for group in several.values():
-        # Whatever the cell, replica r stores it for the tensors with one rotation: rotations with
-        # equal bytes are ranks with equal bytes.
+        # For tensors with one rotation, replica r stores every cell. So equal bytes for each
+        # rotation are equal bytes for each rank.
         sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
         rotations = evenly(sizes, measures[id(group[0].layout)].replicas)
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
@@ -90,13 +87,15 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
 
 
 def _measures(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
-    """Return what each layout comes to, by its id()."""
+    """Return the measure of each layout, by its id()."""
     measures: dict[int, _Measure] = {}
     groups: dict[tuple[tuple[int, ...], ...], int] = {}
     for layout in (tensor.layout for tensor in tensors):
         if id(layout) not in measures:
             numels = cell_numels(layout.cut)
-            replicated = (n for n, who in zip(numels, layout.holders, strict=True) if len(who) > 1)
+            replicated = (
+                n for n, ranks in zip(numels, layout.holders, strict=True) if len(ranks) > 1
+            )
             measures[id(layout)] = _Measure(
                 numel=sum(numels),
                 replicas=max(map(len, layout.holders)),
@@ -119,7 +118,7 @@ def cell_numels(cut: Cut) -> list[int]:
 
 
 def _add_loads(loads: list[int], stored: Iterable[tuple[TensorOwnership, int]]) -> None:
-    """Count the bytes that each rank stores; once for each layout and rotation."""
+    """Add the bytes that each rank stores; once for each layout and rotation."""
     layouts: dict[tuple[int, int], Layout] = {}
     itemsizes: dict[tuple[int, int], int] = {}
     for tensor, rotation in stored:
@@ -132,52 +131,51 @@ def _add_loads(loads: list[int], stored: Iterable[tuple[TensorOwnership, int]]) 
 
 
 def evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Give each name one of `count` numbers, so that all get about the same number of bytes."""
+    """Assign one of `count` numbers to each name, so that all get about as many bytes."""
     heap = [(0, number) for number in range(count)]
-    given = {}
+    assigned = {}
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
         load, number = heap[0]
         heapreplace(heap, (load + nbytes[name], number))
-        given[name] = number
-    return given
+        assigned[name] = number
+    return assigned
 
 
 def _least_loaded(
     tensors: Iterable[TensorOwnership], loads: list[int], measures: Mapping[int, _Measure]
 ) -> list[tuple[TensorOwnership, int]]:
-    """Give each tensor, the largest first, to its holder that has the least to store.
+    """Assign each tensor, the largest first, to its holder with the least to store.
 
-    The next ones go to the same holder as long as it stores no more than the busiest rank, or so
-    little more that it makes no difference: who loads thousands of small tensors then opens a few
-    files for them, and not one for each.
+    The next ones go to the same holder while it stores hardly more than the busiest rank. So a load
+    of thousands of small tensors opens a few files, not one for each tensor.
     """
     most = max(loads)
     heaps: dict[int, list[tuple[int, int]]] = {}
-    filling: dict[int, tuple[int, int]] = {}  # a place, and what its rank may come to
-    chosen = []
+    filling: dict[int, tuple[int, int]] = {}  # a holder's number, and the limit of its load
+    assigned = []
     sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
-    for nbytes, tensor in sorted(sized, key=lambda one: (-one[0], one[1].fqn)):
+    for nbytes, tensor in sorted(sized, key=lambda pair: (-pair[0], pair[1].fqn)):
         holders = tensor.layout.holders[0]
         group = measures[id(tensor.layout)].group
-        place, limit = filling.get(group, (0, -1))
-        if loads[holders[place]] + nbytes > limit:
+        index, limit = filling.get(group, (0, -1))
+        if loads[holders[index]] + nbytes > limit:
             if group not in heaps:
-                heaps[group] = [(loads[rank], place) for place, rank in enumerate(holders)]
+                heaps[group] = [(loads[rank], index) for index, rank in enumerate(holders)]
                 heapify(heaps[group])
-            place = _least(heaps[group], holders, loads)
-            filling[group] = place, max(most, loads[holders[place]] + most // _NO_MATTER)
-        loads[holders[place]] += nbytes
-        most = max(most, loads[holders[place]])
-        chosen.append((tensor, place))
-    return chosen
+            index = _least(heaps[group], holders, loads)
+            filling[group] = index, max(most, loads[holders[index]] + most // _EVEN_FRACTION)
+        loads[holders[index]] += nbytes
+        most = max(most, loads[holders[index]])
+        assigned.append((tensor, index))
+    return assigned
 
 
 def _least(heap: list[tuple[int, int]], holders: Sequence[int], loads: Sequence[int]) -> int:
-    """Return the place of the holder that has the least to store."""
-    # A rank's load may have grown since it was put there; it never shrinks.
+    """Return the number of the holder with the least to store."""
+    # A rank's load may have grown since its entry; it never shrinks.
     while heap[0][0] != loads[holders[heap[0][1]]]:
-        place = heap[0][1]
-        heapreplace(heap, (loads[holders[place]], place))
+        index = heap[0][1]
+        heapreplace(heap, (loads[holders[index]], index))
     return heap[0][1]
 
 
@@ -187,7 +185,7 @@ def _least(heap: list[tuple[int, int]], holders: Sequence[int], loads: Sequence[
 def _split_large(
     tensors: Iterable[TensorOwnership], measures: Mapping[int, _Measure]
 ) -> dict[str, Layout]:
-    """Return the finer layouts, in which each cell has one holder, of what is split."""
+    """Return the finer layout, with one holder for each cell, of each tensor that is split."""
     layouts: dict[tuple[int, int, int], Layout] = {}
     shifts: dict[int, int] = {}
     split = {}
@@ -197,7 +195,7 @@ def _split_large(
         num_parts = min(measure.replicas, -(-nbytes // MIN_PART_NBYTES))
         if nbytes <= SPLIT_NBYTES or num_parts == 1:
             continue
-        # Where there are more holders than parts, the next tensor goes on with the next holder.
+        # With more holders than parts, the next tensor continues with the next holder.
         shift = shifts.get(measure.group, 0)
         shifts[measure.group] = (shift + num_parts) % measure.replicas
         key = id(tensor.layout), num_parts, shift
@@ -208,27 +206,27 @@ def _split_large(
 
 
 def _finer(layout: Layout, num_parts: int, shift: int) -> Layout:
-    """Cut each cell into parts and give each part one of the cell's holders, in turn."""
+    """Cut each cell into parts and assign the parts to the cell's holders in turn."""
     cells: list[Cell] = [layout.cell(number) for number in range(layout.cut.num_cells)]
     boxes = [cell for cell in cells if isinstance(cell, Region)]
     dim = _dim_to_cut(
         [min(sizes) for sizes in zip(*(box.shape for box in boxes), strict=True)], num_parts
     )
-    found: dict[Cell, tuple[int, ...]] = {}
-    for cell, who in zip(cells, layout.holders, strict=True):
+    holders: dict[Cell, tuple[int, ...]] = {}
+    for cell, ranks in zip(cells, layout.holders, strict=True):
         for n, part in enumerate(_parts(cell, num_parts, dim)):
-            found[part] = (who[(n + shift) % len(who)],)
-    return layout_of_cells(found)
+            holders[part] = (ranks[(n + shift) % len(ranks)],)
+    return layout_of_cells(holders)
 
 
 def _dim_to_cut(sizes: Sequence[int], num_parts: int) -> int:
-    """Return the first dimension that gives even parts, else the one that gives the most."""
+    """Return the first dimension with even parts, else the largest one."""
     even = (dim for dim, size in enumerate(sizes) if size >= num_parts * _EVEN_ROWS)
     return next(even, max(range(len(sizes)), key=lambda dim: sizes[dim], default=0))
 
 
 def _parts(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
-    """Cut a cell along a dimension into parts that differ by one row at most; none is empty."""
+    """Cut a cell along a dimension into parts that differ by at most one row; none is empty."""
     size = cell.numel if isinstance(cell, ElementRange) else cell.shape[dim]
     cuts = sorted({size * n // num_parts for n in range(num_parts + 1)})
     for start, stop in pairwise(cuts):

@@ -1,9 +1,7 @@
-"""What the inventories of all ranks say together, but for the layouts of the tensors.
+"""Merge the inventories of all ranks: all but the layouts of tensors.
 
-A body is an inventory with the ranks that sent it. Bodies are in the order of their lowest ranks,
-so the first rank that says something decides the order in which it is kept.
-
-Parts of components for tensors that stay what they are: files that later saves may link to.
+A body is an inventory with the ranks that sent it. Bodies are in the order of their lowest ranks:
+the first rank with an entry decides its position.
 """
 
 from __future__ import annotations
@@ -46,39 +44,35 @@ def inventory_bodies(
 
 
 def without_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody], dict[str, str]]:
-    """Return the aliases that hold on all ranks, and the bodies without the others.
-
-    Where ranks disagree about what is tied, each name is stored by itself: the alias becomes a
-    tensor of its own on the ranks that tied it.
-    """
+    """Return the aliases that are equal on all ranks, and the bodies with others as tensors."""
     tensors = {entry.fqn for body in bodies for entry in body.inventory.tensors}
     tied: dict[str, set[str]] = {}
     for body in bodies:
         for fqn, canonical in body.inventory.aliases:
             tied.setdefault(fqn, set()).add(canonical)
     common = {
-        fqn: next(iter(found))
-        for fqn, found in tied.items()
-        if len(found) == 1 and fqn not in tensors
+        fqn: next(iter(targets))
+        for fqn, targets in tied.items()
+        if len(targets) == 1 and fqn not in tensors
     }
     if len(common) == len(tied):
         return list(bodies), common
-    return [_with_own(body, common) for body in bodies], common
+    return [_with_untied(body, common) for body in bodies], common
 
 
-def _with_own(body: InventoryBody, common: Mapping[str, str]) -> InventoryBody:
+def _with_untied(body: InventoryBody, common: Mapping[str, str]) -> InventoryBody:
     inventory = body.inventory
     entries = {entry.fqn: entry for entry in inventory.tensors}
-    own: tuple[TensorEntry, ...] = tuple(
+    untied: tuple[TensorEntry, ...] = tuple(
         structs.replace(entries[canonical], fqn=fqn)
         for fqn, canonical in inventory.aliases
         if fqn not in common
     )
-    return InventoryBody(structs.replace(inventory, tensors=inventory.tensors + own), body.ranks)
+    return InventoryBody(structs.replace(inventory, tensors=inventory.tensors + untied), body.ranks)
 
 
 def kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
-    """Return where one name is one kind of thing on some ranks and another kind on others."""
+    """Return the names that are of different kinds on different ranks, as problems."""
     kinds: dict[str, str] = {}
     mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for body in bodies:
@@ -111,7 +105,7 @@ def value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]
         for fqn in body.inventory.values:
             holders.setdefault(fqn, []).append(body)
     merged: dict[tuple[int, ...], tuple[int, ...]] = {}
-    return {fqn: _ranks(who, merged) for fqn, who in holders.items()}
+    return {fqn: _ranks(holding, merged) for fqn, holding in holders.items()}
 
 
 def _ranks(
@@ -129,7 +123,7 @@ def _ranks(
 def key_holders(
     bodies: Sequence[InventoryBody],
 ) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
-    """Return for each value per rank its keys, and the ranks, ascending, that hold each."""
+    """Return for each per-rank value its keys, and the ranks, ascending, that hold each."""
     holders: dict[str, dict[Key, list[int]]] = {}
     for body in bodies:
         for fqn, key in body.inventory.per_rank:
@@ -138,33 +132,35 @@ def key_holders(
                 keys.setdefault(rank if key is None else key, []).append(rank)
     return {
         fqn: tuple(
-            sorted(((key, tuple(sorted(who))) for key, who in keys.items()), key=lambda k: k[1])
+            sorted(((key, tuple(sorted(ranks))) for key, ranks in keys.items()), key=lambda k: k[1])
         )
         for fqn, keys in holders.items()
     }
 
 
 def merged_tree(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[Node, ...]:
-    """Return the containers of all ranks; one that several have gets the keys of them all."""
+    """Return the containers of all ranks; a shared one has the keys of all of them."""
     kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     keys: dict[str, dict[str, str | int]] = {}
     for body in bodies:
         for node in body.inventory.tree:
             kinds.setdefault(node.fqn, []).append((node.kind, body.ranks))
-            known = keys.setdefault(node.fqn, {})
+            node_keys = keys.setdefault(node.fqn, {})
             for key in node.keys:
-                if type(known.setdefault(str(key), key)) is not type(key):
+                if type(node_keys.setdefault(str(key), key)) is not type(key):
                     problems.append(
                         f"{node.fqn or 'the state'}: the key {key} is a number on some ranks and "
                         f"a text on others ({ranks_text(body.ranks)} among them)"
                     )
-    for fqn, said in kinds.items():
-        if len({kind for kind, _ in said}) > 1:
+    for fqn, node_kinds in kinds.items():
+        if len({kind for kind, _ in node_kinds}) > 1:
             problems.append(
-                f"{fqn or 'the state'}: {differing(said)}: use one class of container on all ranks "
-                "(a list of modules counts as one dict where no two of them share a name)"
+                f"{fqn or 'the state'}: {differing(node_kinds)}: use one class of container on all "
+                "ranks (a list of modules counts as one dict where no two of them share a name)"
             )
-    return tuple(Node(fqn, kinds[fqn][0][0], tuple(known.values())) for fqn, known in keys.items())
+    return tuple(
+        Node(fqn, kinds[fqn][0][0], tuple(node_keys.values())) for fqn, node_keys in keys.items()
+    )
 
 
 def merged_names(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
@@ -182,17 +178,19 @@ def merged_numpy(bodies: Sequence[InventoryBody]) -> tuple[str, ...]:
 
 
 def merged_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
-    """Return the tensors that are parameters on some rank, and whether one is trained on any."""
-    found: dict[str, bool] = {}
+    """Return the tensors that are parameters on some rank, and True if any rank trains them."""
+    trainable_by_name: dict[str, bool] = {}
     for body in bodies:
         inventory = body.inventory
         for first, length, trainable in inventory.parameters:
             for entry in inventory.tensors[first : first + length]:
-                found[entry.fqn] = trainable or found.get(entry.fqn, False)
+                trainable_by_name[entry.fqn] = trainable or trainable_by_name.get(entry.fqn, False)
         for fqn, canonical in inventory.aliases if inventory.parameters else ():
-            if canonical in found:  # other ranks may store it by itself
-                found[fqn] = found[canonical] or found.get(fqn, False)
-    return found
+            if canonical in trainable_by_name:  # other ranks may store it separately
+                trainable_by_name[fqn] = trainable_by_name[canonical] or trainable_by_name.get(
+                    fqn, False
+                )
+    return trainable_by_name
 
 
 def merged_mesh(bodies: Sequence[InventoryBody]) -> tuple[tuple[str, int], ...]:
@@ -216,16 +214,16 @@ def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
 
 
 def merged_reused(bodies: Sequence[InventoryBody]) -> frozenset[str]:
-    """Return the tensors that some rank wants in files of their own, to be linked later."""
+    """Return the tensors that some rank has in `reused`: separate files, to be linked later."""
     return frozenset(fqn for body in bodies for fqn in body.inventory.reused)
 
 
 def with_reused_parts(
     components: tuple[Component, ...], records: dict[str, TensorRecord], reused: frozenset[str]
 ) -> tuple[tuple[Component, ...], frozenset[int]]:
-    """Put tensors that are to be reused into parts of their components; return which these are.
+    """Move reused tensors, in `records` too, into new parts of their components.
 
-    `records` are changed. A component of which all is to be reused is not split.
+    Returns all components, and the numbers of the reused ones.
     """
     fqns = [fqn for fqn in records if fqn in reused]
     whole = {records[fqn].component for fqn in fqns} - {
@@ -242,7 +240,7 @@ def with_reused_parts(
 
 
 def _parts_of(components: Sequence[Component], numbers: Iterable[int]) -> tuple[Component, ...]:
-    """Return the parts of some components that are to be reused, with stems of their own."""
-    taken = {component.stem for component in components}
-    free = (stem for n in count() if (stem := f"r{n:02d}") not in taken)
+    """Return the reused parts of some components, with new stems."""
+    used = {component.stem for component in components}
+    free = (stem for n in count() if (stem := f"r{n:02d}") not in used)
     return tuple(Component(components[number].name, next(free)) for number in numbers)

@@ -1,4 +1,4 @@
-"""How the ranks hold one tensor, from what each says of it; `balance.py` says who stores it."""
+"""Merge the ranks' views of one tensor into its layout; `balance.py` chooses who stores it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dist_ckpt.core.planning.mesh import holders_of, layout_of, positions_of, wh
 from dist_ckpt.core.planning.plan import Flattened, Mesh, MeshPlaced, Parts, RuleSharded, View
 from dist_ckpt.errors import ranks_text
 
-# How many pairs of overlapping shards an error names.
+# The number of overlapping pairs of shards in an error.
 _MAX_PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """How some ranks hold a tensor: `shape` is the one of their entries."""
+    """A view of a tensor that some ranks share; `shape` is that of their entries."""
 
     ranks: tuple[int, ...]
     view: View
@@ -30,10 +30,9 @@ class RankView:
 def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     """Return the global shape of a tensor and the layout in which the ranks hold it.
 
-    Cells that several ranks hold are replicas. Raises ValueError, naming ranks, unless the shares
-    agree in shape and their cells tile the tensor.
+    Raises ValueError, with the ranks, unless the views agree in shape and cells tile the tensor.
     """
-    # A rank outside the mesh of a tensor may say that it holds none of it.
+    # A rank outside the mesh of a tensor may report that it holds none of it.
     holding = [share for share in shares if share.view != Parts(())]
     if not holding:
         everyone = ranks_text(rank for share in shares for rank in share.ranks)
@@ -43,7 +42,7 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         views.setdefault(share.view, []).extend(share.ranks)
     rules = [view for view in views if isinstance(view, RuleSharded)]
     if rules and len(views) > 1:
-        raise ValueError("held " + differing((_way(v), who) for v, who in views.items()))
+        raise ValueError("held " + differing((_way(v), ranks) for v, ranks in views.items()))
     if rules:
         return _under_rules(rules[0], holding)
     shape = _agreed_shape(shares)
@@ -61,7 +60,7 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
 
 
 def _way(view: View) -> str:
-    return "by a rule of the ShardingConfig" if isinstance(view, RuleSharded) else "otherwise"
+    return "by a rule of the ShardingConfig" if isinstance(view, RuleSharded) else "in another way"
 
 
 def _agreed_shape(shares: Sequence[RankView]) -> Shape:
@@ -70,28 +69,28 @@ def _agreed_shape(shares: Sequence[RankView]) -> Shape:
     return shares[0].shape
 
 
-def differing(said: Iterable[tuple[object, Iterable[int]]]) -> str:
-    """Return what which ranks say, where they should have said the same."""
+def differing(values: Iterable[tuple[object, Iterable[int]]]) -> str:
+    """Return a text with each value and its ranks, for values that should be equal."""
     ranks: dict[object, list[int]] = {}
-    for what, who in said:
-        ranks.setdefault(what, []).extend(who)
-    return ", ".join(f"{what} on {ranks_text(who)}" for what, who in ranks.items())
+    for value, with_value in values:
+        ranks.setdefault(value, []).extend(with_value)
+    return ", ".join(f"{value} on {ranks_text(with_value)}" for value, with_value in ranks.items())
 
 
 def _present(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
-    """Return the layout without the ranks that do not have the tensor in their state."""
+    """Return the layout without the ranks whose state lacks the tensor."""
     present = frozenset(ranks)
     if present.issuperset(mesh.ranks):
         return layout
     holders = []
     for number, on_mesh in enumerate(layout.holders):
-        left = tuple(rank for rank in on_mesh if rank in present)
-        if not left:
+        remaining = tuple(rank for rank in on_mesh if rank in present)
+        if not remaining:
             raise ValueError(
                 f"[{layout.cell(number)}] is on {ranks_text(on_mesh)} of the mesh, whose state "
                 f"does not hold the tensor; that of {ranks_text(present)} does"
             )
-        holders.append(left)
+        holders.append(remaining)
     return Layout(layout.cut, tuple(holders))
 
 
@@ -99,7 +98,9 @@ def _united(layouts: Sequence[Layout]) -> Layout:
     if len(layouts) == 1:
         return layouts[0]
     columns = zip(*(layout.holders for layout in layouts), strict=True)
-    holders = tuple(tuple(sorted({rank for who in column for rank in who})) for column in columns)
+    holders = tuple(
+        tuple(sorted({rank for cell_ranks in column for rank in cell_ranks})) for column in columns
+    )
     return Layout(layouts[0].cut, holders)
 
 
@@ -111,12 +112,12 @@ _RanksByCell = Mapping[Cell, tuple[int, ...]]
 def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _RanksByCell:
     holders: dict[Cell, set[int]] = {}
     for layout in layouts:
-        for number, who in enumerate(layout.holders):
-            holders.setdefault(layout.cell(number), set()).update(who)
+        for number, cell_ranks in enumerate(layout.holders):
+            holders.setdefault(layout.cell(number), set()).update(cell_ranks)
     for view, ranks in parts.items():
         for cell in view.cells:
             holders.setdefault(cell, set()).update(ranks)
-    return {cell: tuple(sorted(who)) for cell, who in holders.items()}
+    return {cell: tuple(sorted(cell_ranks)) for cell, cell_ranks in holders.items()}
 
 
 def _tiled(cells: _RanksByCell, shape: Shape) -> Layout:
@@ -158,7 +159,7 @@ def layout_of_cells(holders: _RanksByCell) -> Layout:
 
 
 def _grid(ordered: Sequence[Region]) -> Grid | None:
-    """Return the grid whose cells these are, in row-major order, or None."""
+    """Return the grid with these cells, in row-major order, or None."""
     dims = range(len(ordered[0].shape))
     starts = [sorted({region.offset[d] for region in ordered}) for d in dims]
     if prod(map(len, starts)) != len(ordered):
@@ -195,43 +196,42 @@ def _check_boxes(ordered: Sequence[Region], holders: _RanksByCell, shape: Shape)
 
 
 def _overlaps(ordered: Sequence[Region], holders: _RanksByCell) -> list[str]:
-    found: list[str] = []
+    texts: list[str] = []
     tree = BoxTree(ordered)
     for number, region in enumerate(ordered):
         for other in tree.meeting(region):
             if other < number:
-                found.append(_overlap(ordered[other], region, holders))
-                if len(found) == _MAX_PAIRS:
-                    return found
-    return found
+                texts.append(_overlap(ordered[other], region, holders))
+                if len(texts) == _MAX_PAIRS:
+                    return texts
+    return texts
 
 
-def _overlap(one: Cell, other: Cell, holders: _RanksByCell) -> str:
-    return (
-        f"[{one}] on {ranks_text(holders[one])} overlaps [{other}] on {ranks_text(holders[other])}"
-    )
+def _overlap(cell: Cell, other: Cell, holders: _RanksByCell) -> str:
+    ranks, other_ranks = ranks_text(holders[cell]), ranks_text(holders[other])
+    return f"[{cell}] on {ranks} overlaps [{other}] on {other_ranks}"
 
 
 # --- parts under a ShardingConfig ------------------------------------------------------------
 
 
 def _under_rules(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, Layout]:
-    """Line the local tensors up along the mesh axes that cut each dimension."""
+    """Combine the local tensors along the mesh axes that cut each dimension."""
     mesh, strides = view.mesh, row_major_strides(view.mesh.shape)
     if {len(share.shape) for share in shares} != {len(view.axes)}:
         raise ValueError("local shape " + differing((s.shape, s.ranks) for s in shares))
     shapes = {rank: share.shape for share in shares for rank in share.ranks}
-    places = {rank: place for place, rank in enumerate(mesh.ranks)}
-    if strangers := shapes.keys() - places.keys():
+    ranks_of_mesh = {rank: position for position, rank in enumerate(mesh.ranks)}
+    if strangers := shapes.keys() - ranks_of_mesh.keys():
         raise ValueError(f"{ranks_text(strangers)} is outside the ShardingConfig's mesh")
     starts, positions, shape = [], [], []
     for dim, axes in enumerate(view.axes):
-        at = positions_of(axes, mesh.shape, strides)
-        sizes = _sizes(dim, at, shapes, [(axis, strides[axis]) for axis in axes], view)
+        offsets = positions_of(axes, mesh.shape, strides)
+        sizes = _sizes(dim, offsets, shapes, [(axis, strides[axis]) for axis in axes], view)
         ends = list(accumulate(sizes, initial=0))
-        kept = [n for n, size in enumerate(sizes) if size]
-        starts.append(tuple(ends[n] for n in kept))
-        positions.append([at[n] for n in kept])
+        filled = [n for n, size in enumerate(sizes) if size]
+        starts.append(tuple(ends[n] for n in filled))
+        positions.append([offsets[n] for n in filled])
         shape.append(ends[-1])
     if 0 in shape:
         return tuple(shape), whole_layout(tuple(shape), shapes)
@@ -251,22 +251,22 @@ def _sizes(
 ) -> list[int]:
     """Return the sizes of the parts of a dimension, in the order of the axes that cut it."""
     mesh = view.mesh
-    found: dict[int, tuple[int, int]] = {}
-    for place, rank in enumerate(mesh.ranks):
+    sizes: dict[int, tuple[int, int]] = {}
+    for mesh_index, rank in enumerate(mesh.ranks):
         if rank not in shapes:
             continue
-        position = sum(place // step % mesh.shape[axis] * step for axis, step in strides)
-        size, first = found.setdefault(position, (shapes[rank][dim], rank))
+        position = sum(mesh_index // step % mesh.shape[axis] * step for axis, step in strides)
+        size, first = sizes.setdefault(position, (shapes[rank][dim], rank))
         if size != shapes[rank][dim]:
             raise ValueError(
                 f"dimension {dim} is {size} on rank {first} and {shapes[rank][dim]} on rank "
                 f"{rank}, which hold the same part of it by the ShardingConfig"
             )
     for position in positions:
-        if position not in found:
+        if position not in sizes:
             names = ", ".join(mesh.names[axis] for axis, _ in strides)
             raise ValueError(
                 f"no rank holds a part of dimension {dim} that rank {mesh.ranks[position]} would "
                 f"hold, which {names} cuts; it is on {ranks_text(shapes)}"
             )
-    return [found[position][0] for position in positions]
+    return [sizes[position][0] for position in positions]

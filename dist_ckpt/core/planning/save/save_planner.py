@@ -1,8 +1,7 @@
-"""Inventories of all ranks -> one plan that all of them share, and each rank's part of it.
+"""Plan a save: inventories of all ranks -> one plan for all, and each rank's part of it.
 
-Everything here is a function of its arguments, so ranks that were sent the same inventories make
-the same plan without another message. Work is done once for each different layout, not for each
-tensor on each rank.
+All functions are pure, so ranks with the same inventories make the same plan without a message.
+Work is done once for each distinct layout, not for each tensor on each rank.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from dist_ckpt.errors import remedy_of_parts
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What all ranks say of one tensor: `layout` is the one in which they hold it."""
+    """One tensor of all ranks; `layout` is the one in which they hold it."""
 
     dtype: str
     shape: Shape
@@ -65,7 +64,7 @@ class _Tensor:
 def plan_save(
     inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
 ) -> SavePlan:
-    """Return the plan of a save: each different inventory, with the ranks that sent it.
+    """Return the plan of a save, from each distinct inventory with the ranks that sent it.
 
     Raises ValueError, with every problem, unless the ranks' states make one checkpoint.
     """
@@ -88,7 +87,7 @@ def plan_save(
     numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
     records: dict[str, TensorRecord] = {}
-    # Most tensors are like others, and share their record with them.
+    # Equal tensors, which most are, share a record.
     alike: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
         layout, rotation = stored[fqn]
@@ -102,7 +101,7 @@ def plan_save(
         records[fqn] = alike.setdefault(record, record)
     components, parts = with_reused_parts(components, records, merged_reused(bodies))
     values, keys = value_holders(bodies), key_holders(bodies)
-    found = merged_parameters(bodies)
+    trained = merged_parameters(bodies)
     catalog = Catalog(
         world_size=world_size,
         mesh=merged_mesh(bodies),
@@ -111,8 +110,8 @@ def plan_save(
         tensors=records,
         aliases=aliases,
         values={fqn: ranks[0] for fqn, ranks in values.items()},
-        per_rank={fqn: tuple((key, who[0]) for key, who in keys[fqn]) for fqn in keys},
-        parameters={fqn: found[fqn] for fqn in records if fqn in found} if found else {},
+        per_rank={fqn: tuple((key, ranks[0]) for key, ranks in keys[fqn]) for fqn in keys},
+        parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names, numpy = merged_names(bodies), merged_numpy(bodies)
@@ -120,12 +119,12 @@ def plan_save(
 
 
 def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
-    """Return the shard files that a rank writes, by component; none where it stores nothing."""
+    """Return the shard files that a rank writes, by component; empty if it stores nothing."""
     catalog = plan.catalog
-    held = [_cells_on(layout, rank) for layout in catalog.layouts]
+    local_cells = [_cells_on(layout, rank) for layout in catalog.layouts]
     cells: _StoredCells = {}
     for fqn, record in catalog.tensors.items():
-        for number, cell in held[record.layout].items():
+        for number, cell in local_cells[record.layout].items():
             if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
@@ -136,10 +135,7 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
 
 
 def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
-    """Yield `items_of` one rank after another, for what the items cost.
-
-    `items_of` looks through the whole plan, so that to call it for every rank is quadratic.
-    """
+    """Yield `items_of` for each rank. To call `items_of` for every rank would be quadratic."""
     for rank, cells in enumerate(cells_of_ranks(catalog)):
         yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
@@ -147,7 +143,7 @@ def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
 _StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
 
-# Component, layout and rotation of a tensor: what decides in which file each cell of it is.
+# Component, layout and rotation of a tensor: they determine the file of each cell.
 _Turn = tuple[int, int, int]
 
 
@@ -188,10 +184,7 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
 
 
 def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
-    """Return what a rank holds together with others, by the ranks that hold it.
-
-    Every rank of a group gets the same group.
-    """
+    """Return the tensors and values that a rank shares, grouped by the ranks that hold them."""
     catalog = plan.catalog
     cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
     values: dict[tuple[int, ...], list[str]] = {}
@@ -220,16 +213,15 @@ def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
 
 
 def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tuple[Cell, ...]]:
-    """Return the cells of each tensor in a rank's own inventory, in the order of its local parts.
+    """Return the cells of each tensor in a rank's inventory, in the order of its local parts.
 
-    Every shard that the rank stores lies in exactly one of them. A local tensor under a
-    ShardingConfig is one cell, an empty one where nothing of the tensor is left for the rank.
-    An alias is listed where the other ranks do not tie it, with the cells of what it is tied to.
+    Each shard that the rank stores is in exactly one of them. A local tensor under a ShardingConfig
+    is one cell, perhaps empty. Aliases that others do not tie have the cells of their targets.
     """
     catalog = plan.catalog
-    known: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
+    by_view: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
     ruled: dict[int, tuple[Cell, ...]] = {}
-    held = {}
+    local_cells = {}
     for entry in inventory.tensors:
         view = inventory.views[entry.view]
         if isinstance(view, RuleSharded):
@@ -239,50 +231,47 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
             )
             if id(layout) not in ruled:
                 ruled[id(layout)] = tuple(_cells_on(layout, rank).values())
-            held[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
+            local_cells[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
             continue
         key = entry.view, entry.shape
-        if key not in known:
+        if key not in by_view:
             cells = cells_of(view, rank, entry.shape)
-            # However an empty tensor is cut, it is stored as one empty cell.
+            # An empty tensor is stored as one empty cell, however it is cut.
             empty = (Region.whole(entry.shape),) * len(cells)
-            known[key] = empty if 0 in entry.shape else cells
-        held[entry.fqn] = known[key]
+            by_view[key] = empty if 0 in entry.shape else cells
+        local_cells[entry.fqn] = by_view[key]
     for fqn, canonical in inventory.aliases:
         if fqn in catalog.tensors:
-            held[fqn] = held[canonical]
-    return held
+            local_cells[fqn] = local_cells[canonical]
+    return local_cells
 
 
 # The cells of each tensor that a rank holds, numbered in the order of its local parts.
 HeldCells = Mapping[str, Mapping[Cell, int]]
 
 
-def numbered(held: Mapping[str, tuple[Cell, ...]]) -> HeldCells:
-    """Return the cells with their numbers; tensors that have the same ones share a table."""
+def numbered(local_cells: Mapping[str, tuple[Cell, ...]]) -> HeldCells:
+    """Return the number of each cell of each tensor. Tensors with the same cells share a table."""
     tables: dict[int, dict[Cell, int]] = {}
-    for cells in held.values():
+    for cells in local_cells.values():
         if id(cells) not in tables:
             tables[id(cells)] = {cell: number for number, cell in enumerate(cells)}
-    return {fqn: tables[id(cells)] for fqn, cells in held.items()}
+    return {fqn: tables[id(cells)] for fqn, cells in local_cells.items()}
 
 
 class Origin(NamedTuple):
-    """Where a rank holds a shard: in its cell `number` of the tensor, all of that or a `part`.
-
-    The part is in coordinates that begin at the start of that cell.
-    """
+    """The source of a shard: cell `number` of the tensor here, or a `part` in that cell."""
 
     fqn: str
     number: int
     part: Cell | None
 
 
-def origin_of(held: HeldCells, fqn: str, cell: Cell) -> Origin:
+def origin_of(local_cells: HeldCells, fqn: str, cell: Cell) -> Origin:
     """Find a shard among the cells that a rank holds."""
-    cells = held.get(fqn, {})
-    if (known := cells.get(cell)) is not None:
-        return Origin(fqn, known, None)
+    cells = local_cells.get(fqn, {})
+    if (whole := cells.get(cell)) is not None:
+        return Origin(fqn, whole, None)
     for larger, number in cells.items():
         if isinstance(larger, Region) and isinstance(cell, Region) and larger.covers(cell):
             return Origin(fqn, number, cell.relative_to(larger.offset))
@@ -298,52 +287,54 @@ def origin_of(held: HeldCells, fqn: str, cell: Cell) -> Origin:
 
 
 def _tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, _Tensor]:
-    """Return what all ranks say of each tensor, in the order of the state."""
+    """Return the tensors of all ranks, in the order of the state."""
     views: dict[View, int] = {}
     numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
-    said: dict[str, list[tuple[int, TensorEntry]]] = {}
+    entries_by_name: dict[str, list[tuple[int, TensorEntry]]] = {}
     for number, body in enumerate(bodies):
         for entry in body.inventory.tensors:
-            said.setdefault(entry.fqn, []).append((number, entry))
+            entries_by_name.setdefault(entry.fqn, []).append((number, entry))
     ways, nothing = list(views), views.get(Parts(()))
-    # How a tensor is held, for each combination of bodies, views and shapes: there are few.
-    known: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
+    # The merged views for each combination of bodies, views and shapes: there are few.
+    merged: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
     layouts: dict[Layout, Layout] = {}
     tensors = {}
-    for fqn, entries in said.items():
+    for fqn, entries in entries_by_name.items():
         key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
-        if key not in known:
+        if key not in merged:
             shares = [RankView(bodies[n].ranks, ways[view], shape) for n, view, shape in key]
             try:
                 shape, layout = merge_ownership(shares)
-                known[key] = shape, layouts.setdefault(layout, layout)
+                merged[key] = shape, layouts.setdefault(layout, layout)
             except ValueError as error:
-                known[key] = error
-        held = known[key]
-        # What a rank says of a tensor that it holds nothing of does not count, not even the dtype.
-        holding = [one for one, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
-        said_of = [(bodies[n], entry) for n, entry in holding or entries]
-        disagreements = _disagreements(said_of) if len(entries) > 1 else []
-        if isinstance(held, ValueError):
-            disagreements.append(str(held))
+                merged[key] = error
+        ownership = merged[key]
+        # A rank that holds nothing of a tensor does not count, not even its dtype.
+        holding = [e for e, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
+        reports = [(bodies[n], entry) for n, entry in holding or entries]
+        disagreements = _disagreements(reports) if len(entries) > 1 else []
+        if isinstance(ownership, ValueError):
+            disagreements.append(str(ownership))
         elif not disagreements:
             try:
-                check_shape(held[0], DTYPES[said_of[0][1].dtype].itemsize)
+                check_shape(ownership[0], DTYPES[reports[0][1].dtype].itemsize)
             except ValueError as error:
                 disagreements.append(f"{error}: store it in another shape")
         problems += (f"{fqn}: {problem}" for problem in disagreements)
-        if not disagreements and not isinstance(held, ValueError):
-            body, entry = said_of[0]
+        if not disagreements and not isinstance(ownership, ValueError):
+            body, entry = reports[0]
             component = body.inventory.components[entry.component]
-            tensors[fqn] = _Tensor(entry.dtype, held[0], component, held[1])
+            tensors[fqn] = _Tensor(entry.dtype, ownership[0], component, ownership[1])
     return tensors
 
 
-def _disagreements(said: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
+def _disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
     problems = []
-    if len({entry.dtype for _, entry in said}) > 1:
-        problems.append("dtype " + differing((entry.dtype, body.ranks) for body, entry in said))
-    components = [(body.inventory.components[entry.component], body.ranks) for body, entry in said]
+    if len({entry.dtype for _, entry in reports}) > 1:
+        problems.append("dtype " + differing((entry.dtype, body.ranks) for body, entry in reports))
+    components = [
+        (body.inventory.components[entry.component], body.ranks) for body, entry in reports
+    ]
     if len({name for name, _ in components}) > 1:
         problems.append("component " + differing(components))
     return problems
@@ -362,8 +353,8 @@ def _cells_on(layout: Layout, rank: int) -> dict[int, Cell]:
 
 
 def _contains(ranks: tuple[int, ...], rank: int) -> bool:
-    place = bisect_left(ranks, rank)
-    return place < len(ranks) and ranks[place] == rank
+    index = bisect_left(ranks, rank)
+    return index < len(ranks) and ranks[index] == rank
 
 
 def _file_plan(

@@ -1,12 +1,7 @@
-"""Direct I/O: bytes go between memory and the disk, past the page cache.
+"""Direct I/O between memory and disk, file descriptors that threads share, and cached pages.
 
-The page cache costs a copy of every byte and work for every page of it. Direct I/O asks for
-alignment instead, so a part of a write may go directly and the rest through the page cache. What
-is read comes directly only where the page cache does not hold it.
-
-A file's descriptor that threads share, some of which may be stuck in the kernel with it.
-
-What the system keeps of files in memory, and how it is made to read them again.
+The page cache costs a copy of every byte and work for every page. Direct I/O requires alignment, so
+a part of a write may be cached. Reads are direct only if the page cache lacks the data.
 """
 
 from __future__ import annotations
@@ -30,10 +25,10 @@ from dist_ckpt.errors import StorageError
 
 
 class Descriptor:
-    """An open file's descriptor, or several, which threads share; closed once nobody uses them.
+    """The descriptors of an open file, which threads share; closed after the last use.
 
-    A call that hangs in the kernel outlives the wait for it: were a descriptor closed under it,
-    it could go on with its number when that has become another file's.
+    A call that hangs in the kernel outlives the wait for it. If its descriptor were closed, the
+    call could continue with a number that belongs to another file.
     """
 
     def __init__(self, path: str, *fds: int) -> None:
@@ -45,10 +40,10 @@ class Descriptor:
 
     @contextmanager
     def lend(self) -> Iterator[Sequence[int]]:
-        """Lend the descriptors for some calls. Raises StorageError once it was released."""
+        """Lend the descriptors for some calls. Raises StorageError after `release`."""
         with self._lock:
             if self._released:
-                raise StorageError(f"{self.path} is closed: it was given up; try again")
+                raise StorageError(f"{self.path} is closed: an earlier call failed; try again")
             self._num_users += 1
         try:
             yield self._fds
@@ -60,7 +55,7 @@ class Descriptor:
                 self._close()
 
     def release(self) -> None:
-        """Lend it no more, and have it closed: now, or by the last that uses it."""
+        """Close the descriptors, after the last use, and refuse new ones."""
         with self._lock:
             is_last = not self._released and not self._num_users
             self._released = True
@@ -68,10 +63,10 @@ class Descriptor:
             self._close()
 
     def take(self) -> int:
-        """Hand the first over to the caller, who closes it. Nobody else may be using any."""
+        """Return the first descriptor for the caller to close. No other use may be active."""
         with self._lock:
             if self._released:
-                raise StorageError(f"{self.path} is closed: it was given up; try again")
+                raise StorageError(f"{self.path} is closed: an earlier call failed; try again")
             assert not self._num_users, f"{self.path} is finished while it is written"
             self._released = True
         first, *self._fds = self._fds
@@ -85,9 +80,9 @@ class Descriptor:
 
 
 def drop_cached(folder: str) -> None:
-    """Have the next reads of the files in a folder come from the disk, where the system can do so.
+    """Ask the system to drop the cached pages of files in a folder: the next reads use the disk.
 
-    A hint: what other processes have mapped stays. Never raises.
+    Pages that other processes have mapped stay. Never raises.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -98,7 +93,7 @@ def drop_cached(folder: str) -> None:
 
 
 def drop_cached_file(file: str) -> None:
-    """Do so for one file. Never raises."""
+    """Drop the cached pages of one file. Never raises."""
     with suppress(OSError):
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -107,8 +102,8 @@ def drop_cached_file(file: str) -> None:
             os.close(descriptor)
 
 
-# cachestat(2), of Linux 6.5; the number is the same on all processors but alpha. It only looks:
-# a read with RWF_NOWAIT would begin to read ahead, and mincore takes twenty times as long.
+# cachestat(2), of Linux 6.5; the number is the same on all processors but alpha. It has no side
+# effects: a read with RWF_NOWAIT would start to read ahead, and mincore takes twenty times as long.
 _CACHESTAT = 451
 
 
@@ -123,17 +118,17 @@ class _CacheStat(ctypes.Structure):
     )
 
 
-def holds_all(fd: int, offset: int, nbytes: int) -> bool:
-    """Say whether the page cache holds all of some bytes of a file, one at least.
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Return True if the page cache has all of these bytes (at least one) of a file.
 
-    True as well where nobody can tell: on other systems, and about files of other users.
+    Also True if that is unknown.
     """
-    asked, found = _Range(offset, nbytes), _CacheStat()
+    byte_range, stat = _Range(offset, nbytes), _CacheStat()
     syscall = system_call("syscall") if sys.platform == "linux" else None
     number = ctypes.c_long(_CACHESTAT)
-    if syscall is None or syscall(number, fd, ctypes.byref(asked), ctypes.byref(found), 0):
+    if syscall is None or syscall(number, fd, ctypes.byref(byte_range), ctypes.byref(stat), 0):
         return True
-    return bool(found.num_cached >= (offset + nbytes - 1) // PAGESIZE - offset // PAGESIZE + 1)
+    return bool(stat.num_cached >= (offset + nbytes - 1) // PAGESIZE - offset // PAGESIZE + 1)
 
 
 _log = logging.getLogger("dist_ckpt")
@@ -141,24 +136,24 @@ _log = logging.getLogger("dist_ckpt")
 # Smaller files gain less than the second descriptor costs.
 MIN_NBYTES = 4 << 20
 
-# Smaller reads gain nothing: the disk wants large ones, which reading ahead may make of them.
+# Smaller reads gain nothing: disks need large ones, and reading ahead may produce them.
 MIN_READ_NBYTES = 512 << 10
 
-# Where whole blocks are larger than this, too much of a write would not be one.
+# With larger blocks, too much of a write would not be a whole block.
 _MAX_BLOCK_NBYTES = 64 << 10
 
 # One call moves less than 2 GiB.
 _MAX_CALL_NBYTES = 1 << 30
 
-# The memory that reads go to: a huge page, and at most so much of it at once. Larger reads gain
-# nothing, and half of 2 MiB, which the reader asks for, fits wherever it begins in a block.
+# The memory for reads is a huge page, of which one read uses this part. Larger reads gain nothing,
+# and half of 2 MiB, the usual size of a read, fits at any start within a block.
 READ_SLOT_NBYTES = 2 << 20
 _MAX_READ_NBYTES = (1 << 20) + _MAX_BLOCK_NBYTES
 
 # EFAULT: a device's own memory, mapped by its driver, cannot be read by another device.
 _REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT)
 
-# Linux before 6.1 does not tell how direct I/O is aligned: of these file systems it is known.
+# Before 6.1, Linux does not report the alignment of direct I/O. Known for these file systems.
 _KNOWN_TYPES = {0xEF53: "ext4", 0x58465342: "xfs"}
 _KNOWN_ALIGNMENT = 4096
 
@@ -171,7 +166,7 @@ class Alignment:
     block: int
 
     def inner(self, address: int, offset: int, nbytes: int) -> ByteRange:
-        """Return the part of a write from this memory to this place that can go directly."""
+        """Return the part of a write, from this address to this offset, that can be direct."""
         start = -offset % self.block
         stop = (offset + nbytes) // self.block * self.block - offset
         if (address - offset) % self.memory or start >= stop:
@@ -180,9 +175,9 @@ class Alignment:
 
 
 class DirectIO:
-    """Which file systems take direct I/O, and how aligned. Threads may share it.
+    """Which file systems support direct I/O, and their alignment. Thread-safe.
 
-    Each is asked once, for all its files, and no more after it has refused: that is said, once.
+    Each is queried once. After a refusal it is not used again, with one warning.
     """
 
     def __init__(self) -> None:
@@ -191,7 +186,7 @@ class DirectIO:
         self._alignments: dict[int, Alignment | None] = {}  # by device; None: it takes none
 
     def file_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
-        """Return the file of `fd`, which has or will have `nbytes`; None if there is no gain."""
+        """Return the direct file of `fd`, which has or will have `nbytes`; None without a gain."""
         if nbytes < MIN_NBYTES:
             return None
         status = os.fstat(fd)
@@ -201,27 +196,26 @@ class DirectIO:
         return DirectFile(self, path, status, alignment) if alignment else None
 
     def takes(self, device: int) -> bool:
-        """Say whether the file system of some file takes direct I/O and has not refused it."""
+        """Return True if the file system of this device supports direct I/O."""
         return self._alignments.get(device) is not None
 
     def refuse(self, path: str, device: int, error: OSError) -> None:
-        """Do no more direct I/O with the file system of this file; raise any other error."""
+        """Stop direct I/O on the file system of this file. Raise any other error."""
         if error.errno not in _REFUSALS:
             raise error
         with self._lock:
-            known, self._alignments[device] = self._alignments.get(device), None
-        if known is not None:
+            alignment, self._alignments[device] = self._alignments.get(device), None
+        if alignment is not None:
             text = "%s takes no direct I/O (%s): going through the page cache"
             _log.warning(text, path, error.strerror)
 
 
 @dataclass(frozen=True, slots=True)
 class DirectFile:
-    """A file whose bytes can go past the page cache, which it is by its status.
+    """A file that supports direct I/O, identified by its status.
 
-    To be written it is opened once more, for as long as that takes. To be read it is for each read:
-    that takes tens of microseconds, and no descriptors of a process that may keep hundreds of files
-    open. Threads may share it.
+    It is opened once more for a write, and again for each read. That takes tens of microseconds,
+    and saves descriptors in a process with hundreds of open files. Thread-safe.
     """
 
     origin: DirectIO
@@ -239,13 +233,13 @@ class DirectFile:
         return self.origin.takes(self.status.st_dev)
 
     def open(self, access: int) -> int | None:
-        """Open the file once more; None if that fails, or its name is another's."""
-        # Nobody waits for the other end of a pipe that has taken the name.
+        """Open the file once more; return None if that fails, or if another file has its name."""
+        # O_NONBLOCK: do not wait for the other end if a pipe has the name now.
         flags = access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_DIRECT
         try:
             fd = os.open(self.path, flags)
         except OSError as error:
-            # Else the name has gone, or too many files are open: the file system did not refuse.
+            # Otherwise the name is gone or too many files are open: that is not a refusal.
             if error.errno in _REFUSALS:
                 self._refuse(error)
             return None
@@ -259,37 +253,36 @@ class DirectFile:
         self.origin.refuse(self.path, self.status.st_dev, error)
 
     def write(self, direct: int, data: memoryview, offset: int) -> ByteRange:
-        """Write to what was opened; return which part of `data` could go directly, maybe none.
+        """Write to a descriptor of `open`; return the part of `data` that was written, maybe empty.
 
-        The caller writes the rest. After a write that fell short that may begin within a block,
-        which then no direct write touches any more. Raises OSError if the disk fails.
+        The caller writes the rest, which after a short write may begin within a block. No direct
+        write touches that block then. Raises OSError if the disk fails.
         """
         if data.readonly or not data or not self._is_taken:
             return ByteRange(0, 0)
         part = self.aligned.inner(address_of(data), offset, len(data))
         done = part.start
         while done < part.stop:
-            asked = data[done : min(part.stop, done + _MAX_CALL_NBYTES)]
+            chunk = data[done : min(part.stop, done + _MAX_CALL_NBYTES)]
             try:
-                count = os.pwrite(direct, asked, offset + done)
+                count = os.pwrite(direct, chunk, offset + done)
             except OSError as error:
                 self._refuse(error)
                 break
             done += count
-            if count < len(asked):
+            if count < len(chunk):
                 break
         return ByteRange(part.start, done)
 
     def read(self, fd: int, target: memoryview, offset: int) -> int:
-        """Fill `target` from the file of `fd`; return how many bytes came, maybe none.
+        """Fill `target` from the file of `fd`; return the number of bytes read, maybe 0.
 
-        The caller reads the rest through the page cache. What that holds only a part of comes
-        directly as a whole: to read the holes would have the system read ahead. Raises OSError if
-        the disk fails.
+        The caller reads the rest. A partly cached range is read as a whole: reading only the holes
+        would make the system read ahead. Raises OSError if the disk fails.
         """
         if len(target) < MIN_READ_NBYTES or not self._is_taken:
             return 0
-        if holds_all(fd, offset, len(target)):
+        if is_cached(fd, offset, len(target)):
             return 0
         if (direct := self.open(os.O_RDONLY)) is None:
             return 0
@@ -299,51 +292,47 @@ class DirectFile:
             os.close(direct)
 
     def _fill(self, direct: int, target: memoryview, offset: int) -> int:
-        """Read whole blocks into memory of our own, and copy what is wanted of them.
-
-        torch's memory is hardly ever aligned as disks want it.
-        """
+        """Read whole blocks into a buffer and copy them: torch's memory is hardly ever aligned."""
         done, block = 0, self.aligned.block
         with self.origin.slots.borrow() as slot:
             while done < len(target):
                 head = (offset + done) % block
                 blocks = -(-(head + len(target) - done) // block)
-                asked = slot[: min(blocks * block, _MAX_READ_NBYTES)]
+                chunk = slot[: min(blocks * block, _MAX_READ_NBYTES)]
                 try:
-                    count = os.preadv(direct, [asked], offset + done - head)
+                    count = os.preadv(direct, [chunk], offset + done - head)
                 except OSError as error:
                     self._refuse(error)
                     break
-                came = asked[head:count][: len(target) - done]
-                copy(target[done : done + len(came)], came)
-                done += len(came)
-                if count < len(asked):
+                wanted = chunk[head:count][: len(target) - done]
+                copy(target[done : done + len(wanted)], wanted)
+                done += len(wanted)
+                if count < len(chunk):
                     break
         return done
 
 
 def alignment_of(fd: int) -> Alignment | None:
-    """Return what direct I/O of a file asks for; None where there is none, or it is no gain.
+    """Return the alignment for direct I/O of a file. None if it gains nothing: memory, networks.
 
-    File systems in memory and on the network are among those. Several calls, which the network
-    may have to answer: `DirectIO` makes them once.
+    It makes several calls, which may use the network: `DirectIO` makes them once.
     """
     if sys.platform != "linux":
         return None
-    if (told := _told_alignment(fd)) is None:
-        told = (_KNOWN_ALIGNMENT,) * 2 if _type_of(fd) in _KNOWN_TYPES else (0, 0)
-    memory, offset = told
+    if (sizes := _reported_alignment(fd)) is None:
+        sizes = (_KNOWN_ALIGNMENT,) * 2 if _type_of(fd) in _KNOWN_TYPES else (0, 0)
+    memory, offset = sizes
     if not memory or not offset:
         return None
-    # A page that goes through the page cache must not share a block with what goes directly.
+    # A cached page must not share a block with direct data.
     block = max(offset, PAGESIZE, os.fstatvfs(fd).f_frsize)
     if block > _MAX_BLOCK_NBYTES or any(block % size for size in (memory, offset)):
         return None
     return Alignment(memory, block)
 
 
-def _told_alignment(fd: int) -> tuple[int, int] | None:
-    """Return the alignment of memory and of offsets (STATX_DIOALIGN); None if it is not told."""
+def _reported_alignment(fd: int) -> tuple[int, int] | None:
+    """Return the alignment of memory and of offsets (STATX_DIOALIGN), or None if it is unknown."""
     mask, empty_path = 0x2000, 0x1000
     buffer = ctypes.create_string_buffer(256)
     statx = system_call("statx")

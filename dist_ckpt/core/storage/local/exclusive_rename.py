@@ -1,4 +1,4 @@
-"""Rename and never replace: by the system's own call, else by what comes nearest; or exchange."""
+"""Rename without replacing, by a system call or the nearest substitute; exchange two names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-# What a call says where the file system has no such operation.
+# Errors of a call that the file system does not support.
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def rename_exclusively(old: str, new: str) -> None:
-    """Rename a file or folder; FileExistsError if the new name is taken."""
+    """Rename a file or folder. Raises FileExistsError if the new name is taken."""
     if _rename_by_call(old, new):
         return
     if stat.S_ISDIR(os.lstat(old).st_mode):
@@ -24,17 +24,17 @@ def rename_exclusively(old: str, new: str) -> None:
         _rename_by_link(old, new)
 
 
-def exchange(one: str, other: str) -> bool:
-    """Exchange what two names have, at once; False where the system cannot, or not here."""
+def exchange(first: str, second: str) -> bool:
+    """Exchange two names atomically; return False if that is not supported here."""
     if sys.platform != "linux" or (call := system_call("renameat2")) is None:
         return False
     # AT_FDCWD twice, RENAME_EXCHANGE
-    if not call(-100, os.fsencode(one), -100, os.fsencode(other), 2):
+    if not call(-100, os.fsencode(first), -100, os.fsencode(second), 2):
         return True
     code = ctypes.get_errno()
     if code in UNSUPPORTED:
         return False
-    raise OSError(code, os.strerror(code), one, None, other)
+    raise OSError(code, os.strerror(code), first, None, second)
 
 
 @cache
@@ -45,7 +45,7 @@ def system_call(name: str) -> Callable[..., int] | None:
 
 
 def _rename_by_call(old: str, new: str) -> bool:
-    """Rename by the call that never replaces; False where there is none, or not here."""
+    """Rename by the call that never replaces; return False if that is not supported here."""
     names = os.fsencode(old), os.fsencode(new)
     is_mac = sys.platform == "darwin"
     if (call := system_call("renamex_np" if is_mac else "renameat2")) is None:
@@ -60,12 +60,12 @@ def _rename_by_call(old: str, new: str) -> bool:
 
 
 def _rename_by_link(old: str, new: str) -> None:
-    """Rename a file where no call does so exclusively (NFS): link, which never replaces."""
+    """Rename a file by a link, which never replaces, where no call does so (NFS)."""
     try:
         os.link(old, new, follow_symlinks=False)
     except FileExistsError:
-        # A repeated request may find what its first, unanswered one did. Two callers that rename
-        # the same file both get past here, and one of them fails to unlink.
+        # A repeated request may find the result of its first, unanswered one. If two callers rename
+        # the same file, both pass this check, and one of them fails to unlink.
         if not os.path.samestat(os.lstat(old), os.lstat(new)):
             raise
     except OSError as error:
@@ -76,10 +76,10 @@ def _rename_by_link(old: str, new: str) -> None:
 
 
 def _rename_folder(old: str, new: str) -> None:
-    """Rename a folder where no call does so exclusively.
+    """Rename a folder without an exclusive call.
 
-    Plain rename replaces only an empty folder, and the names that a folder is renamed to are
-    made by nobody but the one who moves that folder.
+    Plain rename replaces only an empty folder, and only the caller that moves a folder creates a
+    folder of its new name.
     """
     if os.path.lexists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)

@@ -47,14 +47,14 @@ _REMEDIES = {
     errno.ESTALE: "look whether the server is up, mount it again if need be, then try again",
     errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
 }
-_OTHERWISE = "check the disk or the network (the kernel's log may say more), then try again"
+_DEFAULT_REMEDY = "check the disk or the network (the kernel's log may say more), then try again"
 
 
 class LocalStorage:
-    """Keeps the `Storage` protocol on a file system. Threads may share it.
+    """Implements the `Storage` protocol on a file system. Thread-safe.
 
-    With `direct_reads` large parts of files that the page cache does not hold are read past it.
-    All it remembers is which file systems take direct I/O.
+    `direct_reads` reads large parts of files directly if the page cache lacks them. The only state
+    is which file systems support direct I/O.
     """
 
     def __init__(self, *, direct_reads: bool = False) -> None:
@@ -64,12 +64,12 @@ class LocalStorage:
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
         with _errors_of(folder, FileNotFoundError, NotADirectoryError), ExitStack() as stack:
-            place = folder if follow else stack.enter_context(_real_folder(folder))
-            found = stack.enter_context(os.scandir(place))
-            return sorted(entry for item in found if (entry := _entry(item)) is not None)
+            real = folder if follow else stack.enter_context(_real_folder(folder))
+            items = stack.enter_context(os.scandir(real))
+            return sorted(entry for item in items if (entry := _entry(item)) is not None)
 
     def make_folder(self, folder: str) -> None:
-        """Create one folder, readable and writable as the umask says."""
+        """Create one folder, with the permissions of the umask."""
         passed = (FileExistsError, FileNotFoundError, NotADirectoryError)
         with _errors_of(folder, *passed, needs=os.path.dirname(folder)):
             try:
@@ -80,7 +80,7 @@ class LocalStorage:
                 raise
 
     def create(self, path: str, nbytes: int) -> WritableFile:
-        """Create a file exclusively and reserve its space; a file that finds none is removed."""
+        """Create a file exclusively and reserve its space; without space the file is removed."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         passed = (FileExistsError, FileNotFoundError)
         with _errors_of(path, *passed, needs=os.path.dirname(path)):
@@ -90,7 +90,7 @@ class LocalStorage:
                 direct = self._direct_io.file_of(path, fds[0], nbytes)
                 if direct and (second := direct.open(os.O_WRONLY)) is not None:
                     fds.append(second)
-                    # Writes beyond the end take turns in the kernel; those before it do not.
+                    # Writes beyond the end are serialised in the kernel; those before it are not.
                     os.ftruncate(fds[0], nbytes)
             except OSError:
                 Descriptor(path, *fds).release()
@@ -100,7 +100,7 @@ class LocalStorage:
         return _LocalWritableFile(path, fds, direct if len(fds) > 1 else None, nbytes)
 
     def open(self, path: str) -> ReadableFile:
-        """Open a regular file; a link or a pipe in its place is refused without waiting."""
+        """Open a regular file; refuse a link or a pipe without waiting for it."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with _errors_of(path, FileNotFoundError):
             try:
@@ -127,21 +127,22 @@ class LocalStorage:
             rename_exclusively(old, new)
 
     def link(self, old: str, new: str) -> None:
-        """Link a regular file, found and named in the folders themselves: never through a link."""
+        """Link a regular file within real folders, never through a link."""
         passed = (FileExistsError, FileNotFoundError)
         with _errors_of(new, *passed, needs=old), ExitStack() as stack:
             (source, name), (target, new_name) = os.path.split(old), os.path.split(new)
-            place = stack.enter_context(_real_folder(source))
-            there = stack.enter_context(_real_folder(target))
-            if not stat.S_ISREG(os.lstat(name, dir_fd=place).st_mode):
-                raise OSError(errno.EINVAL, f"{old} is no regular file")
-            was_there = _is_named(new_name, there)
+            source_fd = stack.enter_context(_real_folder(source))
+            target_fd = stack.enter_context(_real_folder(target))
+            if not stat.S_ISREG(os.lstat(name, dir_fd=source_fd).st_mode):
+                raise OSError(errno.EINVAL, f"{old} is not a regular file")
+            existed = _is_named(new_name, target_fd)
+            dir_fds = {"src_dir_fd": source_fd, "dst_dir_fd": target_fd}
             try:
-                os.link(name, new_name, src_dir_fd=place, dst_dir_fd=there, follow_symlinks=False)
+                os.link(name, new_name, **dir_fds, follow_symlinks=False)
             except FileExistsError:
-                # NFS repeats a request, and finds what its first, unanswered one did.
-                made = os.lstat(new_name, dir_fd=there)
-                if was_there or not os.path.samestat(os.lstat(name, dir_fd=place), made):
+                # NFS repeats a request, and finds the result of its first, unanswered one.
+                status = os.lstat(new_name, dir_fd=target_fd)
+                if existed or not os.path.samestat(os.lstat(name, dir_fd=source_fd), status):
                     raise
 
     def remove(self, path: str) -> None:
@@ -150,7 +151,7 @@ class LocalStorage:
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 os.rmdir(path)
                 return
-            # By the folder itself: its path may lead elsewhere by now.
+            # Through the folder's descriptor: its path may lead elsewhere by now.
             folder, name = os.path.split(path)
             with _real_folder(folder) as descriptor:
                 os.unlink(name, dir_fd=descriptor)
@@ -162,8 +163,8 @@ class LocalStorage:
             try:
                 _sync(fd)
             except OSError as error:
-                # Some network file systems have no fsync of folders: their names are as durable
-                # as they get when the call that made them returns.
+                # Some network file systems have no fsync of folders: names are as durable as they
+                # get when the call that made them returns.
                 if error.errno not in UNSUPPORTED:
                     raise
             finally:
@@ -171,7 +172,7 @@ class LocalStorage:
 
 
 class _LocalWritableFile:
-    """A file; with `direct` the second descriptor is for direct writes."""
+    """A file; with `direct`, the second descriptor is for direct writes."""
 
     def __init__(
         self, path: str, fds: Sequence[int], direct: DirectFile | None, nbytes: int
@@ -180,7 +181,7 @@ class _LocalWritableFile:
         self._direct = direct
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._stop = 0  # of all that was written
+        self._stop = 0  # the end of all writes
 
     @property
     def alignment(self) -> int:
@@ -190,16 +191,16 @@ class _LocalWritableFile:
         view = memoryview(data).cast("B")
         with _errors_of(self._descriptor.path), self._descriptor.lend() as fds:
             done = self._direct.write(fds[1], view, offset) if self._direct else ByteRange(0, 0)
-            # Never into a page that a direct write of another thread touches: those cover whole
-            # pages of what was given to them. One fsync of the file makes both kinds durable.
+            # Never in a page of another thread's direct write: those cover whole pages of their
+            # data. One fsync of the file makes both kinds of writes durable.
             write_all(fds[0], view[: done.start], offset)
             write_all(fds[0], view[done.stop :], offset + done.stop)
         with self._lock:
             self._stop = max(self._stop, offset + len(view))
 
     def finish(self) -> int:
-        # After a failed fsync the kernel calls the lost pages clean, so that a second one
-        # succeeds: whatever fails here, the descriptor is gone and the file is burnt.
+        # After a failed fsync the kernel marks the lost pages clean, so that a second fsync
+        # succeeds. So the descriptor is gone after any failure, and the file must not be used.
         fd = self._descriptor.take()
         with _errors_of(self._descriptor.path):
             try:
@@ -255,17 +256,17 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 @contextmanager
 def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[None]:
-    """Turn an OSError into a StorageError that says what to do, but for the `passed` ones.
+    """Turn an OSError into a StorageError with a remedy, except for the `passed` types.
 
-    The call `needs` what FileNotFoundError says is gone, if that is not `path`.
+    `needs` is the path that a FileNotFoundError is about, if not `path`.
     """
     try:
         yield
     except passed:
         raise
     except OSError as error:
-        # An NFS client says "stale" of what another one removed, but also where the server has
-        # started anew: whoever took that for gone would report what is not there, or hide what is.
+        # An NFS client returns ESTALE for a file that another client removed, but also after a
+        # restart of the server. Without this check, existing files could look removed.
         is_stale = error.errno == errno.ESTALE and FileNotFoundError in passed
         if is_stale and _is_gone(needs or path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
@@ -273,13 +274,13 @@ def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[N
 
 
 def with_remedy(error: OSError) -> str:
-    """Return what the system says of an error, and what to do about it."""
+    """Return the system's text of an error, with a remedy."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
-    return f"{error.strerror or error} ({code}): {_REMEDIES.get(error.errno or 0, _OTHERWISE)}"
+    return f"{error.strerror or error} ({code}): {_REMEDIES.get(error.errno or 0, _DEFAULT_REMEDY)}"
 
 
 def _is_gone(path: str) -> bool:
-    """Say whether certainly nothing has this name."""
+    """Return True if certainly nothing has this name."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -291,12 +292,12 @@ def _is_gone(path: str) -> bool:
 
 @contextmanager
 def _real_folder(folder: str) -> Iterator[int]:
-    """Open a folder that is one: NotADirectoryError for a link, whatever it leads to."""
+    """Open a folder. Raises NotADirectoryError for a link, even to a folder."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(folder, flags)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EMLINK):  # what other systems say of a link
+        if error.errno in (errno.ELOOP, errno.EMLINK):  # a link, on other systems
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
         raise
     try:
@@ -326,7 +327,7 @@ def _is_named(name: str, folder: int) -> bool:
 
 
 def _is_odd(path: str) -> bool:
-    """Say whether the name itself, not a folder on the way to it, is no regular file."""
+    """Return True if the name itself, not a folder above it, is not a regular file."""
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -335,15 +336,15 @@ def _is_odd(path: str) -> bool:
 
 def _leads_nowhere(link: str) -> ExistsError:
     return ExistsError(
-        f"{link} is a link to {os.readlink(link)}, which is not there: make that folder, or "
+        f"{link} is a link to {os.readlink(link)}, which does not exist: make that folder, or "
         f"choose another path"
     )
 
 
 def _not_a_file(path: str) -> CorruptError:
     return CorruptError(
-        f"{path} is a link, a folder or a device where dist_ckpt writes a regular file: "
-        f"put the file back, or use another checkpoint"
+        f"{path} is a link, a folder or a device, but dist_ckpt writes a regular file there: "
+        f"restore the file, or use another checkpoint"
     )
 
 
@@ -369,10 +370,9 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _allocate(fd: int, nbytes: int) -> bool:
-    """Allocate blocks; False where the system or the file system has no call for it.
+    """Allocate blocks; return False if the system or the file system has no call for it.
 
-    Not by `os.posix_fallocate`, which writes the whole file where the call is missing. The size
-    stays 0 (mode 1), so that `finish` sees what was written.
+    `os.posix_fallocate` would write the whole file then. The size stays 0 (mode 1) for `finish`.
     """
     fallocate = system_call("fallocate") if sys.platform == "linux" else None
     while fallocate and fallocate(fd, 1, ctypes.c_int64(0), ctypes.c_int64(nbytes)):

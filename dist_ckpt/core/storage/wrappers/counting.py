@@ -1,4 +1,4 @@
-"""A storage that counts what is read and written through it: one rank's, in one operation."""
+"""A storage that counts reads and writes, of one rank in one operation."""
 
 # ruff: noqa: D102  # `ForwardingStorage` documents the methods
 
@@ -13,7 +13,7 @@ from dist_ckpt.reports import IoCount
 
 
 class CountingStorage(ForwardingStorage):
-    """Hands every call to `inner`; `reads` and `writes` are the calls and bytes of its files."""
+    """Forwards every call to `inner`; `reads` and `writes` count calls and bytes of files."""
 
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)

@@ -1,9 +1,8 @@
-"""A storage whose every call has a deadline, whatever hangs below it.
+"""A storage that gives every call a deadline.
 
-A call to a dead network mount never returns, and no signal ends it. So another thread makes it;
-when the deadline passes the thread is left to it, and the caller is told. Where the caller is such
-a thread itself, and somebody watches it, the call is made in place: a thread more is two switches
-a call.
+A call to a dead network mount never returns, and no signal ends it. So another thread makes the
+call, and is abandoned after the deadline. A caller that is such a thread itself, with a monitor,
+makes the call directly: that saves two thread switches.
 """
 
 # ruff: noqa: D102  # `ForwardingStorage` documents the methods
@@ -21,18 +20,18 @@ from dist_ckpt.core.storage.protocol import Storage, WritableFile
 from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage, T
 from dist_ckpt.errors import StorageError
 
-# So many calls are made at once. Those that hang count, so that they cannot pile up for ever.
+# The limit of calls at once. Hanging calls count, so that they cannot accumulate for ever.
 MAX_CALLS = 256
 
-# How long an interrupt waits for the call that it has met, so that what is done next finds the
-# storage as the call has left it; and how long anybody waits for a file to close.
+# How long an interrupt waits for the current call, so that later code sees the storage as the call
+# left it. Also how long a file's close may take.
 GRACE_S = 5.0
 
 
 class DeadlineStorage(ForwardingStorage):
-    """Hands calls to `inner`, with deadlines: StorageError that names the call and the path.
+    """Forwards calls to `inner`, with deadlines: a StorageError names the call and the path.
 
-    `stall_s` is for a call that moves nothing; bytes get `stall_timeout_s`. A call that has missed
+    `stall_s` is for a call that moves no data; bytes get `stall_timeout_s`. A call that has missed
     its deadline may still take effect later.
     """
 
@@ -62,23 +61,23 @@ class DeadlineStorage(ForwardingStorage):
             f"{what}: the storage did not answer for {timeout_s:g} s; look at its health (a "
             "network mount may hang), then try again"
         )
-        if (watch := CallMonitor.here()) is not None:
-            return watch.make(act, timeout_s, fact, release)
+        if (monitor := CallMonitor.here()) is not None:
+            return monitor.make(act, timeout_s, fact, release)
         future = self._submit(what, act)
         try:
-            future.exception(timeout=timeout_s)  # a TimeoutError of the call's own is not raised
+            future.exception(timeout=timeout_s)  # does not raise a TimeoutError of the call
         except TimeoutError:
-            _leave(future, release)
+            _abandon(future, release)
             raise StorageError(fact) from None
         except BaseException:
             wait((future,), timeout=GRACE_S)
-            _leave(future, release)
+            _abandon(future, release)
             raise
         try:
             return future.result(timeout=0)
         finally:
-            # The error in it refers to this frame: else both would keep alive what all callers
-            # have, such as the state of a save, until cycles are looked for.
+            # The error refers to this frame. A cycle would keep the callers' data alive, such as
+            # the state of a save, until the next garbage collection.
             del future
 
     def finish(self, path: str, act: Callable[[], int]) -> int:
@@ -86,7 +85,7 @@ class DeadlineStorage(ForwardingStorage):
         return self.make_call(f"finish {path}", act, nbytes=self._nbytes_created)
 
     def close(self, act: Callable[[], None]) -> None:
-        # On a network mount that can hang as well.
+        # On a network mount a close can hang too.
         with suppress(StorageError):
             wait((self._submit("close", act),), timeout=min(GRACE_S, self._stall_s))
 
@@ -99,12 +98,12 @@ class DeadlineStorage(ForwardingStorage):
             ) from error
 
 
-def _leave(future: Future[T], release: Callable[[T], None]) -> None:
-    """Wait no longer; what the call still returns is nobody's."""
+def _abandon(future: Future[T], release: Callable[[T], None]) -> None:
+    """Abandon a call, and release a late result."""
 
-    def let_go(done: Future[T]) -> None:
+    def release_result(done: Future[T]) -> None:
         if not done.cancelled() and done.exception(timeout=0) is None:
             release(done.result(timeout=0))
 
     future.cancel()
-    future.add_done_callback(let_go)
+    future.add_done_callback(release_result)

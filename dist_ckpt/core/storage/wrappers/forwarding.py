@@ -1,6 +1,6 @@
-"""A storage that hands every call to another one, for what does something about some of the calls.
+"""A storage that forwards every call, for wrappers that change some of the calls.
 
-Its files hand it theirs: so what is done about all calls, or those of one kind, is one method.
+Its files forward their calls to it: so one method changes all calls, or all of one kind.
 """
 
 # ruff: noqa: D102  # the protocol documents the methods
@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class ForwardingStorage:
-    """Hands every call to `inner`, all but `close` by `make_call`; `act` is the call itself.
+    """Forwards every call to `inner`, through `make_call` except `close`; `act` makes the call.
 
-    Those of files come by `read`, `write`, `finish` and `close` before, with the path of the file.
+    Calls of files go through `read`, `write`, `finish` and `close` first, with the file's path.
     """
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
 
-    # --- what others do something about ---
+    # --- for wrappers ---
 
     def make_call(
         self,
@@ -35,16 +35,16 @@ class ForwardingStorage:
         nbytes: int = 0,
         release: Callable[[T], None] = lambda _: None,
     ) -> T:
-        """Make a call, which moves so many bytes; what it returns too late is to be released."""
+        """Make a call that moves `nbytes`; `release` a result that is too late."""
         del what, nbytes, release
         return act()
 
     def read(self, path: str, nbytes: int, act: Callable[[], int]) -> int:
-        """Read up to so many bytes of a file; return how many came."""
+        """Read up to `nbytes` of a file; return the number of bytes read."""
         return self.make_call(f"read_into {path}", act, nbytes=nbytes)
 
     def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
-        """Write so many bytes to a file."""
+        """Write `nbytes` to a file."""
         self.make_call(f"write_at {path}", act, nbytes=nbytes)
 
     def finish(self, path: str, act: Callable[[], int]) -> int:

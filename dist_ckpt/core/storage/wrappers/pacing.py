@@ -1,4 +1,4 @@
-"""A storage that is written to at no more than so many bytes a second, by all threads together."""
+"""A storage with a limit of written bytes for each second, over all threads."""
 
 # ruff: noqa: D102  # `ForwardingStorage` documents the methods
 
@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dist_ckpt.core.storage.protocol import Storage
 from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 
-# How long at most nobody looks whether there is still something to wait for.
+# The longest time between two calls of `check`.
 STEP_S = 0.05
 
 
 class RateLimit:
-    """So many bytes a second, for all who share it. Threads may.
+    """A limit of bytes for each second, shared by all users. Thread-safe.
 
-    Who has taken some waits until all that was taken before has had its time. `check` is called
-    while somebody waits, and ends it by raising.
+    While `take` waits for its turn it calls `check`, which may raise.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class RateLimit:
         self._free_at = clock()
 
     def take(self, nbytes: int) -> None:
-        """Return when it is time to move so many bytes."""
+        """Return when `nbytes` may be moved."""
         with self._lock:
-            # What was not used in time is lost: no burst makes good for it.
+            # Unused time is lost: later bursts do not get it.
             begin_at = max(self._free_at, self._clock())
             self._free_at = begin_at + nbytes / self._max_bytes_per_s
         while (left_s := begin_at - self._clock()) > 0:
@@ -51,10 +50,7 @@ class RateLimit:
 
 
 class RateLimitedStorage(ForwardingStorage):
-    """Hands every call to `inner`, and writes to files when the allowance says so.
-
-    It sleeps before a call, not within: a deadline of `inner` does not run meanwhile.
-    """
+    """Forwards every call to `inner`, and delays writes before their deadline begins."""
 
     def __init__(self, inner: Storage, allowance: RateLimit) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Files that seem to lie on a storage, and are made when they are opened. Nothing is written."""
+"""Files that appear to be on a storage, and are created when they are opened. Read-only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dist_ckpt.errors import StorageError
 
 
 class ReadOnlyFiles:
-    """A `Storage` of the files in one folder of a checkpoint; what would change it is refused.
+    """A `Storage` with the files of one attempt's folder; changes raise the `remedy`.
 
-    `folder` is the attempt's, `files` open each of its files by name, and `remedy` says what to do
-    instead of a change.
+    `files` has a function that opens each file, by name.
     """
 
     def __init__(
@@ -26,8 +25,8 @@ class ReadOnlyFiles:
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """See `Storage.list`."""
         del follow
-        above, _, name = self._folder.rpartition("/")
-        if folder == above:
+        parent, _, name = self._folder.rpartition("/")
+        if folder == parent:
             return [Entry(name, "folder", 0, 0.0)]
         if folder != self._folder:
             raise FileNotFoundError(folder)
@@ -76,10 +75,7 @@ class ReadOnlyFiles:
 
 
 class FileOfBytes:
-    """A file that is open, and lies in memory: some bytes and, behind them, others.
-
-    What is read of it is copied.
-    """
+    """An open file in memory: the bytes of two buffers, one after the other. Reads copy."""
 
     num_links = 1
 
