@@ -132,11 +132,10 @@ _NEW_NAMES = {
     "ValueDifference": "ObjectDifference",
 }
 
-# Of the public names, the functions of the core that open what a user names: they get
-# `openers.OPENER`.
+# Functions of the core that open a user's path: they get `openers.OPENER`.
 _WITH_OPENER = frozenset({"open", "verify", "load", "build"})
 
-# Public modules, imported when first used as well.
+# Public modules, also imported at their first use.
 _PUBLIC_MODULES = {"keep": "runs.retention.retention_policy"}
 
 __all__ = [

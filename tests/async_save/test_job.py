@@ -257,7 +257,7 @@ def test_a_job_that_is_dropped_while_devices_are_copied_ends_with_the_copy(job):
     may = threading.Event()
     end: Any = SimpleNamespace(hold=lambda: None)
     dropped.fence.run(end, lambda kept=dropped: may.wait(SOON_S))
-    copying = dropped.fence._following
+    copying = dropped.fence._thread
     del dropped
     with pytest.raises(ConflictError, match="is open in this process"):
         job(0)

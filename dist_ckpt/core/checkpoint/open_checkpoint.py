@@ -267,7 +267,7 @@ class OpenCheckpoint:
         plan = plan_load(self.index, wanted)
         threads = self._threads or Config.from_environment().threads
         opened = open_files(
-            self.storage, self.folder, self.index, plan, threads=threads, known=files
+            self.storage, self.folder, self.index, plan, threads=threads, opened=files
         )
         for number in plan:
             files[number] = opened.files[number]

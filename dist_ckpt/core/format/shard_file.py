@@ -39,33 +39,33 @@ from dist_ckpt.errors import CheckpointError, IncompatibleError
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A shard in a file: its name, the range of its data, and a digest for each written block."""
+    """One shard in a file."""
 
-    name: str
+    name: str  # its key in the header
     fqn: str
     dtype: str
-    shape: Shape
+    shape: Shape  # of the whole tensor
     cell: Cell
-    span: ByteRange
-    digests: tuple[str, ...] = ()
+    span: ByteRange  # its bytes, counted from the end of the header
+    digests: tuple[str, ...] = ()  # of its blocks; empty before it is written
 
 
 @dataclass(frozen=True, slots=True)
 class ShardKind:
-    """The common part of many shards; `entry` is JSON for safetensors, without the offsets."""
+    """The common part of shards with equal dtype, shape and cell: most files have few kinds."""
 
     dtype: str
     shape: Shape
     cell: Cell
     nbytes: int
     num_blocks: int
-    entry: str
+    entry: str  # JSON for safetensors, without the offsets and the last brace
 
 
 class DecodedShards(Sequence[StoredShard]):
-    """The shards of a decoded header.
+    """The shards of a decoded header, in order. Each is built on access.
 
-    Each is built on access: that costs more than the decoding.
+    To build all costs more than to decode the header, and a reader of a slice needs one.
     """
 
     def __init__(
@@ -207,17 +207,14 @@ _ROWS = list[tuple[str, str, Raw, Raw, Raw]]
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A decoded header.
-
-    `step` is that of the save that wrote the file, not of a later user of it.
-    """
+    """The decoded header of one shard file."""
 
     component: str
     rank: int
     world_size: int
-    step: int | None
+    step: int | None  # of the save that wrote the file; later checkpoints may share it
     block_nbytes: int
-    header_nbytes: int
+    header_nbytes: int  # the shards begin here
     shards: DecodedShards
 
     @property
@@ -243,13 +240,13 @@ def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard,
 
 @dataclass(frozen=True, slots=True)
 class HeaderText:
-    """A header of `nbytes` bytes, without its step and digests: those are known after the write."""
+    """A header without step and digests, which are known only when the file is written."""
 
     before_step: bytes
     before_digests: bytes
     rest: bytes
     num_digests: int
-    nbytes: int
+    nbytes: int  # with any step and the digests
 
     def fill(self, step: int | None, digests: str) -> bytes:
         """Return the first `nbytes` bytes of the file. Every block has a digest."""
@@ -272,7 +269,10 @@ class HeaderText:
 def header_text(
     shards: Sequence[StoredShard], *, component: str, rank: int, world_size: int, block_nbytes: int
 ) -> HeaderText:
-    """Return a file's header. Raises ValueError if it is longer than safetensors reads."""
+    """Return the header of a file with these shards, without step and digests.
+
+    Raises ValueError if it is longer than safetensors reads.
+    """
     facts: dict[str, Json] = {
         "format": {"version": VERSION, "requires": []},
         "component": component,

@@ -95,6 +95,6 @@ def _files_in(view: memoryview) -> ReadOnlyFiles:
         name = filenames.shard_file(state_bytes.STEM, 0)
         files[name] = partial(FileOfBytes, documents.header, view[start:])
     elif start < len(view):
-        raise corrupt_error(state_bytes.WHAT, "data, but no tensors")
+        raise corrupt_error(state_bytes.LABEL, "data, but no tensors")
     remedy = "the bytes of a state are only read: save to a folder"
     return ReadOnlyFiles(_FOLDER, files, remedy)

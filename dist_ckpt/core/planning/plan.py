@@ -20,7 +20,7 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 # A replica group's id, with the digest of each member by name.
 ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
-# (name, nbytes, header_nbytes, digest), as in `Receipt.files`.
+# (name, nbytes, header_nbytes, digest). An objects file has no header: 0, and a digest of all.
 FileReceipt = tuple[str, int, int, str]
 
 
@@ -89,13 +89,13 @@ View = Whole | MeshPlaced | Flattened | Parts | RuleSharded
 
 
 class TensorEntry(Message, frozen=True):
-    """One tensor on one rank. `shape` is global, except in a `RuleSharded` view."""
+    """One tensor on one rank."""
 
     fqn: str
     dtype: str
-    shape: Shape
-    view: int
-    component: int
+    shape: Shape  # global, but local under a `RuleSharded` view
+    view: int  # a number in `Inventory.views`
+    component: int  # a number in `Inventory.components`
 
 
 class NameList(Message, frozen=True):
@@ -106,26 +106,21 @@ class NameList(Message, frozen=True):
 
 
 class Inventory(Message, frozen=True):
-    """The tensors and values of one rank. `TensorEntry` has numbers of `views` and `components`.
-
-    `aliases` are (fqn, fqn of the tied tensor), `values` fqns. `per_rank` are (fqn, key); None
-    means the rank itself, so that similar ranks send the same bytes. `numpy` lists tensors that are
-    numpy arrays. `parameters` are (first, count, trainable) for runs of `tensors`. `reused` lists
-    tensors with files that later saves can link.
-    """
+    """The tensors and values of one rank: names and layouts, without data."""
 
     mesh: tuple[tuple[str, int], ...]
     components: tuple[str, ...]
     views: tuple[View, ...]
     tensors: tuple[TensorEntry, ...]
-    aliases: tuple[tuple[str, str], ...]
-    values: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...]  # (fqn, fqn of the tied tensor)
+    values: tuple[str, ...]  # fqns
+    # (fqn, key). None means the rank itself, so that similar ranks send the same bytes.
     per_rank: tuple[tuple[str, Key | None], ...]
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
-    numpy: tuple[str, ...]
-    parameters: tuple[tuple[int, int, bool], ...] = ()
-    reused: tuple[str, ...] = ()
+    numpy: tuple[str, ...]  # fqns of tensors that are numpy arrays
+    parameters: tuple[tuple[int, int, bool], ...] = ()  # (first, count, trainable) in `tensors`
+    reused: tuple[str, ...] = ()  # fqns of tensors with files that later saves can link
 
 
 # --- saving ----------------------------------------------------------------------------------
@@ -135,27 +130,22 @@ class Inventory(Message, frozen=True):
 class SavePlan:
     """The rank that stores each cell and value.
 
-    Equal on all ranks; `items_of` derives a rank's part. `held_layouts` has the ranks' layout of a
-    tensor that is split among its holders. `value_holders` and `per_rank_holders` have the ranks of
-    each value and key. `reused` numbers the components whose files later saves can link.
+    Equal on all ranks; `items_of` derives a rank's part.
     """
 
     catalog: Catalog
-    held_layouts: Mapping[str, Layout]
+    held_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored
     value_holders: Mapping[str, tuple[int, ...]]
     per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
-    reused: frozenset[int] = frozenset()
+    reused: frozenset[int] = frozenset()  # components with files that later saves can link
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A shard file to write, in batches.
-
-    If `is_reused`, saves can link it, so it contains no step.
-    """
+    """A shard file to write."""
 
     name: str
     header: HeaderText
@@ -163,7 +153,7 @@ class FilePlan:
     items: tuple[StoredShard, ...]
     block_nbytes: int
     batches: tuple[Batch, ...]
-    is_reused: bool = False
+    is_reused: bool = False  # later saves can link it, so it contains no step
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +166,12 @@ class ReplicaGroup:
 
 
 class Receipt(Message, frozen=True):
-    """The files that a rank wrote: (name, nbytes, header_nbytes, digest) of each.
-
-    For an objects file, `header_nbytes` is 0 and the digest covers the whole file. `replicas` are
-    (group id, digest), where a group's digests must be equal on all ranks. `linked` counts files,
-    and bytes, that were linked and not written.
-    """
+    """The files that a rank wrote. All ranks must have the same digest for a replica group."""
 
     files: tuple[FileReceipt, ...]
-    replicas: tuple[tuple[str, str], ...]
+    replicas: tuple[tuple[str, str], ...]  # (group id, digest)
     seconds: float
-    linked: tuple[int, int] = (0, 0)
+    linked: tuple[int, int] = (0, 0)  # files, and bytes, that were linked and not written
 
 
 # --- loading ---------------------------------------------------------------------------------
@@ -205,19 +190,17 @@ class TensorRequest(NamedTuple):
 class CellOverlap:
     """The common box of a stored cell and a requested one, for all tensors with equal cuts.
 
-    `source` and `target` are the row-major pieces of the stored cell and of requested cell `part`
-    that contain it. `run` is its range in the stored cell's memory, and `shift` is added for the
-    requested cell's. `run` is None if either is not contiguous. `is_whole`: the cells are equal.
+    Both pieces are row-major. `run` is None if the box is not contiguous in either memory.
     """
 
     stored: Cell
-    source: RegionPiece
-    part: int
-    target: RegionPiece
+    source: RegionPiece  # the piece of the stored cell that contains the box
+    part: int  # the number of the requested cell
+    target: RegionPiece  # the piece of the requested cell that contains the box
     common: Region
-    run: ElementRange | None
-    shift: int
-    is_whole: bool
+    run: ElementRange | None  # the box in the stored cell's memory
+    shift: int  # from there to the requested cell's memory
+    is_whole: bool  # the cells are equal, and this is all of them
 
     @staticmethod
     def of(

@@ -64,7 +64,7 @@ class BufferPool:
         self._free: list[memoryview] = []
 
     def fitting(self, nbytes: int) -> BufferPool:
-        """Return a pool with buffers of at least this size: this borrow, or a new borrow."""
+        """Return a pool with buffers of at least this size: this one, or a new one."""
         return self if nbytes <= self._nbytes else BufferPool(nbytes)
 
     @contextmanager

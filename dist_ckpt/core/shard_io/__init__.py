@@ -1,6 +1,5 @@
-"""Shards between files and memory, block by block, checked; without ranks or torch.
+"""Move shards between files and memory, in checked blocks; without ranks or torch.
 
-In: `shard_writer.write_all`. Out: `open_files.open_files` checks headers before anything is
-touched, `block_reader.BlockReader` carries a load plan out; which blocks, and how much at a time,
-is in `shard_io/read/block_reads.py` and `shard_io/read/read_work.py`.
+`write/shard_writer.py` writes. `read/open_files.py` checks headers before anything is changed,
+`read/block_reads.py` and `read/read_work.py` choose the reads, `read/block_reader.py` runs them.
 """

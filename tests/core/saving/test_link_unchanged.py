@@ -154,7 +154,7 @@ def test_what_has_changed_is_written_and_linked_from_then_on(
     base = lambda step: 7.0 if step < 4 else 8.0  # noqa: E731
     reports = saves(LocalStorage(), range(1, 8), path=f"{tmp_path}/s{{}}", base=base)
     assert [one.num_linked for one in reports] == [0, 0, 1, 0, 0, 1, 1]
-    assert "written anew" not in caplog.text  # nothing is damaged
+    assert "written again" not in caplog.text  # nothing is damaged
     for step in range(1, 8):
         assert step_at(LocalStorage(), f"{tmp_path}/s{step}", base=base(step)) == step
 
@@ -206,7 +206,7 @@ def test_what_is_damaged_on_disk_is_not_linked_on(
 
     reports = saves(LocalStorage(), range(1, 6), path=f"{tmp_path}/s{{}}", before=before)
     assert [one.num_linked for one in reports] == [0, 0, 0, 1, 1]
-    assert "is not linked on, but written anew" in caplog.text
+    assert "is not linked but written again" in caplog.text
     assert [dc.verify(tmp_path / f"s{step}").ok for step in range(1, 6)] == [False] + 4 * [True]
 
 

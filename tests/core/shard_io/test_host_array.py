@@ -163,7 +163,7 @@ def test_equal_arrays_have_equal_dtype_shape_and_bytes():
 def test_a_size_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="24 bytes, not 20"):
         Array("float32", (2, 3), memoryview(bytes(20)))
-    with pytest.raises(ValueError, match="no dtype 'float33'"):
+    with pytest.raises(ValueError, match="unknown dtype 'float33'"):
         Array("float33", (1,), memoryview(bytes(4)))
 
 

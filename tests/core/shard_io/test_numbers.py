@@ -40,7 +40,7 @@ def test_two_numbers_of_4_bits_share_a_byte_the_lower_half_first() -> None:
 
 def test_bits_are_no_numbers() -> None:
     assert [name for name in ("bits8", "uint4", "bits16") if has_numbers(name)] == []
-    with pytest.raises(TypeError, match="bits8 are no numbers"):
+    with pytest.raises(TypeError, match="bits8 are not numbers"):
         numbers("bits8", memoryview(b"ab"))
 
 

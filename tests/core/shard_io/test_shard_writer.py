@@ -200,7 +200,7 @@ def test_an_objects_file_of_another_size_is_a_storage_error() -> None:
 
 
 def test_a_folder_that_is_gone_means_the_attempt_was_given_up() -> None:
-    with pytest.raises(ConflictError, match="gave this attempt up"):
+    with pytest.raises(ConflictError, match="was given up"):
         write_all(MemoryStorage(), "/gone", files_of(tensors()), threads=1)
 
 

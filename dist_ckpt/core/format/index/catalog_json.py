@@ -49,7 +49,10 @@ HolderTable = tuple[tuple[int, ...], ...]
 
 
 class EncodedCatalog:
-    """The fields of a catalog as text; `was_read` is True after they were decoded."""
+    """The fields of a catalog as text, built once for all indexes that share it.
+
+    `was_read` is True after an index with this text was decoded to this catalog.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog

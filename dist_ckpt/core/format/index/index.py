@@ -36,41 +36,39 @@ else:  # for decoding messages: limited depth
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A top-level key of the state that has tensors, or a part of it: same name, another stem."""
+    """A top-level key of the state that has tensors, or a part of one."""
 
-    name: str
-    stem: str
+    name: str  # the key; its parts share it
+    stem: str  # the start of its shard files' names
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor. `layout` and `component` number the catalog's tables; see `Layout.holder`."""
+    """One tensor, as the catalog lists it."""
 
     dtype: str
     shape: Shape
-    layout: int
-    rotation: int
-    component: int
+    layout: int  # a number in `Catalog.layouts`
+    rotation: int  # see `Layout.holder`
+    component: int  # a number in `Catalog.components`
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """The stored tensors and values, and the rank that stored each: decided by a save plan.
 
-    The mappings have the order of the state and never change. `values` has the rank of each value
-    that is not a tensor, `per_rank` the keys and their ranks. `mesh` has names and sizes of the
-    job's mesh, slowest axis first. `parameters` has the tensors that were parameters, and whether
-    they required a gradient. It is empty if that is unknown, as in a plain state dict.
+    The mappings have the order of the state and never change.
     """
 
     world_size: int
-    mesh: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, int], ...]  # axis names and sizes, slowest axis first
     components: tuple[Component, ...]
     layouts: tuple[Layout, ...]
     tensors: Mapping[str, TensorRecord]
-    aliases: Mapping[str, str]
-    values: Mapping[str, int]
-    per_rank: Mapping[str, tuple[tuple[Key, int], ...]]
+    aliases: Mapping[str, str]  # fqn -> fqn of the tensor with the same memory
+    values: Mapping[str, int]  # fqn of a value that is not a tensor -> the rank that stored it
+    per_rank: Mapping[str, tuple[tuple[Key, int], ...]]  # fqn -> its keys, with their ranks
+    # fqn of a parameter -> whether it required a gradient. Empty for a plain state dict.
     parameters: Mapping[str, bool] = field(default_factory=dict)
 
     def counts(self) -> list[tuple[TensorRecord, int]]:
@@ -124,12 +122,10 @@ EMPTY_DIGESTS = "a1-ffffffffffffffff"
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A committed checkpoint. `metadata` mirrors the scalars of the user's metadata.
+    """A committed checkpoint.
 
-    `save` is the random id of the save. Copies keep it, in memory or resharded, under other
-    attempts. Older indexes have none. Built by `core/saving/transaction.py`,
-    `tools/rewrite/reshard.py`, and for saves that are only in memory by
-    `async_save/memory_restore.py`.
+    Built by `core/saving/transaction.py`, `tools/rewrite/reshard.py`, and for saves that are
+    only in memory by `async_save/memory_restore.py`.
     """
 
     attempt: str
@@ -137,9 +133,10 @@ class Index:
     catalog: Catalog
     files: tuple[ShardFileRecord, ...]
     objects: tuple[ObjectsFileRecord, ...]
-    metadata: Mapping[str, Json]
+    metadata: Mapping[str, Json]  # the scalars of the user's metadata
     saved_by: Mapping[str, str]
     saved_at: float
+    # The random id of the save, which copies keep under other attempts. Older indexes have none.
     save: str | None = None
     attached: tuple[AttachedFileRecord, ...] = ()
 

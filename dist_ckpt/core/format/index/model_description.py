@@ -60,8 +60,8 @@ def described(
     kind: str | None,
 ) -> dict[str, object]:
     """Return metadata with the configuration and the kind, if they are given."""
-    own = {} if config is None else {CONFIG: dict(config)}
-    return {**(metadata or {}), **own, **({} if kind is None else {KIND: kind})}
+    entry = {} if config is None else {CONFIG: dict(config)}
+    return {**(metadata or {}), **entry, **({} if kind is None else {KIND: kind})}
 
 
 def config_of(metadata: Mapping[str, object]) -> Mapping[str, object] | None:

@@ -1,5 +1,5 @@
-"""Tensor memory that bytes come from and go to: host, torch, CUDA.
+"""Tensor memory as source and target of bytes: host, torch, CUDA.
 
-`protocol.py` has the two protocols, `CellSource` and `Target`; `torch_tensor.py` keeps both, and
-`host_array.py` the second. `cuda.py` copies beside the training, and makes optimizers wait for it.
+`protocol.py` has `CellSource` and `Target`; `torch_tensor.py` implements both, `host_array.py` the
+second. `cuda.py` copies in parallel to training, and makes optimizers wait for the copies.
 """

@@ -1,4 +1,4 @@
-"""Values of one dtype in memory of another: what may be converted, and how."""
+"""Convert values of one dtype into memory of another."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape, row_major_strides
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, host_memory, values_in
 
-# How many bits of a whole number each holds exactly.
+# The bits of a whole number that each represents exactly.
 _PRECISION = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _PRECISION_OF_COMPLEX = {"complex128": 53, "complex64": 24}
-# All their values are values of any wider one. The other way a scale is needed, which no cast has.
+# Any wider dtype has all their values. The other direction would need a scale.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
-# So few elements torch converts without its threads, which wait for each other: where others use
-# the processors too, 8 MiB took 23 to 39 ms with them, and 0.7 without.
-_ALONE = 31 << 10
+# torch converts this few elements without its threads, which wait for each other. On a busy
+# processor, 8 MiB took 23 to 39 ms with them, and 0.7 without.
+_NUM_SERIAL = 31 << 10
 
 _INTEGER = re.compile(r"(u?)int(8|16|32|64)")
 
 
 def can_cast(saved: str, live: str) -> bool:
-    """Say whether a cast is one that a load makes: between floating dtypes, or without any loss."""
+    """Return True if a load may cast: between floating dtypes, or without any loss."""
     if live in _PRECISION and (saved in _PRECISION or saved in _FLOAT8):
         return True
     if live in _PRECISION_OF_COMPLEX:
@@ -38,7 +38,7 @@ def can_cast(saved: str, live: str) -> bool:
 
 
 def _whole_numbers(dtype: str) -> tuple[int, int] | None:
-    """Return the least and the greatest number up to which a dtype has all whole ones."""
+    """Return the range in which a dtype has all whole numbers, or None."""
     if dtype == "bool":
         return 0, 1
     if bits := {**_PRECISION, **_PRECISION_OF_COMPLEX}.get(dtype):
@@ -50,10 +50,9 @@ def _whole_numbers(dtype: str) -> tuple[int, int] | None:
 
 
 class CastTarget:
-    """The local tensor that holds a cell in another dtype than the saved one (`Target`).
+    """A `Target` whose dtype differs from the saved one: values are converted block by block.
 
-    Values are converted as they come, block by block. `has_overflown`: one that was finite is not
-    any more.
+    `has_overflown`: a finite value became infinite.
     """
 
     __slots__ = ("_dtype", "_narrows", "_saved", "_target", "has_overflown")
@@ -65,11 +64,11 @@ class CastTarget:
         self.has_overflown = False
 
     def memory(self) -> memoryview | None:
-        """Return None: no byte of a file is one of the tensor's."""
+        """Return None: the tensor cannot have a file's bytes."""
         return None
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Convert the elements of `box` out of `data`, which are of the saved dtype."""
+        """Convert the elements of `box`, which `data` has in the saved dtype."""
         if box.numel == 0:
             return
         values = values_in(data, self._saved, box.shape, strides)
@@ -77,16 +76,16 @@ class CastTarget:
         if self._narrows and _has_overflown(values, cast):
             self.has_overflown = True
         memory = host_memory(cast)
-        assert memory is not None, "it was made here"
+        assert memory is not None, "a new CPU tensor"
         self._target.place(piece, box, memory, row_major_strides(box.shape))
 
 
 def converted(data: memoryview, saved: str, live: str) -> memoryview | None:
-    """Return elements in another dtype; None if one that was finite is not any more."""
+    """Return elements in another dtype, or None if a finite value became infinite."""
     values = torch.frombuffer(data, dtype=getattr(torch, saved))
     cast = torch.empty(values.shape, dtype=getattr(torch, live))
     narrows = _narrows(values.dtype, cast.dtype)
-    for source, target in zip(values.split(_ALONE), cast.split(_ALONE), strict=True):
+    for source, target in zip(values.split(_NUM_SERIAL), cast.split(_NUM_SERIAL), strict=True):
         target.copy_(source)
         if narrows and not _is_finite(target) and _has_overflown(source, target):
             return None

@@ -1,10 +1,10 @@
-"""Staging from CUDA devices beside the training: pinned arenas, and copies on streams of their own.
+"""Stage from CUDA devices in parallel to training: pinned arenas, and copies on side streams.
 
-All is asked of the devices within the call of save, in the order of the files; the host goes on.
-What anything may change is copied first, and the training's streams wait for that
-(`hold_training`). What only the state's optimizers change (`LocalState.changed_in_steps`) is copied
-last, beside the forward and backward of the next step, and no step begins on the device before it
-is: `Fence`. A thread sees how far the copies have come, and calls nothing of CUDA but that.
+The call of save queues all copies in the order of the files. Tensors that anything may change are
+first, and the training's streams wait for their copies (`hold_training`). Tensors that only the
+state's optimizers change (`LocalState.changed_in_steps`) are copied during the next forward and
+backward. The next optimizer step waits on the device (`Fence`). A thread waits for the copies, and
+calls nothing else of CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
 
-# A copy waits for all that was asked of the device before. What takes longer than this hangs.
+# A copy waits for all work queued before on the device. A longer wait means a hang.
 COPY_TIMEOUT_S = 1800.0
 
 # The memory is pinned for all devices of the process (cudaHostRegisterPortable).
@@ -39,38 +39,38 @@ Event = torch.cuda.Event
 
 
 def check_no_capture() -> None:
-    """Raise ValueError while a CUDA graph is captured here: nothing would be copied now."""
+    """Raise ValueError during the capture of a CUDA graph: copies would not run now."""
     has_begun: Callable[[], bool] = torch.cuda.is_initialized
     if has_begun() and torch.cuda.is_current_stream_capturing():
-        raise ValueError("a CUDA graph is captured here: save when that is over")
+        raise ValueError("a CUDA graph is captured here: save after the capture")
 
 
 class StreamMark:
-    """A moment in what some streams do. Threads may share it."""
+    """A point in the work of some streams. Thread-safe."""
 
     def __init__(self, streams: Mapping[torch.device, Stream]) -> None:
-        # One that blocks sleeps until it is reached; others keep a core busy.
+        # A blocking event sleeps until it is reached; others keep a core busy.
         self._events = {
             device: stream.record_event(Event(blocking=True)) for device, stream in streams.items()
         }
 
     def reached(self) -> None:
-        """Return when the streams have come so far. Raises what the device has failed of."""
+        """Wait until the streams reach the mark. Raises the device's errors."""
         for device, event in self._events.items():
-            # A new thread is on device 0: to wait there would take memory of it for this process.
+            # A new thread uses device 0: to wait there would take memory of it for this process.
             with torch.cuda.device(device):
                 event.synchronize()
 
     def hold(self) -> None:
-        """Have the current streams of these devices go on only then. The host goes on at once."""
+        """Make the current streams of these devices wait for the mark, but not the host."""
         if torch.cuda.is_current_stream_capturing():
-            return  # nothing is done now; who replays the graph has to fence it
+            return  # nothing runs now; the code that replays the graph has to fence it
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
 
 
 class SideStreamCopies:
-    """Copies on streams of their own, which begin when the training's have come as far as now."""
+    """Copies on side streams, which begin after the work now queued on the training's streams."""
 
     def __init__(
         self, training: Mapping[torch.device, Stream], own: Mapping[torch.device, Stream]
@@ -79,30 +79,32 @@ class SideStreamCopies:
         self._own = own
 
     def takes(self, source: CellSource) -> bool:
-        """Say whether these devices have it; what they have not is the host's to copy."""
+        """Return True if the source is on these devices. The host has to copy others."""
         return isinstance(source, TensorSource) and source.device in self._own
 
     def send(self, source: CellSource, start: int, stop: int, memory: memoryview) -> None:
-        """Have its bytes `start` to `stop` copied; both stay until a later mark is reached."""
+        """Queue a copy of bytes `start` to `stop`.
+
+        Source and memory must live until a later mark.
+        """
         assert isinstance(source, TensorSource)
         source.send(start, stop, memory)
 
     def mark(self) -> StreamMark:
-        """Return the moment at which all that was sent until now is copied."""
+        """Return the point at which all copies sent until now are complete."""
         return StreamMark(self._own)
 
     def hold_training(self) -> None:
-        """Have the training's streams go on only then. The host goes on at once."""
+        """Make the training's streams wait for the copies sent until now, but not the host."""
         for device, stream in self._training.items():
             stream.wait_stream(self._own[device])
 
 
 class SideStreams:
-    """A stream of each device for our copies.
+    """A stream for copies on each device, created once.
 
-    They are kept: torch has 32 of a device, and hands them out again and again, so that new ones
-    would soon be those on which others communicate. Memory that torch takes for a copy stays with
-    the stream, too.
+    torch has 32 streams for each device and reuses them, so new ones would soon be those of others.
+    Memory that torch allocates for a copy also stays with the stream.
     """
 
     def __init__(self) -> None:
@@ -110,9 +112,9 @@ class SideStreams:
 
     @contextmanager
     def beside(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
-        """Copy beside the training in the block. If that fails, nothing is copied any more after.
+        """Copy in parallel to training in the block, outside of graph captures.
 
-        No graph is captured here: see `check_no_capture`.
+        Errors end all copies.
         """
         training, own = {}, {}
         with ExitStack() as stack:
@@ -132,62 +134,61 @@ class SideStreams:
 
 
 class Fence:
-    """Keeps weights from changing while they are copied beside the training."""
+    """Keeps weights unchanged while they are copied in parallel to training."""
 
     def __init__(self) -> None:
         self._end: StreamMark | None = None
-        self._following: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
 
     def run(self, end: StreamMark, follow: Callable[[], None]) -> None:
-        """Let nothing change before `end`; `follow`, in a thread, returns when all is staged.
+        """Forbid changes before `end`; `follow` runs in a thread and returns when all is staged.
 
-        From the first call on every optimizer waits before its step, whoever made it: those that
-        are not in the state, and those that step within the backward, change weights as well.
+        From now on every optimizer waits before its step: others than the state's change weights
+        too, and some step within the backward.
         """
         self.join()
         if self._hook is None:
-            # A compiler that looks into a step would keep the events of one save in its code.
+            # A compiler that traces a step would keep the events of one save in its code.
             hold = torch.compiler.disable(self._hold)
             self._hook = register_optimizer_step_pre_hook(
                 lambda *_: hold() if self._end is not None else None
             )
         self._end = end
-        self._following = threading.Thread(
-            target=self._follow, args=(follow,), name="dist_ckpt staging", daemon=True
+        self._thread = threading.Thread(
+            target=self._run_thread, args=(follow,), name="dist_ckpt staging", daemon=True
         )
         try:
-            self._following.start()
-        except RuntimeError:  # the system starts no more threads; nobody could join this one
-            self._end = self._following = None
+            self._thread.start()
+        except RuntimeError:  # no more threads; this one could not be joined
+            self._end = self._thread = None
             raise
 
     def wait(self) -> None:
-        """Have what is asked of the devices from now on begin when all is copied.
+        """Make later work on this thread's current streams wait for the copies.
 
-        That is said of the current streams of this thread; the host goes on at once.
+        The host continues.
         """
         if self._end is not None:
             self._hold()
 
     def join(self) -> None:
-        """Return when all is staged. CheckpointError if that takes so long that a device hangs."""
-        following = self._following
-        # In that thread itself a job may end that was dropped meanwhile: all is staged then.
-        if following is not None and following is not threading.current_thread():
-            following.join(COPY_TIMEOUT_S)
-            if following.is_alive():
+        """Return when all is staged. CheckpointError if a device hangs."""
+        thread = self._thread
+        # A dropped job may end in that thread itself: then all is staged.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(COPY_TIMEOUT_S)
+            if thread.is_alive():
                 raise CheckpointError(
-                    f"the devices have not copied the save before this one for {COPY_TIMEOUT_S:g} "
-                    "s: look for the cause, such as a collective that a rank has not entered"
+                    f"the devices have not copied the previous save for {COPY_TIMEOUT_S:g} s: look "
+                    "for the cause, such as a collective that a rank has not entered"
                 )
-            self._following = None
+            self._thread = None
 
     def close(self) -> None:
-        """Return when all is staged, and let go of the optimizers.
+        """Return when all is staged, and remove the optimizer hook, which is idle after `join`.
 
-        Not for a finalizer: garbage may be collected while a step goes through the hooks, and none
-        may be removed then. After `join` the hook does nothing.
+        Not for a finalizer: it could run, and remove the hook, while a step runs the hooks.
         """
         try:
             self.join()
@@ -197,10 +198,10 @@ class Fence:
                 self._hook = None
 
     def _hold(self) -> None:
-        if (end := self._end) is not None:  # a thread may have seen the end meanwhile
+        if (end := self._end) is not None:  # the thread may have cleared it
             end.hold()
 
-    def _follow(self, follow: Callable[[], None]) -> None:
+    def _run_thread(self, follow: Callable[[], None]) -> None:
         try:
             follow()
         finally:
@@ -208,49 +209,51 @@ class Fence:
 
 
 class PinnedMemory:
-    """Memory that is locked for the devices, until `close`; this keeps it mapped."""
+    """Memory that is locked for the devices, until `close`. This object keeps it mapped."""
 
     def __init__(self, view: memoryview, device: torch.device) -> None:
         self.view = view
         self._device = device
         self._runtime = torch.cuda.cudart()
         address, nbytes = address_of(view), view.nbytes
-        # That of CUDA, 0 if it is pinned.
+        # CUDA's error code, 0 if it is pinned.
         self.error = int(
-            _apart(device, lambda: self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+            _in_new_thread(
+                device, lambda: self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
+            )
         )
 
     def close(self) -> None:
-        """Unlock it. May be called again; nothing is copied into it any more."""
+        """Unlock the memory. May be called again; no copy may still use it."""
         if self.error == 0:
             self.error = -1
-            # No thread is started any more while python ends; what hangs keeps its memory.
+            # Python starts no threads at exit; after a hang the memory stays locked.
             with suppress(RuntimeError, CheckpointError):
                 address = address_of(self.view)
-                _apart(self._device, lambda: self._runtime.cudaHostUnregister(address))
+                _in_new_thread(self._device, lambda: self._runtime.cudaHostUnregister(address))
 
 
 class PinnedArenas:
-    """The arenas of a rank, pinned: by their numbers, anew where one has other memory by now."""
+    """The pinned arenas of a rank, by number. An arena with new memory is pinned again."""
 
     def __init__(self) -> None:
         self._pinned: dict[int, PinnedMemory] = {}
         self._has_warned = False
 
     def pin(self, number: int, view: memoryview, device: torch.device) -> None:
-        """Pin the memory of an arena; where that fails it is used as it is, and said once."""
-        known = self._pinned.get(number)
-        if known is None or known.view.obj is not view.obj:
-            if known is not None:
-                known.close()
+        """Pin the memory of an arena. If that fails it is used unpinned, with one warning."""
+        pinned = self._pinned.get(number)
+        if pinned is None or pinned.view.obj is not view.obj:
+            if pinned is not None:
+                pinned.close()
             self._pinned[number] = PinnedMemory(view, device)
             self._warn(self._pinned[number])
 
     def release(self, number: int, nbytes: int) -> None:
-        """Let go of an arena that is smaller than this: its memory may be replaced."""
-        known = self._pinned.get(number)
-        if known is not None and known.view.nbytes < nbytes:
-            known.close()
+        """Unpin an arena that is smaller than this: its memory may be replaced."""
+        pinned = self._pinned.get(number)
+        if pinned is not None and pinned.view.nbytes < nbytes:
+            pinned.close()
             del self._pinned[number]
 
     def close(self) -> None:
@@ -264,19 +267,17 @@ class PinnedArenas:
             self._has_warned = True
             _log.warning(
                 "%d bytes of shared memory cannot be pinned (CUDA error %d): saves wait for their "
-                "copy from the devices, which is slower, too. Let the container and its runtime "
-                "allow memory to be locked (ulimit -l)",
+                "copy from the devices, which is slower, too. Allow the container and its runtime "
+                "to lock memory (ulimit -l)",
                 *(pinned.view.nbytes, pinned.error),
             )
 
 
-def _apart(device: torch.device, call: Callable[[], T]) -> T:
-    """Return what a call of CUDA returns that is made in a thread of its own.
+def _in_new_thread(device: torch.device, call: Callable[[], T]) -> T:
+    """Return the result of a CUDA call in a new thread. CheckpointError if it hangs.
 
-    CheckpointError if it hangs.
-
-    CUDA keeps an error for the thread that has met it, and the next kernel that the thread launches
-    raises it. torch has no call that takes it back, but here the thread ends.
+    A thread's next kernel raises its earlier CUDA error, which torch cannot clear: this thread
+    ends.
     """
 
     def on_device() -> T:
@@ -288,7 +289,7 @@ def _apart(device: torch.device, call: Callable[[], T]) -> T:
         return threads.submit(on_device).result(COPY_TIMEOUT_S)
     except TimeoutError:
         raise CheckpointError(
-            f"{device} has not answered for {COPY_TIMEOUT_S:g} s: look for what it hangs in"
+            f"{device} has not answered for {COPY_TIMEOUT_S:g} s: look for the cause of the hang"
         ) from None
     finally:
         threads.close()

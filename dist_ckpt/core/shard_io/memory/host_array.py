@@ -1,8 +1,4 @@
-"""Tensors in plain host memory, without torch or numpy.
-
-`Array` is what a lazily opened checkpoint gives out; `ArrayTarget` is the memory seam over host
-bytes. Memoryviews copy whole rows, strided ones too.
-"""
+"""Tensors in plain host memory, without torch or numpy. Memoryviews copy whole rows."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# The codes with which `struct` reads our dtypes; bfloat16 and the complex ones are made from them.
+# The codes of `struct` for our dtypes; bfloat16 and complex ones are built from them.
 _STRUCT = {
     "float64": "d",
     "float32": "f",
@@ -42,10 +38,9 @@ _NUMPY = frozenset(_STRUCT) | {"complex128", "complex64"}
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Array:
-    """A tensor that is just bytes: row-major, little-endian, in `data`.
+    """A tensor as row-major, little-endian bytes, which `numpy` and `torch` share if writable.
 
-    Two are equal if dtype, shape and bytes are. What `numpy` and `torch` return shares its memory
-    where that is writable.
+    Arrays are equal if dtype, shape and bytes are.
     """
 
     dtype: str
@@ -54,7 +49,7 @@ class Array:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"there is no dtype {self.dtype!r}")
+            raise ValueError(f"unknown dtype {self.dtype!r}")
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "data", memoryview(self.data).cast("B"))
         expected = prod(self.shape) * DTYPES[self.dtype].itemsize
@@ -65,7 +60,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return self.data.nbytes
 
     def numpy(self) -> np.ndarray:
@@ -90,7 +85,7 @@ class Array:
         return flat.view(dtype).view(self.shape)  # type: ignore[no-any-return]
 
     def tolist(self) -> object:
-        """Return nested lists of python numbers; of no dimension, the number."""
+        """Return nested lists of Python numbers, or a number if it has no dimensions."""
         values = iter(self._values())
         return _nested(values, self.shape)
 
@@ -129,7 +124,7 @@ class Array:
 
 
 class ArrayTarget:
-    """Row-major host bytes that hold a cell (`Target`)."""
+    """A `Target` for row-major host bytes of a cell."""
 
     __slots__ = ("_itemsize", "_memory")
 
@@ -142,30 +137,35 @@ class ArrayTarget:
         return self._memory
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` out of `data`, bit for bit, row by row."""
+        """Copy the elements of `box` from `data`, bit for bit, row by row."""
         if box.numel == 0:
             return
-        held = row_major_strides(piece.region.shape)
+        cell_strides = row_major_strides(piece.region.shape)
         within = box.relative_to(piece.region.offset).offset
-        start = piece.start + sum(o * s for o, s in zip(within, held, strict=True))
+        start = piece.start + sum(o * s for o, s in zip(within, cell_strides, strict=True))
         factor = 2 if self._itemsize == 16 else 1
         dims = _merged(
-            [(n, t * factor, s * factor) for n, t, s in zip(box.shape, held, strides, strict=True)]
+            [
+                (n, t * factor, s * factor)
+                for n, t, s in zip(box.shape, cell_strides, strides, strict=True)
+            ]
             + [(factor, 1, 1)]
         )
         row = _row(dims)
         n, t_step, s_step = dims.pop(row)
         t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
-        to, out_of = (_words(memory, self._itemsize // factor) for memory in (self._memory, data))
-        for t, s in _places(dims, start * factor, 0):
-            to[t : t + t_reach : t_step] = out_of[s : s + s_reach : s_step]
+        target_words, source_words = (
+            _words(memory, self._itemsize // factor) for memory in (self._memory, data)
+        )
+        for t, s in _starts(dims, start * factor, 0):
+            target_words[t : t + t_reach : t_step] = source_words[s : s + s_reach : s_step]
 
 
 # --- copying boxes ---------------------------------------------------------------------------
 
 # Integers of each size, for memoryviews; an item of 16 bytes is two of 8.
 _WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-# From here on a row is worth a step of the loop, whatever the number of rows.
+# A row of at least this length is worth a step of the loop, however many rows there are.
 _LONG_ROW = 32
 
 
@@ -174,7 +174,7 @@ _Dim = tuple[int, int, int]
 
 
 def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Return fewer dimensions: none of size 1, and what lies together as one."""
+    """Merge contiguous dimensions, and drop those of size 1."""
     merged: list[_Dim] = []
     for n, t, s in dims:
         if n == 1:
@@ -187,20 +187,20 @@ def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 def _row(dims: Sequence[_Dim]) -> int:
-    """Return the dimension to copy in one go: the last, or the longest if the last is short."""
+    """Return the dimension to copy at once: the last, or the longest if the last is short."""
     last = len(dims) - 1
     if dims[last][0] >= _LONG_ROW:
         return last
     return max(range(len(dims)), key=lambda d: dims[d][0])
 
 
-def _places(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[int, int]]:
+def _starts(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[int, int]]:
     if not dims:
         yield target, source
         return
     (n, t, s), rest = dims[0], dims[1:]
     for i in range(n):
-        yield from _places(rest, target + i * t, source + i * s)
+        yield from _starts(rest, target + i * t, source + i * s)
 
 
 def _words(memory: memoryview, size: int) -> memoryview:

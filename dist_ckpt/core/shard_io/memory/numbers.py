@@ -1,7 +1,6 @@
-"""The elements of a tensor as numbers to compute with, without torch: numpy does it.
+"""The elements of a tensor as numbers for numpy, without torch.
 
-What numpy lacks is made of what it has: bfloat16 is the upper half of a float32, and the floats of
-8 bits and fewer are looked up in a table of all there are.
+bfloat16, which numpy lacks, is the upper half of a float32. Tables have the floats of 8 bits.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _NUMPY = frozenset(
     }
 )
 
-# Exponent bits, mantissa bits, bias; and which codes are what: "ieee" has infinities, of "fn" only
-# all ones are nan, of "fnuz" only the code of -0 is.
+# Exponent bits, mantissa bits, bias, and special codes. "ieee" has infinities; nan is all ones in
+# "fn", and the code of -0 in "fnuz".
 _TINY_FLOATS = {
     "float8_e4m3fn": (4, 3, 7, "fn"),
     "float8_e5m2": (5, 2, 15, "ieee"),
@@ -34,13 +33,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def has_numbers(dtype: str) -> bool:
-    """Say whether elements of a dtype are numbers: bits, and integers of few bits, are not."""
-    others = ("bfloat16", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
-    return dtype in _NUMPY or dtype in _TINY_FLOATS or dtype in others
+    """Return True if elements of a dtype are numbers: bits, and integers of few bits, are not."""
+    converted = ("bfloat16", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    return dtype in _NUMPY or dtype in _TINY_FLOATS or dtype in converted
 
 
-def numpy_module() -> Any:  # its types are not known where it is not installed
-    """Return numpy. ImportError says how to get it."""
+def numpy_module() -> Any:  # its types are unknown if it is not installed
+    """Return numpy. Raises ImportError with the remedy."""
     try:
         return importlib.import_module("numpy")
     except ModuleNotFoundError as error:
@@ -50,15 +49,14 @@ def numpy_module() -> Any:  # its types are not known where it is not installed
 
 
 def numbers(dtype: str, data: memoryview) -> np.ndarray:
-    """Return elements as a flat array of floats, complex numbers or integers; a bool is 0 or 1.
+    """Return elements as a flat array of exact numbers; a bool is 0 or 1. May share memory.
 
-    The values are exact. It may share the memory of `data`. TypeError for what `has_numbers` denies
-    and ImportError without numpy.
+    TypeError for a dtype without `has_numbers`, ImportError without numpy.
     """
     if not has_numbers(dtype):
-        raise TypeError(f"elements of {dtype} are no numbers")
-    found: np.ndarray = _numbers(numpy_module(), dtype, data)
-    return found
+        raise TypeError(f"elements of {dtype} are not numbers")
+    values: np.ndarray = _numbers(numpy_module(), dtype, data)
+    return values
 
 
 def _numbers(numpy: Any, dtype: str, data: memoryview) -> Any:
@@ -75,7 +73,7 @@ def _numbers(numpy: Any, dtype: str, data: memoryview) -> Any:
 
 @cache
 def _table(dtype: str) -> tuple[object, ...]:
-    """Return what each byte of a dtype says: a number, or two of them."""
+    """Return the number, or two of them, of each byte of a dtype."""
     assert DTYPES[dtype].itemsize == 1
     if dtype == "float8_e8m0fnu":
         return (*(2.0 ** (code - 127) for code in range(255)), float("nan"))

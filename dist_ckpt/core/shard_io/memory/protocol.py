@@ -1,8 +1,7 @@
-"""The protocols `CellSource` and `Target`: where a shard's bytes come from and go to.
+"""The protocols `CellSource` and `Target`: the memory on both ends of shard I/O.
 
-`torch_tensor.py` keeps both for torch, and `host_array.py` has a target in plain host memory;
-`shard_io/read/read_windows.py` and `async_save/writer/staged_save.py` have sources, for bytes of
-another checkpoint and of an arena. Who writes and reads shards knows nothing else about memory.
+`torch_tensor.py` and `host_array.py` implement them. `shard_io/read/read_windows.py` and
+`async_save/writer/staged_save.py` have sources for another checkpoint and for an arena.
 """
 
 from __future__ import annotations
@@ -13,34 +12,34 @@ from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape
 
 
 class CellSource(Protocol):
-    """The elements of one held cell, in row-major order. Threads may read it at once."""
+    """The elements of one local cell, in row-major order. Thread-safe."""
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
 
     def address(self) -> int | None:
-        """Return where its bytes lie, if they are row-major in host memory; None if they are not.
+        """Return the address of its bytes if they are row-major in host memory, else None.
 
-        They stay there while the source lives and nobody resizes the tensor.
+        It is valid while the source lives and the tensor is not resized.
         """
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of live memory, or `scratch`, filled.
 
-        `scratch` holds at least `stop - start` bytes. The bounds are multiples of the item size.
+        `scratch` has at least `stop - start` bytes. The bounds are multiples of the item size.
         """
 
 
 class Target(Protocol):
-    """The memory of one wanted cell. Threads may fill different elements at once."""
+    """The memory of one requested cell. Threads may fill different elements at once."""
 
     def memory(self) -> memoryview | None:
         """Return the cell's bytes, writable, if they are row-major in host memory, else None."""
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` (global coordinates, inside `piece`) out of `data`.
+        """Copy the elements of `box` (global coordinates, inside `piece`) from `data`.
 
-        `data` begins with the box's first element; `strides` are its strides in elements. The
-        dtype is the cell's: bytes are copied, never cast.
+        `data` begins with the box's first element; `strides` are in elements. The dtype is the
+        cell's: bytes are copied, never cast.
         """

@@ -1,7 +1,6 @@
-"""The memory seam for torch: a local tensor as the source or the target of bytes.
+"""A local torch tensor as the source or the target of bytes. Thread-safe.
 
-Bits are copied, never cast: tensors are seen as integers of the same size. Threads may use one
-source or target at once.
+Bits are copied, never cast: tensors are viewed as integers of the same size.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from dist_ckpt.core.format.geometry import (
 # Memory of any length: a type for each length would cost more than the views themselves.
 _Memory = ctypes.c_char * sys.maxsize
 
-# So many bytes of a tensor that is out of order are sent at once.
-_MOST_ORDERED = 4 << 20
+# The bytes of a tensor that is not contiguous to send at once.
+_MAX_SEND_NBYTES = 4 << 20
 
 # An integer of each size. There is none of 16 bytes: complex128 is two of 8 in a last dimension.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -35,15 +34,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 class TensorSource:
     """The bytes of a local tensor in row-major order (`CellSource`).
 
-    A contiguous CPU tensor is read in place; anything else is copied as it is asked for, and
-    conjugate and negative views are resolved then.
+    A contiguous CPU tensor is read in place; others, and lazy conjugates, are copied on access.
     """
 
-    # A state may have very many: what can be made when it is read is not kept.
+    # A state may have very many: values that can be computed on access are not stored.
     __slots__ = ("_tensor", "_within")
 
     def __init__(self, tensor: torch.Tensor, within: ElementRange | None = None) -> None:
-        """Make the source of a tensor, or of the elements `within` it in row-major order."""
+        """Use a tensor, or the elements `within` it in row-major order."""
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._within = within
 
@@ -53,12 +51,12 @@ class TensorSource:
 
     @property
     def device(self) -> torch.device:
-        """The device that has the tensor."""
+        """The device of the tensor."""
         return self._tensor.device
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         if self._within is None:
             return self._tensor.nbytes
         return self._within.numel * self._tensor.itemsize
@@ -73,7 +71,7 @@ class TensorSource:
         return TensorSource(self._tensor[slices_of(cell)])
 
     def address(self) -> int | None:
-        """Return where the bytes of a contiguous CPU tensor lie."""
+        """Return the address of a contiguous CPU tensor's bytes, else None."""
         tensor = self._tensor
         if not tensor.is_cpu or not tensor.is_contiguous() or _is_typed(tensor):
             return None
@@ -91,40 +89,37 @@ class TensorSource:
         return filled
 
     def send(self, start: int, stop: int, memory: memoryview) -> None:
-        """Have the current stream of the device copy the bytes `start` to `stop` into `memory`.
+        """Queue a copy of the bytes `start` to `stop` into `memory` on the device's current stream.
 
-        The tensor stays what it is, and the memory there, until that stream has come so far. If
-        the memory is not pinned this waits for it, and whatever the stream has to do before.
+        Tensor and memory must stay unchanged until that stream has done so. If the memory is not
+        pinned, this waits for the copy and all work before it.
         """
         itemsize, nbytes = self._tensor.itemsize, stop - start
-        # What is out of order the device brings into order first, in memory of its own.
-        is_in_order = self._tensor.is_contiguous() and not _is_typed(self._tensor)
-        most = nbytes if is_in_order else _MOST_ORDERED // itemsize * itemsize
-        for done in range(0, nbytes, max(most, 1)):
-            room = memory[done : min(done + most, nbytes)]
+        # The device first makes other tensors contiguous, in new device memory.
+        is_contiguous = self._tensor.is_contiguous() and not _is_typed(self._tensor)
+        chunk_nbytes = nbytes if is_contiguous else _MAX_SEND_NBYTES // itemsize * itemsize
+        for done in range(0, nbytes, max(chunk_nbytes, 1)):
+            room = memory[done : min(done + chunk_nbytes, nbytes)]
             self._fill(self._first + (start + done) // itemsize, room, non_blocking=True)
 
     def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
         tensor, itemsize = self._tensor, self._tensor.itemsize
         # One copy serves any range of a contiguous tensor.
-        held = tensor.view(-1) if tensor.is_contiguous() else tensor
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
         words = _over(memory, _WORDS[itemsize])
         done = 0
         elements = ElementRange(element, element + memory.nbytes // itemsize)
-        for box in boxes_of(elements, tuple(held.shape)):
-            values = as_words(held[slices_of(box)].resolve_conj().resolve_neg())
+        for box in boxes_of(elements, tuple(flat.shape)):
+            values = as_words(flat[slices_of(box)].resolve_conj().resolve_neg())
             room = words[done : done + values.numel()].view(values.shape)
             room.copy_(values, non_blocking=non_blocking)
             done += values.numel()
 
 
 class TensorTarget:
-    """The local tensor that holds `cell` (`Target`): of the cell's shape, or 1-d if flat.
+    """A `Target` for a local tensor of the cell's shape, or 1-d if flat, without self-overlap."""
 
-    The tensor must not overlap itself.
-    """
-
-    # A state may have very many: what can be made when it is filled is not kept.
+    # A state may have very many: values that can be computed on access are not stored.
     __slots__ = ("_cell", "_is_counted", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell) -> None:
@@ -136,13 +131,13 @@ class TensorTarget:
         """Return the tensor's bytes if they are row-major in host memory, else None."""
         memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
         if memory is not None and not self._is_counted:
-            # Autograd counts what is written in place; this write it cannot see.
+            # Autograd counts in-place writes, but cannot see this one.
             torch.autograd.graph.increment_version(self._tensor)
             self._is_counted = True
         return memory
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` out of `data` into the tensor."""
+        """Copy the elements of `box` from `data` into the tensor."""
         if box.numel == 0:
             return
         itemsize = self._tensor.itemsize
@@ -163,7 +158,7 @@ class TensorTarget:
         within = box.relative_to(piece.region.offset)
         if isinstance(self._cell, Region):
             return words[slices_of(within)]
-        # The piece is row-major in the flat memory, whose elements may lie apart.
+        # The piece is row-major in the flat memory, whose elements may have a stride.
         flat = words[piece.start : piece.start + piece.region.numel]
         step = flat.stride(0)
         strides = (s * step for s in row_major_strides(piece.region.shape))
@@ -173,10 +168,10 @@ class TensorTarget:
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for all work on the accelerators that hold these tensors.
+    """Wait for all work on the accelerators that have these tensors.
 
-    Sources and targets copy in threads, on other streams than the training's: call it before the
-    first read or place, and after the last place.
+    Sources and targets use other streams than training: call it before the first read or place, and
+    after the last place.
     """
     devices = {tensor.device for tensor in tensors} - {torch.device("cpu"), torch.device("meta")}
     for device in sorted(devices, key=str):
@@ -186,7 +181,7 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
 def host_memory(tensor: torch.Tensor) -> memoryview | None:
     """Return the bytes of a tensor, writable, if they are row-major in host memory, else None.
 
-    The view keeps the tensor alive; it must not be used after the tensor's storage was resized.
+    The view keeps the tensor alive. Do not use it after the tensor's storage was resized.
     """
     if not tensor.is_cpu or not tensor.is_contiguous():
         return None
@@ -206,12 +201,12 @@ def as_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def slices_of(region: Region) -> tuple[slice, ...]:
-    """Return the index that takes a region out of a tensor."""
+    """Return the index that selects a region of a tensor."""
     return tuple(slice(o, s) for o, s in zip(region.offset, region.stop, strict=True))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Say whether two elements may share memory, as in what `expand` returns."""
+    """Return True if elements may share memory, as after `expand`."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -224,16 +219,16 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def values_in(data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:
-    """Return the elements of a box that begin where `data` does; strides count in elements."""
+    """Return the elements of a box that begins at the start of `data`; strides are in elements."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     return _over(data[: (last + 1) * dtype.itemsize], dtype).as_strided(shape, strides)
 
 
 def _is_typed(tensor: torch.Tensor) -> bool:
-    """Say whether the memory of a view is not its value, so that torch has to read or write it."""
+    """Return True if a view's memory is not its value, so that torch has to read or write it."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    # frombuffer warns about read-only memory, though nothing here writes into it
+    # frombuffer warns about read-only memory, although nothing here writes into it
     return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)

@@ -1,1 +1,1 @@
-"""Blocks out of shard files into memory."""
+"""Read blocks of shard files into memory."""

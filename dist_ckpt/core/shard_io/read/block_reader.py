@@ -1,8 +1,7 @@
-"""A load plan, carried out: checked blocks of shard files, into the targets' memory.
+"""Run a load plan: checked blocks of shard files into the targets' memory.
 
-Blocks come some at a time: straight into a target where a run of whole blocks maps to its
-memory, through a scratch slot elsewhere. What went through a slot is checked before it is
-placed; what went straight is checked when it is there, and `CorruptError.touched` says where.
+Whole blocks that map to a target's memory are checked there; after an error, `touched` names these
+tensors. Other blocks are checked in a scratch buffer and then copied.
 """
 
 from __future__ import annotations
@@ -41,21 +40,19 @@ from dist_ckpt.core.shard_io.read.read_work import CellTargets, SmallShardRun, s
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError, listed
 
-# So much is read at once and digested before the next, while a processor still has it cached.
-# Measured with 1 GiB: in the page cache 1 MiB reads as fast as 2, and 8 somewhat slower; from the
-# disk 2 MiB read as fast as 8, and 1 half as fast: the kernel reads too little ahead.
+# The bytes to read and digest before the next read, while a processor has them cached. Measured
+# with 1 GiB: in the page cache, 1 MiB reads as fast as 2, and 8 somewhat slower. From the disk, 2
+# MiB reads as fast as 8, and 1 half as fast: the kernel reads too little ahead.
 IO_CHUNK_NBYTES = 2 << 20
 
 _CUT_OFF = "the file ended while it was read"
 
 
 class BlockReader:
-    """One load's reading: threads bring different blocks of it to their targets, if it has any.
+    """Reads the blocks of one load in threads, and fills targets, if there are any.
 
-    The targets are keyed by tensor and number of the wanted cell; without any, blocks are only
-    checked. With `verify` each block's digest is. `touched` are the tensors that may hold
-    something of what was read. `slots` are scratch memory that has been used before, which is
-    faster than new memory.
+    Targets are keyed by tensor and number of the requested cell. `verify` checks digests. `touched`
+    names tensors that may contain data that was read. Reused `slots` are faster than new memory.
     """
 
     def __init__(
@@ -72,28 +69,26 @@ class BlockReader:
         self._verify = verify
         blocks = (file.header.block_nbytes for file, _ in files)
         self._slots = (slots or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
-        # What is done for small shards is all Python: threads at it would only be in each
-        # other's way, at twice the cost, while the reads of the next rows run beside it.
-        self._turn = Lock()
+        # Work on small shards is all Python: threads would only block each other, at twice the
+        # cost. Meanwhile the next rows are read.
+        self._python_lock = Lock()
 
     def run(self, threads: int) -> int:
-        """Fill the targets as the plan of the files says; every block is read once.
+        """Fill the targets; every block is read once. Return the bytes read, without headers.
 
-        Returns how many bytes were read; headers are not counted. CorruptError names what is
-        damaged by tensor, rows, rank, file and bytes, and in `touched` the tensors that may hold
-        partial data; a StorageError says the same in its message.
+        CorruptError, with the tensors in `touched` that may have partial data, or StorageError.
         """
 
-        def read_some(some: Sequence[tuple[OpenFile, SmallShardRun | BlockRead]]) -> int:
-            return sum(self.read(file, one) for file, one in some)
+        def read_all(reads: Sequence[tuple[OpenFile, SmallShardRun | BlockRead]]) -> int:
+            return sum(self.read(file, read) for file, read in reads)
 
         with self.telling_touched():
             work = split_into_work(self.files, self.targets, threads)
-            return sum(parallel_for(read_some, work, threads=threads))
+            return sum(parallel_for(read_all, work, threads=threads))
 
     @contextmanager
     def telling_touched(self) -> Iterator[None]:
-        """Add to the errors of the storage which tensors may hold partial data."""
+        """Add the tensors that may have partial data to errors of the storage."""
         try:
             yield
         except CorruptError as error:
@@ -105,17 +100,17 @@ class BlockReader:
             partial = f"; partial data may be in {listed(touched)}" if touched else ""
             raise StorageError(f"{error}{partial}") from error
 
-    def read(self, file: OpenFile, one: SmallShardRun | BlockRead) -> int:
-        """Bring the blocks of one read to their targets; return how many bytes were read."""
-        if isinstance(one, BlockRead) and one.straight:
-            self._straight(file, one)
+    def read(self, file: OpenFile, read: SmallShardRun | BlockRead) -> int:
+        """Read blocks into their targets; return the bytes read."""
+        if isinstance(read, BlockRead) and read.is_zero_copy:
+            self._read_into_target(file, read)
         else:
             with self._slots.borrow() as slot:
-                data = slot[: one.span.nbytes]
-                self.fetch(file, one, data)
+                data = slot[: read.span.nbytes]
+                self.fetch(file, read, data)
                 if self.targets is not None:
-                    self.place(file, one, data)
-        return one.span.nbytes
+                    self.place(file, read, data)
+        return read.span.nbytes
 
     def _verifies(self, file: OpenFile) -> bool:
         return self._verify and file.has_digests
@@ -131,20 +126,20 @@ class BlockReader:
             self._check_row(file, row, data)
 
     def _check_row(self, file: OpenFile, row: SmallShardRun, data: memoryview) -> None:
-        with self._turn:
+        with self._python_lock:
             actual = [block_digest(part) for part in row.parts(file, data)]
             if "".join(actual) != file.shards.first_digests(row.first, len(actual)):
-                for number, one in enumerate(actual, row.first):
-                    _check(file, _only_block(file, number), one)
+                for number, digest in enumerate(actual, row.first):
+                    _check(file, _only_block(file, number), digest)
 
-    def check(self, file: OpenFile, one: SmallShardRun | BlockRead, data: memoryview) -> None:
-        """Check bytes that another rank has read as `fetch` does those that it reads."""
+    def check(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
+        """Check bytes that another rank has read, as `fetch` checks its own."""
         if not self._verifies(file):
             return
-        if isinstance(one, SmallShardRun):
-            self._check_row(file, one, data)
+        if isinstance(read, SmallShardRun):
+            self._check_row(file, read, data)
             return
-        _check_blocks(file, one.needs, data)
+        _check_blocks(file, read.needs, data)
 
     def _place_row(self, row: SmallShardRun, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
@@ -157,31 +152,31 @@ class BlockReader:
                 box = match.common
                 target.place(match.target, box, part, row_major_strides(box.shape))
 
-    def _straight(self, file: OpenFile, one: BlockRead) -> None:
-        first = one.needs[0]
+    def _read_into_target(self, file: OpenFile, read: BlockRead) -> None:
+        first = read.needs[0]
         (item,) = first.items
         memory = self._touch(item).memory()
         assert memory is not None
         start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
-        self.fetch(file, one, memory[start : start + one.span.nbytes])
+        self.fetch(file, read, memory[start : start + read.span.nbytes])
 
-    def fetch(self, file: OpenFile, one: SmallShardRun | BlockRead, data: memoryview) -> None:
+    def fetch(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
         """Read and check; CorruptError names the first block that is damaged or cut off."""
-        if isinstance(one, SmallShardRun):
-            self._fetch_row(file, one, data)
+        if isinstance(read, SmallShardRun):
+            self._fetch_row(file, read, data)
             return
         with file.reading() as readable:
-            for needs in gathered(one.needs, _is_one_bite):
-                self._bite(file, readable, needs, data[needs[0].start - one.span.start :])
+            for needs in gathered(read.needs, _fits_chunk):
+                self._read_chunk(file, readable, needs, data[needs[0].start - read.span.start :])
 
-    def _bite(
+    def _read_chunk(
         self,
         file: OpenFile,
         readable: ReadableFile,
         needs: Sequence[BlockRequest],
         data: memoryview,
     ) -> None:
-        """Read and check blocks: one in several steps, or several that come in one."""
+        """Read and check one block in several steps, or several blocks in one step."""
         first = needs[0].start
         nbytes = needs[-1].stop - first
         digest, verifies = streamed_digest(), self._verifies(file)
@@ -198,30 +193,30 @@ class BlockReader:
         elif verifies:
             _check_blocks(file, needs, data)
 
-    def place(self, file: OpenFile, one: SmallShardRun | BlockRead, data: memoryview) -> None:
+    def place(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
-        if isinstance(one, SmallShardRun):
-            with self._turn:
-                self._place_row(one, one.parts(file, data))
+        if isinstance(read, SmallShardRun):
+            with self._python_lock:
+                self._place_row(read, read.parts(file, data))
             return
-        for row in gathered(one.needs, _are_placed_at_once):
+        for row in gathered(read.needs, _are_placed_at_once):
             itemsize = DTYPES[row[0].shard.dtype].itemsize
             start, stop = row[0].span.start, row[-1].span.stop
             stored = ElementRange(start // itemsize, stop // itemsize)
-            offset = row[0].start - one.span.start
+            offset = row[0].start - read.span.start
             for item in row[0].items:
                 target = self._touch(item)
                 _copy(item, target, stored, data[offset : offset + stop - start])
 
     def _touch(self, item: ReadItem) -> Target:
-        """Return the target of an item, which is about to get something of what was read."""
-        assert self.targets is not None, "nothing is placed where blocks are only checked"
+        """Return the target of an item, and record it as touched."""
+        assert self.targets is not None, "without targets, blocks are only checked"
         self.touched.add(item.fqn)
         return self.targets[item.fqn, item.match.part]
 
 
-def _is_one_bite(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
-    """Say whether a processor still has the first of some blocks cached when one more is read."""
+def _fits_chunk(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
+    """Return True if a processor still has the first blocks cached after one more is read."""
     return need.stop - needs[0].start <= IO_CHUNK_NBYTES
 
 
@@ -236,24 +231,24 @@ def _check(file: OpenFile, need: BlockRequest, actual: str) -> None:
 
 
 def _check_blocks(file: OpenFile, needs: Sequence[BlockRequest], data: memoryview) -> None:
-    """Check blocks whose bytes, from the first one's on, are `data`."""
+    """Check successive blocks, whose bytes are `data`."""
     first = needs[0].start
     for need in needs:
         _check(file, need, block_digest(data[need.start - first : need.stop - first]))
 
 
 def _are_placed_at_once(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
-    """Say whether one more block is of the same shard, and wanted by the same items."""
+    """Return True if one more block is of the same shard and the same items."""
     return needs[-1].shard is need.shard and needs[-1].items == need.items
 
 
 def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
-    """Copy what an item wants of some elements of a stored cell, which are `data`."""
+    """Copy the requested part of some elements of a stored cell, which are `data`."""
     itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
     if memory is not None and match.run is not None:
         start, stop = max(stored.start, match.run.start), min(stored.stop, match.run.stop)
-        place = memory[(start + match.shift) * itemsize : (stop + match.shift) * itemsize]
-        copy(place, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
+        part = memory[(start + match.shift) * itemsize : (stop + match.shift) * itemsize]
+        copy(part, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
         return
     strides = row_major_strides(match.source.region.shape)
     for box, start in _boxes(match, stored):
@@ -263,7 +258,7 @@ def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview
 
 
 def _boxes(match: CellOverlap, stored: ElementRange) -> Iterator[tuple[Region, int]]:
-    """Return the wanted boxes among some elements of a stored cell, and where each begins."""
+    """Yield the requested boxes among some elements of a stored cell, and the start of each."""
     piece = match.source
     region = piece.region
     start = max(stored.start, piece.start) - piece.start

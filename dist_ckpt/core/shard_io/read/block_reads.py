@@ -1,7 +1,7 @@
-"""Which blocks of a shard file are needed, for what, and in which reads they come.
+"""Choose the blocks of a shard file that are needed, and the reads that fetch them.
 
-A block is what one checksum covers, so it is the least that can be read and checked. Blocks that
-adjoin are read at once, up to a bound; a block is read once, however many cells want it.
+A block is the smallest checked read. Adjacent blocks are read at once, up to a limit, and each
+block once, however many cells need it.
 """
 
 from __future__ import annotations
@@ -15,41 +15,36 @@ from dist_ckpt.core.format.geometry import ByteRange, ElementRange, runs_of
 from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import ReadItem
 
-# One read brings this much at most (or one block, where blocks are larger): enough for the
-# storage's full speed, little enough that several threads share a large shard.
+# The limit of one read, or one block if that is larger. Enough for the storage's full speed, and
+# small enough for several threads to share a large shard.
 READ_NBYTES = 8 << 20
 
-# Holes below this between needed blocks are read through, but only while all that a read
-# brings in vain stays under this part of it.
+# Smaller holes between blocks are read too, while a read wastes at most this fraction.
 MAX_GAP_NBYTES = 64 << 10
 MAX_WASTE = 0.04
 
-# Smaller runs of whole blocks go through scratch, so that one read serves many small tensors.
+# Smaller runs of whole blocks use a scratch buffer, so that one read serves many small tensors.
 ZERO_COPY_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """A block that is needed; `span` is in the shard's bytes.
-
-    `items` want some of it. `straight`: it can be read into the memory of its one item, for it maps
-    there as a whole.
-    """
+    """A block that `items` need. With `is_zero_copy` it is read into its one item's memory."""
 
     shard: StoredShard
     number: int
     span: ByteRange
     items: tuple[ReadItem, ...]
-    straight: bool
+    is_zero_copy: bool
 
     @property
     def start(self) -> int:
-        """Where the block begins in the file's data section."""
+        """The start of the block in the file's data section."""
         return self.shard.span.start + self.span.start
 
     @property
     def stop(self) -> int:
-        """Where the block ends in the file's data section."""
+        """The end of the block in the file's data section."""
         return self.shard.span.start + self.span.stop
 
 
@@ -61,16 +56,16 @@ class BlockRead:
     needs: tuple[BlockRequest, ...]
 
     @property
-    def straight(self) -> bool:
-        """Say whether the read goes straight into a target's memory."""
-        return self.needs[0].straight
+    def is_zero_copy(self) -> bool:
+        """True if the read goes into a target's memory."""
+        return self.needs[0].is_zero_copy
 
 
 def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[BlockRequest]:
-    """Return all blocks of all shards."""
+    """Yield all blocks of all shards."""
     for shard in sorted(shards, key=lambda shard: shard.span):
         for number, span in enumerate(blocks(shard.span.nbytes, block_nbytes)):
-            yield BlockRequest(shard, number, span, (), straight=False)
+            yield BlockRequest(shard, number, span, (), is_zero_copy=False)
 
 
 def requested_blocks(
@@ -79,11 +74,11 @@ def requested_blocks(
     block_nbytes: int,
     has_memory: Callable[[ReadItem], bool],
 ) -> Iterator[BlockRequest]:
-    """Return the blocks of a shard that hold elements of the items, each once, in order."""
+    """Yield the blocks of a shard that contain elements of the items, each once, in order."""
     itemsize = DTYPES[shard.dtype].itemsize
     if shard.span.nbytes <= min(block_nbytes, ZERO_COPY_NBYTES - 1):
         span = ByteRange(0, shard.span.nbytes)
-        yield BlockRequest(shard, 0, span, tuple(items), straight=False)
+        yield BlockRequest(shard, 0, span, tuple(items), is_zero_copy=False)
         return
     wanted: dict[int, list[ReadItem]] = {}
     for item in items:
@@ -93,32 +88,32 @@ def requested_blocks(
     for number, wanting in sorted(wanted.items()):
         start = number * block_nbytes
         span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
-        straight = len(wanting) == 1 and _maps_whole(wanting[0], span, itemsize)
-        straight = straight and has_memory(wanting[0])
-        needs.append(BlockRequest(shard, number, span, tuple(wanting), straight))
+        is_zero_copy = len(wanting) == 1 and _maps_whole(wanting[0], span, itemsize)
+        is_zero_copy = is_zero_copy and has_memory(wanting[0])
+        needs.append(BlockRequest(shard, number, span, tuple(wanting), is_zero_copy))
     yield from _without_short_runs(needs)
 
 
 def _without_short_runs(needs: Iterable[BlockRequest]) -> Iterator[BlockRequest]:
-    """Take back `straight` where too few bytes in a row would gain from it."""
-    for run in gathered(needs, lambda run, need: _adjoin_straight(run[-1], need)):
-        if run[0].straight and run[-1].stop - run[0].start < ZERO_COPY_NBYTES:
+    """Use a scratch buffer for runs that are too short for zero copy."""
+    for run in gathered(needs, lambda run, need: _can_join_zero_copy(run[-1], need)):
+        if run[0].is_zero_copy and run[-1].stop - run[0].start < ZERO_COPY_NBYTES:
             yield from (
-                BlockRequest(n.shard, n.number, n.span, n.items, straight=False) for n in run
+                BlockRequest(n.shard, n.number, n.span, n.items, is_zero_copy=False) for n in run
             )
         else:
             yield from run
 
 
-def _adjoin_straight(a: BlockRequest, b: BlockRequest) -> bool:
-    """Say whether two blocks in a row can come with one read straight into one target."""
-    return a.straight and b.straight and a.items[0] is b.items[0]
+def _can_join_zero_copy(a: BlockRequest, b: BlockRequest) -> bool:
+    """Return True if one read into one target can fetch two successive blocks."""
+    return a.is_zero_copy and b.is_zero_copy and a.items[0] is b.items[0]
 
 
 def gathered(
     needs: Iterable[BlockRequest], fits: Callable[[Sequence[BlockRequest], BlockRequest], bool]
 ) -> Iterator[list[BlockRequest]]:
-    """Gather blocks that follow each other: each joins those before it if it fits them."""
+    """Group successive blocks: each joins the group before it if it fits."""
     row: list[BlockRequest] = []
     for need in needs:
         if row and not fits(row, need):
@@ -130,7 +125,7 @@ def gathered(
 
 
 def reads_of(needs: Iterable[BlockRequest]) -> Iterator[BlockRead]:
-    """Gather needed blocks, sorted by their place in the file, into reads."""
+    """Group needed blocks, sorted by offset, into reads."""
     row: list[BlockRequest] = []
     first = last = wasted = 0
     for need in needs:
@@ -154,7 +149,7 @@ def reads_of(needs: Iterable[BlockRequest]) -> Iterator[BlockRead]:
 
 
 def _can_join(last: BlockRequest, need: BlockRequest) -> bool:
-    return _adjoin_straight(last, need) if last.straight or need.straight else True
+    return _can_join_zero_copy(last, need) if last.is_zero_copy or need.is_zero_copy else True
 
 
 def _maps_whole(item: ReadItem, span: ByteRange, itemsize: int) -> bool:
@@ -165,7 +160,7 @@ def _maps_whole(item: ReadItem, span: ByteRange, itemsize: int) -> bool:
 
 
 def _block_numbers(item: ReadItem, block_numel: int) -> Iterator[int]:
-    """Return the numbers of the blocks that hold elements of an item, ascending."""
+    """Yield the numbers of the blocks that contain elements of an item, ascending."""
     match = item.match
     runs: Iterable[ElementRange] = (match.run,) if match.run else ()
     for run in runs or runs_of(match.common, match.source, block_numel):

@@ -1,4 +1,4 @@
-"""The files that a load needs, opened and checked before anything is touched."""
+"""Open and check the files that a load needs, before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from dist_ckpt.core.shard_io.read.block_reads import BlockRequest
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, listed
 
-# Of what a load needs, so many files stay open from the check to the end, so that a checkpoint
-# removed meanwhile still loads. Beyond it (the usual limit of a process is 1024) files are opened
-# again when they are read.
+# This many of a load's files stay open from the check to the end, so that a checkpoint removed
+# meanwhile still loads. Other files are opened again for each read: the usual limit of a process is
+# 1024.
 MAX_OPEN = 512
 
-# A reader holds some blocks in memory at once; they hold whole elements of every dtype.
+# A reader has some blocks in memory at once; they contain whole elements of every dtype.
 MAX_BLOCK_NBYTES = 64 << 20
 MAX_ITEMSIZE = max(dtype.itemsize for dtype in DTYPES.values())
 
 
 class OpenFile:
-    """One shard file and its checked header. Threads may share it."""
+    """One shard file and its checked header. Thread-safe."""
 
     def __init__(
         self,
@@ -47,49 +47,49 @@ class OpenFile:
         path: str,
         record: ShardFileRecord,
         header: ShardFile,
-        kept: ReadableFile | None = None,
+        file: ReadableFile | None = None,
         *,
         has_digests: bool = True,
     ) -> None:
-        """`kept` is the file, if it stays open until `close`."""
+        """Take the open file as `kept` if it stays open until `close`."""
         self.has_digests = has_digests
         self.path = path
         self.record = record
         self.header = header
         self.shards = header.shards
         self._storage = storage
-        self._kept = kept
+        self._file = file
 
     def number_of(self, item: ReadItem) -> int:
         """Return the number of the shard that an item reads."""
         number = self.shards.number(item.tensor, item.match.stored)
-        assert number is not None, "`open_files` has looked for it"
+        assert number is not None, "`open_files` has checked it"
         return number
 
     @cached_property
     def block_starts(self) -> Sequence[int]:
-        """Where each block begins in the data section, and last where that ends."""
+        """The start of each block in the data section, and the end of the last."""
         return self.shards.block_starts(self.header.block_nbytes)
 
     @contextmanager
     def reading(self) -> Iterator[ReadableFile]:
-        """Lend the kept file, or open it for this once."""
-        if self._kept is not None:
-            yield self._kept
+        """Lend the open file, or open it for this use."""
+        if self._file is not None:
+            yield self._file
             return
         with closing(open_readable(self._storage, self.path, self.record)) as file:
             yield file
 
     def close(self) -> None:
-        """Close the kept file. Never raises."""
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        """Close the file if it is open. Never raises."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFiles:
-    """The shard files that a plan reads, by their numbers in the index; close it when done."""
+    """The shard files that a plan reads, by their numbers in the index. Close it after use."""
 
     plan: LoadPlan
     files: Mapping[int, OpenFile]
@@ -104,7 +104,7 @@ class OpenFiles:
             file.close()
 
 
-def open_files(  # noqa: PLR0913 - both of the last are for who opens more than this
+def open_files(  # noqa: PLR0913 - the last two are for callers with several plans
     storage: Storage,
     folder: str,
     index: Index,
@@ -112,25 +112,24 @@ def open_files(  # noqa: PLR0913 - both of the last are for who opens more than 
     *,
     threads: int,
     most_open: int | None = None,
-    known: Mapping[int, OpenFile] = MappingProxyType({}),
+    opened: Mapping[int, OpenFile] = MappingProxyType({}),
 ) -> OpenFiles:
     """Open the files that a plan reads, and check sizes, headers and every shard it needs.
 
-    `folder` is the attempt's; `known` are files that are open already, and `most_open` is how many
-    more stay open, None for the usual number. Raises CorruptError that names every file that is
-    missing or damaged, the rank that wrote it and the tensors it is needed for; IncompatibleError
-    if a newer dist_ckpt wrote it.
+    `opened` has files that are open already; `most_open` limits how many more stay open. Raises
+    CorruptError with every file that is missing or damaged, its rank and tensors, and
+    IncompatibleError if a newer dist_ckpt wrote it.
     """
     bound = MAX_OPEN if most_open is None else most_open
-    opened: dict[int, OpenFile] = {}
+    new_files: dict[int, OpenFile] = {}
     problems: list[str] = []
 
     def open_one(number: int) -> None:
-        file = known.get(number)
+        file = opened.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, number, keep=len(opened) < bound)
-                opened[number] = file
+                file = open_file(storage, folder, index, number, keep=len(new_files) < bound)
+                new_files[number] = file
         except CorruptError as error:
             problems.append(f"{error}; it holds {_names_of(plan[number])}")
         else:
@@ -141,16 +140,13 @@ def open_files(  # noqa: PLR0913 - both of the last are for who opens more than 
         if problems:
             raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
     except BaseException:
-        OpenFiles(plan, opened).close()
+        OpenFiles(plan, new_files).close()
         raise
-    return OpenFiles(plan, {**known, **opened})
+    return OpenFiles(plan, {**opened, **new_files})
 
 
 def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep: bool) -> OpenFile:
-    """Open one file of the index and check its size and header; it stays open if `keep`.
-
-    The messages of its CorruptErrors are bare facts: the caller adds what to do.
-    """
+    """Open and check a file of the index; it stays open if `keep`. Errors have no remedy yet."""
     record = index.files[number]
     path = f"{folder}/{index.file_name(record)}"
     file = open_readable(storage, path, record)
@@ -163,12 +159,12 @@ def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep:
         raise
     if not keep:
         file.close()
-    kept = file if keep else None
-    return OpenFile(storage, path, record, header, kept, has_digests=index.has_digests)
+    open_file_or_none = file if keep else None
+    return OpenFile(storage, path, record, header, open_file_or_none, has_digests=index.has_digests)
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
-    """Open a shard file that must be there."""
+    """Open a shard file that must exist."""
     try:
         return storage.open(path)
     except FileNotFoundError as error:
@@ -176,14 +172,14 @@ def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> Reada
 
 
 def size_problem(file: ReadableFile, path: str, record: ShardFileRecord) -> str | None:
-    """Say how a file's size differs from the index, or None."""
+    """Return a message if a file's size differs from the index, or None."""
     if file.nbytes == record.nbytes:
         return None
     return f"{path} of rank {record.rank} has {file.nbytes} bytes, the index says {record.nbytes}"
 
 
 def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: Index) -> ShardFile:
-    """Return a file's header, if it is the one that the index means."""
+    """Return a file's header. Raises CorruptError if it differs from the index."""
     if record.header_nbytes > 8 + MAX_HEADER_NBYTES:
         raise CorruptError(f"{path}: no header has {record.header_nbytes} bytes")
     here = f"{path} of rank {record.rank}"
@@ -197,19 +193,19 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
         )
     header = decode_header(bytes(data), nbytes=record.nbytes, label=here)
     if header.block_nbytes % MAX_ITEMSIZE or header.block_nbytes > MAX_BLOCK_NBYTES:
-        raise CorruptError(f"{here}: {header.block_nbytes} is no size of blocks")
-    for what, found, expected in (
+        raise CorruptError(f"{here}: {header.block_nbytes} is not a size of blocks")
+    for field, stated, expected in (
         ("component", header.component, index.catalog.components[record.component].name),
         ("rank", header.rank, record.rank),
         ("world_size", header.world_size, index.catalog.world_size),
     ):
-        if found != expected:
-            raise CorruptError(f"{here}: its {what} is {found!r}, the index says {expected!r}")
+        if stated != expected:
+            raise CorruptError(f"{here}: its {field} is {stated!r}, the index says {expected!r}")
     return header
 
 
 def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
-    """Say which shards that the items read are not in a file as the index has them."""
+    """Yield a message for each shard of the items that differs from the index."""
     seen: set[str] = set()
     for item in items:
         fqn, stored = item.tensor, item.match.stored
@@ -246,10 +242,7 @@ def rows_text(rows: ByteRange | None) -> str:
 
 
 def rows_of(cell: Cell, shape: Shape, part: ElementRange) -> ByteRange | None:
-    """Return the rows (along dimension 0) of a tensor that some elements of a cell belong to.
-
-    `part` counts in the cell's own memory. None if the tensor has no rows, being a scalar.
-    """
+    """Return the rows of elements `part` of a cell's memory; None for a scalar."""
     if not shape:
         return None
     first, inner, shift = 0, shape[1:], 0
@@ -270,17 +263,17 @@ def rows_of_block(need: BlockRequest) -> ByteRange | None:
     return rows_of(shard.cell, shard.shape, part)
 
 
-def damage_error(file: OpenFile, need: BlockRequest, what: str) -> str:
-    """Say where a damaged block is: tensor, rows, rank, file and bytes."""
+def damage_error(file: OpenFile, need: BlockRequest, problem: str) -> str:
+    """Return a message with tensor, rows, rank, file and bytes of a damaged block."""
     start = file.header.header_nbytes
     return (
-        f"{need.shard.fqn} {rows_text(rows_of_block(need))}: {what} "
+        f"{need.shard.fqn} {rows_text(rows_of_block(need))}: {problem} "
         f"({file.path} of rank {file.record.rank}, bytes {start + need.start}:{start + need.stop})"
     )
 
 
 def digest_problem(need: BlockRequest, actual: str) -> str | None:
-    """Say how the digest of what was read of a block differs from the one in the header."""
+    """Return a message if a block's digest differs from the one in the header, or None."""
     expected = need.shard.digests[need.number]
     if actual == expected:
         return None
@@ -297,17 +290,16 @@ def read_objects(
     *,
     make: Callable[[Placeholder], object] = lambda value: value,
 ) -> ObjectsFile:
-    """Return what an objects file says, with `make(stand_in)` for what needs torch or numpy.
+    """Return an objects file, with `make(placeholder)` for values that need torch or numpy.
 
-    CorruptError if its bytes are not the ones that were written, or say nothing; IncompatibleError
-    if it needs a newer dist_ckpt.
+    CorruptError if its bytes have changed, IncompatibleError if it needs a newer dist_ckpt.
     """
     data = read_encoded_objects(storage, folder, record)
     return objects_file.decode(data, make=make, label=f"{folder}/{record.name}")
 
 
 def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
-    """Return the bytes of an objects file. CorruptError if they are not those that were written."""
+    """Return the bytes of an objects file. CorruptError if they were changed."""
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
@@ -315,14 +307,14 @@ def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecor
 
 
 def read_attached_file(storage: Storage, folder: str, record: AttachedFileRecord) -> bytes:
-    """Return the bytes of a file that a user has attached. CorruptError if they are others."""
+    """Return the bytes of an attached file. CorruptError if they were changed."""
     return _read_whole(storage, f"{folder}/{record.file_name}", record)
 
 
 def _read_whole(
     storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
 ) -> bytes:
-    """Return the bytes of a file that has one digest. CorruptError if they are others."""
+    """Return the bytes of a file that has one digest. CorruptError if they were changed."""
     try:
         file = storage.open(path)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""A stored checkpoint as the memory that another one is written from, a window at a time."""
+"""Read a stored checkpoint, window by window, as memory from which another one is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import results_of
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 
-# Reads the wanted cells, one after another, into memory.
+# Reads the requested cells, one after another, into memory.
 Fetch = Callable[[Sequence[TensorRequest], memoryview], None]
 
 W = TypeVar("W")
@@ -31,35 +31,35 @@ def read_ahead(
     threads: int = 1,
     waiting: int = 1,
 ) -> Generator[tuple[W, memoryview, ExitStack], None, None]:
-    """Yield windows, each read into a slot, while the next ones are read by other threads.
+    """Yield windows, each in a buffer, while other threads read the next ones.
 
-    The stack gives the slot back. Close what is not taken to the end.
+    The stack returns the buffer. Close the generator if you stop early.
     """
 
-    def read_one(window: W) -> tuple[W, memoryview, ExitStack]:
-        lent = ExitStack()
-        memory = lent.enter_context(slots.borrow())
+    def read_window(window: W) -> tuple[W, memoryview, ExitStack]:
+        buffers = ExitStack()
+        memory = buffers.enter_context(slots.borrow())
         read(window, memory)
-        return window, memory, lent
+        return window, memory, buffers
 
-    with closing(results_of(read_one, windows, threads=threads, waiting=waiting)) as ready:
+    with closing(results_of(read_window, windows, threads=threads, waiting=waiting)) as ready:
         yield from ready
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some bytes of items, and how they lie in memory, one wanted tensor after another.
+    """Some bytes of items, and their layout in memory, one requested tensor after another.
 
-    The parts of one tensor lie together, since a rank's cells of it are fetched as one want.
-    `places` say of each item's bytes where the first is in the item, and where all are in memory.
+    The parts of a tensor are adjacent: its cells are one request. `spans` has for each item the
+    offset of its first byte in the item, and its range in memory.
     """
 
     wanted: tuple[TensorRequest, ...]
-    places: Mapping[tuple[str, Cell], tuple[int, ByteRange]]
+    spans: Mapping[tuple[str, Cell], tuple[int, ByteRange]]
     nbytes: int
 
 
-# By what the tensors in a window are sorted; the last of it is the name.
+# The sort key of tensors in a window; it ends with the name.
 SortKey = Callable[[StoredShard], tuple[object, ...]]
 
 
@@ -75,18 +75,18 @@ def windows_of(
     for parts in _cut(files, window_nbytes):
         items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
-        places: dict[tuple[str, Cell], tuple[int, ByteRange]] = {}
+        spans: dict[tuple[str, Cell], tuple[int, ByteRange]] = {}
         offset = 0
         for item, span in sorted(parts, key=lambda part: order(part[0])):
             items.setdefault(item.fqn, item)
             cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
-            places[item.fqn, item.cell] = span.start, ByteRange(offset, offset + span.nbytes)
+            spans[item.fqn, item.cell] = span.start, ByteRange(offset, offset + span.nbytes)
             offset += span.nbytes
         wanted = (
             TensorRequest(fqn, item.dtype, item.shape, tuple(cells[fqn]))
             for fqn, item in items.items()
         )
-        yield Window(tuple(wanted), places, offset)
+        yield Window(tuple(wanted), spans, offset)
 
 
 def read_windows(
@@ -95,7 +95,7 @@ def read_windows(
     window_nbytes: int,
     tell: Callable[[int], None],
 ) -> Iterator[tuple[Window, memoryview]]:
-    """Read the files' windows out of one checkpoint, each when it is asked for."""
+    """Read the files' windows from one checkpoint, each on demand."""
     nbytes = sum(item.span.nbytes for file in files for item in file.items)
     memory = memoryview(bytearray(min(nbytes, window_nbytes)))
     for window in windows_of(files, window_nbytes):
@@ -105,25 +105,25 @@ def read_windows(
 
 
 class Windows:
-    """Files as sources: each window is taken when the first of its bytes is asked for.
+    """Files as sources: a window is read when the first of its bytes is requested.
 
-    The sources ask in the order of the files, so one window is in use at a time. `filled` yields
-    the windows of the files in this order, each with the memory that holds it.
+    Read the sources in the order of the files, with one window in use at a time. `filled` yields
+    the windows in this order, each with its memory.
     """
 
     def __init__(
         self, files: Sequence[FilePlan], filled: Iterator[tuple[Window, memoryview]]
     ) -> None:
         self._filled = filled
-        # Of the window in memory: where each item's bytes begin, and where they are.
+        # For each item in the current window: its first byte, and its memory.
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         self._files = files
 
     @property
     def sources(self) -> tuple[Callable[[int], CellSource], ...]:
-        """The sources of each file's items. They refer to this, which refers to none of them.
+        """The sources of each file's items.
 
-        Otherwise the memory of the last window would be held until the collector comes.
+        They refer to this object, which does not refer to them: a cycle would keep the last window.
         """
         return tuple(partial(self._source_of, file.items) for file in self._files)
 
@@ -131,18 +131,18 @@ class Windows:
         return _ItemSource(self, items[number])
 
     def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
-        """Return some bytes of an item; they lie in one window, as every block does."""
+        """Return some bytes of an item within one window, as every block is."""
         while True:
             first, view = self._views.get((item.fqn, item.cell), (0, memoryview(b"")))
             if first <= start and stop <= first + len(view):
                 return view[start - first : stop - first]
             self._views = {}
             filled = next(self._filled, None)
-            assert filled is not None, "bytes are asked for in the order of the files"
+            assert filled is not None, "sources are read in the order of the files"
             window, memory = filled
             self._views = {
-                key: (first, memory[place.start : place.stop])
-                for key, (first, place) in window.places.items()
+                key: (first, memory[span.start : span.stop])
+                for key, (first, span) in window.spans.items()
             }
 
 
@@ -177,7 +177,7 @@ def _cut(
 
 
 class _ItemSource:
-    """A stored item as a `CellSource`: its bytes come out of the windows."""
+    """A stored item as a `CellSource`, whose bytes come from the windows."""
 
     def __init__(self, windows: Windows, item: StoredShard) -> None:
         self._windows = windows

@@ -1,1 +1,1 @@
-"""Shard files and objects files out of memory, or linked from an earlier save."""
+"""Write shard files and objects files from memory, or link those of an earlier save."""

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that another one gets as they are: by links, else by checked copies."""
+"""Link files of a checkpoint into another one, or make checked copies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files_of(index: Index) -> dict[str, FileRecord]:
     return {**shards, **{record.name: record for record in index.objects}, **attached}
 
 
-def link_or_copy_files(  # noqa: PLR0913 - what, from where to where, and how
+def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     storage: Storage,
     index: Index,
     source: str,
@@ -50,15 +50,14 @@ def link_or_copy_files(  # noqa: PLR0913 - what, from where to where, and how
     links: bool = True,
     tell: Callable[[int], None] = lambda nbytes: None,
 ) -> IoCount:
-    """Have files of an attempt in another one's folder as well; return what was linked of them.
+    """Link or copy files of attempt `source` into folder `target`; return the count of linked ones.
 
-    `index` is that of `source`, which has the `files`, of shards maybe under other names than those
-    that they get; both are folders. On return the files are durable, with their names. What cannot
-    be linked is copied, and every byte of it checked: CorruptError if the source is damaged. Of
-    what is linked nothing is read; but with `most_names` the headers of the shard files are, and
-    those that have so many names are copied; without `links` all are. `tell` is called with the
-    bytes of each part that is copied, from any thread. ConflictError if `target` is gone, or has
-    such a file already.
+    `index` is the source's; shard files may get other names than they have there. On return the
+    files and their names are durable. Every byte of a copy is checked: CorruptError if the source
+    is damaged. Linked files are not read. But with `most_names` shard headers are, and files that
+    have this many names are copied. Without `links`, all are copied. `tell` is called with the
+    bytes of each copied part, from any thread. ConflictError if `target` is gone, or has such a
+    file.
     """
 
     def carry(name: str) -> int:
@@ -77,7 +76,7 @@ def link_or_copy_files(  # noqa: PLR0913 - what, from where to where, and how
                 tell(record.nbytes)
         except FileExistsError as error:
             raise ConflictError(
-                f"{target}/{name} exists already: see that nobody else writes there, then try again"
+                f"{target}/{name} exists already: stop any other writer there, then try again"
             ) from error
         return -1
 
@@ -92,7 +91,7 @@ def link_or_copy_files(  # noqa: PLR0913 - what, from where to where, and how
 def _may_link(
     storage: Storage, index: Index, record: ShardFileRecord, path: str, most_names: int | None
 ) -> bool:
-    """Say whether a shard file has few names; CorruptError if its size or header is damaged."""
+    """Return True if a shard file has few names; CorruptError if its size or header is damaged."""
     if most_names is None:
         return True
     with closing(open_readable(storage, path, record)) as file:
@@ -116,20 +115,20 @@ def _copy_shards(
             raise CorruptError(f"{problem}; use another checkpoint")
         file = OpenFile(storage, old, record, read_header(source, old, record, index))
         target = _created(storage, new, record.nbytes, stack)
-        # Last, as a save does: a file without its header is none.
-        for one in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
-            target.write_at(record.header_nbytes + one.span.start, _checked(file, source, one))
-            tell(one.span.nbytes)
+        # The header is last, as in a save: without it the file is invalid.
+        for read in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
+            target.write_at(record.header_nbytes + read.span.start, _checked(file, source, read))
+            tell(read.span.nbytes)
         target.write_at(0, _read(source, 0, record.header_nbytes, old))
         _finish(target, new, record.nbytes)
 
 
-def _checked(file: OpenFile, source: ReadableFile, one: BlockRead) -> memoryview:
-    """Return the bytes of some blocks. CorruptError if one is not what was written."""
-    start = file.record.header_nbytes + one.span.start
-    data = _read(source, start, one.span.nbytes, file.path)
-    for need in one.needs:
-        block = data[need.start - one.span.start : need.stop - one.span.start]
+def _checked(file: OpenFile, source: ReadableFile, read: BlockRead) -> memoryview:
+    """Return the bytes of some blocks. CorruptError if one was changed."""
+    start = file.record.header_nbytes + read.span.start
+    data = _read(source, start, read.span.nbytes, file.path)
+    for need in read.needs:
+        block = data[need.start - read.span.start : need.stop - read.span.start]
         if (problem := digest_problem(need, block_digest(block))) is not None:
             raise CorruptError(f"{damage_error(file, need, problem)}; use another checkpoint")
     return data

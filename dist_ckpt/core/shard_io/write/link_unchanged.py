@@ -1,12 +1,12 @@
-"""Write a rank's files, but link those of an earlier save that hold the same.
+"""Write a rank's files, but link those that an earlier save has with the same content.
 
-What is written of a tensor that does not change is the same bytes, save after save: one header,
-with one digest. So a file is linked if digesting the live tensors makes the header that an earlier
-save of this process has committed, and the file still says so.
+An unchanged tensor gives the same bytes in each save: one header, with one digest. A file of an
+earlier committed save of this process is linked if the live tensors give its header, and the file
+still has it.
 
-Two saves in a row never share a file, for a link is made to the save before the last one, as long
-as that is there. And a file has at most `MAX_SHARED` names: then it is written anew. So a sector
-that goes bad takes at most some of the checkpoints, and the digests say which.
+Two successive saves never share a file: a link is made to the save before the last one, if that
+exists. A file has at most `MAX_SHARED` names; then it is written again. So a bad sector damages
+only some of the checkpoints, which the digests identify.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from dist_ckpt.reports import IoCount
 
 _log = logging.getLogger("dist_ckpt")
 
-# So many checkpoints, backups too, share a file at most.
+# The most checkpoints, backups too, that share a file.
 MAX_SHARED = 8
 
-# Of so many saves it is known what they have: a state that is saved in turns with seven others is
-# linked as one that is saved alone.
+# The number of saves to remember: a state that is saved in turns with seven others is linked like a
+# single one.
 _REMEMBERED = 16
 
-# What is linked to was read back from the disk, whole, within so many saves.
+# A linked file was read back from the disk, as a whole, within this many saves.
 READ_BACK_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFiles:
-    """What a rank has in the folder of a save, by name; `checked`: which save read a file back."""
+    """A rank's files in a save's folder, by name; `checked` has the save that read a file back."""
 
     folder: str
     files: Mapping[str, FileReceipt]
@@ -57,7 +57,7 @@ class SavedFiles:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """What a rank has written, and linked: `linked` counts files and their bytes."""
+    """The files that a rank has written or linked; `linked` counts the latter and their bytes."""
 
     receipts: tuple[FileReceipt, ...]
     linked: IoCount
@@ -66,22 +66,22 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class LinkableSaves:
-    """The last committed saves of a process, the older first; `number` counts all there were."""
+    """The last committed saves of a process, older ones first; `number` counts all saves."""
 
     saves: tuple[SavedFiles, ...] = ()
     number: int = 0
 
     def names(self) -> set[str]:
-        """Return what two of them have, so that it may be linked."""
+        """Return the files that two of them have, so that they may be linked."""
         seen = Counter(name for saved in self.saves for name in saved.files)
         return {name for name, count in seen.items() if count > 1}
 
     def with_file(self, wanted: FileReceipt) -> tuple[SavedFiles, ...]:
-        """Return the last two that have such a file: the bytes are the same, whatever the plan."""
-        return tuple(one for one in self.saves if one.files.get(wanted[0]) == wanted)[-2:]
+        """Return the last two saves that have this file with these bytes."""
+        return tuple(save for save in self.saves if save.files.get(wanted[0]) == wanted)[-2:]
 
     def plus(self, saved: SavedFiles) -> LinkableSaves:
-        """Return them with one more that is committed."""
+        """Return the saves with one more that is committed."""
         saves = (*self.saves, saved)[-_REMEMBERED:] if saved.files else self.saves
         return LinkableSaves(saves, self.number + 1)
 
@@ -95,22 +95,19 @@ def write_or_link(
     threads: int,
     slots: BufferPool | None = None,
 ) -> SavedPart:
-    """Write a rank's files as `write_all` does, but link those that an earlier save has.
-
-    Whatever forbids a link, the file is written. Raises what `write_all` does.
-    """
-    known = earlier.names()
-    tried = [n for n, one in enumerate(files.plans) if one.is_reused and one.name in known]
+    """Write a rank's files as `write_all` does, but link those that an earlier save has."""
+    linkable = earlier.names()
+    tried = [n for n, plan in enumerate(files.plans) if plan.is_reused and plan.name in linkable]
     wanted: tuple[FileReceipt, ...] = ()
     if tried:
         digested = _only(files, tried)
         wanted = write_shard_files(
             NullStorage(), "", digested, threads=threads, slots=slots or BufferPool()
         )
-    # One after another: each is read back by all threads.
-    found = {one[0]: _link(storage, folder, one, earlier, threads) for one in wanted}
-    checked = {name: number for name, number in found.items() if number is not None}
-    rest = [n for n, one in enumerate(files.plans) if one.name not in checked]
+    # One after another: all threads read each back.
+    links = {receipt[0]: _link(storage, folder, receipt, earlier, threads) for receipt in wanted}
+    checked = {name: number for name, number in links.items() if number is not None}
+    rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
     written = write_all(
         storage,
         folder,
@@ -123,11 +120,11 @@ def write_or_link(
             storage.sync(folder)
         except FileNotFoundError as error:
             raise gone(folder) from error
-    carried = tuple(one for one in wanted if one[0] in checked)
-    receipts = (*carried, *written)
-    names = {one.name for one in files.plans if one.is_reused}
-    saved = SavedFiles(folder, {one[0]: one for one in receipts if one[0] in names}, checked)
-    return SavedPart(receipts, IoCount(len(carried), sum(one[1] for one in carried)), saved)
+    unwritten = tuple(receipt for receipt in wanted if receipt[0] in checked)
+    receipts = (*unwritten, *written)
+    names = {plan.name for plan in files.plans if plan.is_reused}
+    saved = SavedFiles(folder, {r[0]: r for r in receipts if r[0] in names}, checked)
+    return SavedPart(receipts, IoCount(len(unwritten), sum(r[1] for r in unwritten)), saved)
 
 
 def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
@@ -146,11 +143,11 @@ def _link(
     earlier: LinkableSaves,
     threads: int,
 ) -> int | None:
-    """Link a file of an earlier save; return which save has read it back. None: write it."""
+    """Link a file of an earlier save. Return the save that read it back, or None to write it."""
     name, candidates = wanted[0], earlier.with_file(wanted)
-    for saved in candidates if len(candidates) > 1 else ():  # the first two have their own
+    for saved in candidates if len(candidates) > 1 else ():  # the first two write their files
         checked = _checked(storage, saved, wanted, earlier.number, threads)
-        if checked == "gone":  # pruned: then the newer one, or with keep.last(1) all is written
+        if checked == "gone":  # pruned: try the newer save; with keep.last(1) write all
             continue
         if checked is None:
             return None
@@ -168,7 +165,7 @@ def _link(
 def _checked(
     storage: Storage, saved: SavedFiles, wanted: FileReceipt, number: int, threads: int
 ) -> int | Literal["gone"] | None:
-    """Return which save has last read a file back, this one if need be; None if it is no good."""
+    """Return the save that last read a file back, perhaps this one; None if it cannot be linked."""
     name, nbytes, header_nbytes, digest = wanted
     path = f"{saved.folder}/{name}"
     try:
@@ -176,7 +173,7 @@ def _checked(
     except FileNotFoundError:
         return "gone"
     except CheckpointError as error:
-        _refused(path, error)
+        _warn_of(path, error)
         return None
     with closing(file):
         if file.num_links >= MAX_SHARED:
@@ -184,20 +181,20 @@ def _checked(
         try:
             header = _read(file, path, 0, header_nbytes)
             if file.nbytes != nbytes or document_digest(header) != digest:
-                raise CorruptError(f"{path} is not what was written")
+                raise CorruptError(f"{path} has changed since it was written")
             checked = saved.checked.get(name)
             if checked is None or number - checked >= READ_BACK_EVERY:
                 drop_cached_file(path)
                 _read_back(file, path, bytes(header), nbytes, threads)
                 checked = number
         except CheckpointError as error:
-            _refused(path, error)
+            _warn_of(path, error)
             return None
     return checked
 
 
-def _refused(path: str, error: CheckpointError) -> None:
-    _log.warning("%s is not linked on, but written anew: %s", path, error)
+def _warn_of(path: str, error: CheckpointError) -> None:
+    _log.warning("%s is not linked but written again: %s", path, error)
 
 
 def _read(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
@@ -208,14 +205,16 @@ def _read(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
 
 
 def _read_back(file: ReadableFile, path: str, header: bytes, nbytes: int, threads: int) -> None:
-    """Read all blocks of a file. CorruptError if one is not what its digest says."""
-    said = decode_header(header, nbytes=nbytes, label=path)
+    """Read all blocks of a file. CorruptError if one differs from its digest."""
+    decoded = decode_header(header, nbytes=nbytes, label=path)
 
-    def check(one: BlockRead) -> None:
-        data = _read(file, path, said.header_nbytes + one.span.start, one.span.nbytes)
-        for need in one.needs:
-            block = data[need.start - one.span.start : need.stop - one.span.start]
+    def check(read: BlockRead) -> None:
+        data = _read(file, path, decoded.header_nbytes + read.span.start, read.span.nbytes)
+        for need in read.needs:
+            block = data[need.start - read.span.start : need.stop - read.span.start]
             if (problem := digest_problem(need, block_digest(block))) is not None:
                 raise CorruptError(f"{path}: {need.shard.fqn} is {problem}")
 
-    parallel_for(check, reads_of(every_block(said.shards, said.block_nbytes)), threads=threads)
+    parallel_for(
+        check, reads_of(every_block(decoded.shards, decoded.block_nbytes)), threads=threads
+    )

@@ -1,10 +1,8 @@
-"""What one rank writes into an attempt: its shard files and objects files.
+"""Write one rank's shard files and objects files into an attempt.
 
-Each shard is read, digested and written block by block, in one pass over the data. Some threads
-get blocks ready while others write, so that as many writes as asked for are under way. A file's
-header holds the digests, so it is written last, and the file made durable while others are still
-written; its room is known before. Nothing here commits: what is written counts only once the
-coordinator has put the index in place.
+Shards are read, digested and written block by block, in one pass over the data. Some threads
+prepare blocks while others write. The header contains the digests, so it is written last. A file is
+made durable while others are still written. Nothing is committed here.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 
-# So many batches are ready and wait for a thread that writes, so that the disk never waits.
+# The number of prepared batches that wait for a writing thread, so that the disk never waits.
 NUM_WAITING = 2
 
-# To copy and digest takes half as long as to write; more than these keep no disk waiting.
+# To copy and digest takes half as long as to write, so more threads gain nothing.
 MAX_PREPARING = 3
 
 # The memory of an item, by its number in the file's plan.
@@ -37,7 +35,7 @@ SourceOf = Callable[[int], CellSource]
 
 
 class WritableStorage(Protocol):
-    """What writing takes of a `Storage`."""
+    """The part of `Storage` that writes."""
 
     def create(self, path: str, nbytes: int) -> WritableFile:
         """See `Storage.create`."""
@@ -48,10 +46,9 @@ class WritableStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """What one rank writes: `sources` are of each plan the memory of its items.
+    """The files that one rank writes; `sources` have the memory of each plan's items.
 
-    Threads ask for them when it is their turn. `objects` are its objects files by name, already
-    encoded. `headers` is memory that gets the headers as well, by the names of their files.
+    `objects` are encoded objects files by name. `headers` is memory that also gets the headers.
     """
 
     step: int | None
@@ -69,14 +66,13 @@ def write_all(
     threads: int,
     slots: BufferPool | None = None,
 ) -> tuple[FileReceipt, ...]:
-    """Write a rank's files into an attempt folder; return what `Receipt.files` takes.
+    """Write a rank's files into an attempt folder; return the `Receipt.files`.
 
-    Up to `threads` write at once, and half as many get ready what comes next; one thread alone
-    asks for no block before it has written the former one. `slots` are scratch memory that has
-    been used before, which is faster than new memory.
-    On return every file is durable, under its name, with the planned size. After an error some
-    of them may lie there unfinished; the attempt cannot be committed and is removed as a whole.
-    ConflictError if the folder is gone or a file is there already, StorageError otherwise.
+    Up to `threads` write at once, and half as many prepare the next blocks. A single thread
+    prepares a block after it has written the previous one. Reused `slots` are faster than new
+    memory. On return every file and its name are durable, with the planned size. After an error
+    unfinished files may remain; the attempt cannot be committed and is removed as a whole.
+    ConflictError if the folder is gone or a file exists, StorageError otherwise.
     """
     receipts = write_shard_files(
         storage, folder, files, threads=threads, slots=slots or BufferPool()
@@ -94,7 +90,7 @@ def write_all(
 
 
 def write_objects(storage: WritableStorage, folder: str, name: str, data: bytes) -> FileReceipt:
-    """Write one objects file; durable on return, but for its name, which waits for a sync."""
+    """Write one objects file. It is durable on return, except its name, which needs a sync."""
     with ExitStack() as stack:
         file = _create(storage, f"{folder}/{name}", len(data))
         stack.callback(file.discard)
@@ -106,43 +102,45 @@ def write_objects(storage: WritableStorage, folder: str, name: str, data: bytes)
 def write_shard_files(
     storage: WritableStorage, folder: str, files: RankFiles, *, threads: int, slots: BufferPool
 ) -> tuple[FileReceipt, ...]:
-    """Write a rank's shard files; durable on return, but for their names."""
+    """Write a rank's shard files. They are durable on return, except their names."""
     with ExitStack() as stack:
-        # All are created, and their space reserved, before the first byte is written.
-        writings = []
+        # Create all files, and reserve their space, before the first byte is written.
+        file_writes = []
         for plan, source_of in zip(files.plans, files.sources, strict=True):
             path = f"{folder}/{plan.name}"
             file = _create(storage, path, plan.nbytes)
             stack.callback(file.discard)
-            writings.append(_Writing(path, plan, file, source_of, files))
-        room = max((writing.slot_nbytes for writing in writings), default=0)
+            file_writes.append(_FileWrite(path, plan, file, source_of, files))
+        room = max((file_write.slot_nbytes for file_write in file_writes), default=0)
         slots = slots.fitting(room)
-        work = ((writing, batch) for writing in writings for batch in writing.plan.batches)
+        work = (
+            (file_write, batch) for file_write in file_writes for batch in file_write.plan.batches
+        )
         # To make one file durable may take as long as to write all of them.
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
 
-        def prepare(one: tuple[_Writing, Batch]) -> Callable[[], FileReceipt | None]:
-            return one[0].prepare(one[1], slots)
+        def prepare(step: tuple[_FileWrite, Batch]) -> Callable[[], FileReceipt | None]:
+            return step[0].prepare(step[1], slots)
 
         if threads == 1:
-            found = parallel_for(lambda one: prepare(one)(), work, threads=1, stall_s=stall_s)
+            results = parallel_for(lambda step: prepare(step)(), work, threads=1, stall_s=stall_s)
         else:
             preparing = min(threads // 2, MAX_PREPARING)
             ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
             with closing(ready):
-                found = parallel_for(
+                results = parallel_for(
                     lambda write: write(),
                     ready,
                     threads=threads,
                     waiting=NUM_WAITING,
                     stall_s=stall_s,
                 )
-        return tuple(receipt for receipt in found if receipt is not None)
+        return tuple(receipt for receipt in results if receipt is not None)
 
 
-class _Writing:
-    """One shard file on its way; threads write different batches of it."""
+class _FileWrite:
+    """One shard file in progress; threads write different batches of it."""
 
     def __init__(
         self, path: str, plan: FilePlan, file: WritableFile, source_of: SourceOf, files: RankFiles
@@ -154,41 +152,41 @@ class _Writing:
         self._step = files.step
         self._header = files.headers.get(plan.name)
         self._lock = Lock()
-        # Many small copies are Python's work: threads that do them at once take turns anyway, and
-        # for each call that lets go of the interpreter's lock. That doubled what a save costs.
-        self._turn = Lock()
-        self._left = len(plan.batches)
+        # Many small copies are Python's work. Threads that do them at once take turns anyway, and
+        # whenever a call releases the GIL. That doubled the cost of a save.
+        self._python_lock = Lock()
+        self._num_left = len(plan.batches)
         self._digests = [""] * plan.header.num_digests
 
     @property
     def slot_nbytes(self) -> int:
-        """The size of a slot in which any batch can be placed as the file wants it."""
+        """The size of a buffer in which any batch can have the file's alignment."""
         return self.plan.block_nbytes + self._file.alignment - 1
 
     def prepare(self, batch: Batch, slots: BufferPool) -> Callable[[], FileReceipt | None]:
-        """Gather and digest the blocks of a batch; return what writes them."""
-        lent = ExitStack()
+        """Gather and digest the blocks of a batch; return a call that writes them."""
+        buffers = ExitStack()
         if not batch.parts:
-            return partial(self._write, 0, memoryview(b""), lent)
-        slot = lent.enter_context(slots.borrow())
+            return partial(self._write, 0, memoryview(b""), buffers)
+        slot = buffers.enter_context(slots.borrow())
         offset = self.plan.header.nbytes + batch.start
-        with self._turn if len(batch.parts) > 1 else nullcontext():
+        with self._python_lock if len(batch.parts) > 1 else nullcontext():
             data = self._gather(batch.parts, slot, offset)
             self._digest(batch, data)
-        return partial(self._write, offset, data, lent)
+        return partial(self._write, offset, data, buffers)
 
-    def _write(self, offset: int, data: memoryview, lent: ExitStack) -> FileReceipt | None:
-        """Write a batch with one write and give its slot back; the last one finishes."""
-        with lent:
+    def _write(self, offset: int, data: memoryview, buffers: ExitStack) -> FileReceipt | None:
+        """Write a batch at once and return its buffer; the last batch finishes the file."""
+        with buffers:
             if data:
                 self._file.write_at(offset, data)
         with self._lock:
-            self._left -= 1
-            is_last = not self._left
+            self._num_left -= 1
+            is_last = not self._num_left
         return self._finish() if is_last else None
 
     def _gather(self, parts: Sequence[BatchPart], slot: memoryview, offset: int) -> memoryview:
-        """Return the bytes of a batch in one piece, in memory that the file takes as it is."""
+        """Return the bytes of a batch in one piece, with the alignment of the file."""
         alignment = self._file.alignment
         room = slot[offset % alignment :]
         first = address_of(room)
@@ -201,13 +199,13 @@ class _Writing:
                     f"{source.nbytes} now: change no tensor while it is saved"
                 )
             size = stop - start
-            # One large block goes to the file from where it lies, if that will do.
+            # One large block is written from its own memory, if that is aligned.
             if len(parts) > 1 and (address := source.address()) is not None:
                 move(first + filled, address + start, size)
             else:
                 data = source.read(start, stop, room[filled : filled + size])
                 if data.obj is not slot.obj:
-                    if len(parts) == 1 and _is_placed(data, offset, alignment):
+                    if len(parts) == 1 and _is_aligned(data, offset, alignment):
                         return data
                     copy(room[filled : filled + size], data)
             filled += size
@@ -232,8 +230,8 @@ class _Writing:
         return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
 
 
-def _is_placed(data: memoryview, offset: int, alignment: int) -> bool:
-    """Say whether memory lies so that a file takes it at this offset without a copy."""
+def _is_aligned(data: memoryview, offset: int, alignment: int) -> bool:
+    """Return True if memory has the alignment for this file offset."""
     if alignment == 1:
         return True
     return not data.readonly and (address_of(data) - offset) % alignment == 0
@@ -251,9 +249,9 @@ def _create(storage: WritableStorage, path: str, nbytes: int) -> WritableFile:
 
 
 def gone(path: str) -> ConflictError:
-    """Return the error of an attempt whose folder is gone."""
+    """Return the error for an attempt whose folder was removed."""
     return ConflictError(
-        f"{path}: its folder is gone, somebody gave this attempt up and removed it; save again"
+        f"{path}: its folder is gone, as this attempt was given up and removed; save again"
     )
 
 

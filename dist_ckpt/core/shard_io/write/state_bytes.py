@@ -1,7 +1,7 @@
 """A state as bytes: one safetensors file with the index and the objects files in its header.
 
-The header of a shard file, and before all else in its `__metadata__` the other documents of a
-checkpoint by one rank. `docs/format.md` has it. Taken apart it is the files of that checkpoint.
+First in `__metadata__` are the other documents of a checkpoint by one rank, then it is a shard
+file: see `docs/format.md`. Taken apart, it gives the files of that checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dist_ckpt.core.format.shard_file import ALIGNMENT, MAX_HEADER_NBYTES
 from dist_ckpt.core.format.strict_json import check_version, corrupt_error
 from dist_ckpt.errors import IncompatibleError
 
-# The name of the attempt, of which there is no folder.
+# The name of the attempt, which has no folder.
 ATTEMPT = "a1-0000000000000000"
 
-# Of all tensors, and how its file's name begins.
+# The component of all tensors, and the stem of its file.
 COMPONENT = STEM = "state"
 
-WHAT = "the bytes of a state"
+LABEL = "the bytes of a state"
 
 _START = '{"__metadata__":{'
 _INDEX, _OBJECTS, _PER_RANK = "dist_ckpt_index", "dist_ckpt_objects", "dist_ckpt_per_rank"
@@ -46,10 +46,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class EncodedDocuments:
-    """The documents of a checkpoint by one rank, encoded; `objects` are its objects files by name.
-
-    `header` is that of its shard file, b"" if it has none.
-    """
+    """The encoded documents of a checkpoint by one rank. `header` is b"" without a shard file."""
 
     index: bytes
     objects: dict[str, bytes]
@@ -57,10 +54,7 @@ class EncodedDocuments:
 
 
 def encode_header(documents: EncodedDocuments) -> bytes:
-    """Return what comes before the tensors' data.
-
-    ValueError if it would be longer than safetensors reads.
-    """
+    """Return all before the tensors' data. ValueError if it is longer than safetensors reads."""
     fields = [f'"{_INDEX}":{_text(documents.index.decode("utf-8"))}']
     for field, name in _OBJECTS_FILES.items():
         encoded = b64encode(documents.objects.get(name, b"")).decode("ascii")
@@ -78,23 +72,22 @@ def encode_header(documents: EncodedDocuments) -> bytes:
 
 
 def decode(data: memoryview) -> tuple[EncodedDocuments, int]:
-    """Return the documents in the bytes of a state, and where the tensors' data begins.
+    """Return the documents in the bytes of a state, and the offset of the tensors' data.
 
-    CorruptError if they are not written as `encode_header` has it, or IncompatibleError if they are
-    not ours or too new. The index is whole on return and of one rank; what it says of objects and
-    header is yet to be checked.
+    CorruptError unless `encode_header` wrote them, IncompatibleError for other formats or newer
+    versions. The index is valid on return; objects and header are not checked against it.
     """
     header = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or header > min(len(data), 8 + MAX_HEADER_NBYTES):
-        raise corrupt_error(WHAT, f"{len(data)} bytes, which no header fits into")
+        raise corrupt_error(LABEL, f"{len(data)} bytes are too few for a header")
     raw = bytes(data[:header])
     try:
         documents = _documents(raw[8:].decode("utf-8").rstrip(" "))
     except (ValueError, Error, RecursionError) as error:
-        raise corrupt_error(WHAT, f"its header is not as dist_ckpt writes it: {error}") from None
-    # A header says all of it in one way only: so nothing is in it that nobody looks at.
+        raise corrupt_error(LABEL, f"its header is not as dist_ckpt writes it: {error}") from None
+    # Each header has exactly one form, so it cannot contain anything that is not checked.
     if encode_header(documents) != raw:
-        raise corrupt_error(WHAT, "its header is not as dist_ckpt writes it")
+        raise corrupt_error(LABEL, "its header is not as dist_ckpt writes it")
     return documents, header
 
 
@@ -102,8 +95,8 @@ def _documents(text: str) -> EncodedDocuments:
     start = f'{_START}"{_INDEX}":"'
     if not text.startswith(start):
         raise IncompatibleError(
-            f"{WHAT}: not made by dist_ckpt.to_bytes; what is a safetensors file opens with "
-            "safetensors, and what a checkpoint's folder holds with dist_ckpt.open"
+            f"{LABEL}: not made by dist_ckpt.to_bytes; open a safetensors file with safetensors, "
+            "and a checkpoint's folder with dist_ckpt.open"
         )
     index_text, at = _DECODER.raw_decode(text, len(start) - 1)
     objects = {}
@@ -116,19 +109,19 @@ def _documents(text: str) -> EncodedDocuments:
             objects[name] = encoded
         at = stop + 1
     index = index_text.encode("utf-8")
-    # What ranks hold can be said in few bytes for a million of them: so nothing is made of that.
+    # A few bytes can list a million ranks: check the start before anything is built.
     if not index_text.startswith(_INDEX_START):
-        check_version(strict_json.parse(index, f"{WHAT}, index"), f"{WHAT}, index")
+        check_version(strict_json.parse(index, f"{LABEL}, index"), f"{LABEL}, index")
         raise ValueError("its index is not that of one rank")
-    found = index_json.decode(index, label=f"{WHAT}, index")
-    assert isinstance(found, Index), "its state is committed"
+    decoded = index_json.decode(index, label=f"{LABEL}, index")
+    assert isinstance(decoded, Index), "its state is committed"
     rest = text[at:].removeprefix(",")
-    if not found.files:
+    if not decoded.files:
         if rest != _NO_SHARDS:
-            raise ValueError("it has shards that the index knows nothing of")
+            raise ValueError("it has shards that the index does not list")
         return EncodedDocuments(index, objects, b"")
-    # What the index is wrong about is found out by the digest there.
-    room = found.files[0].header_nbytes - 8
+    # If the index has a wrong size, the header's digest detects it.
+    room = decoded.files[0].header_nbytes - 8
     inner = f"{_START}{rest}".encode()
     if not len(inner) <= room <= len(inner) + 2 * ALIGNMENT:
         raise ValueError(f"{len(inner)} bytes where the index says {room}")
