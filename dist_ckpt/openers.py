@@ -1,7 +1,6 @@
-"""What opens the path that a user gives: a checkpoint of ours or of a run, other systems' files.
+"""Open a user's path: a checkpoint of ours, a run's selector, or files of other systems.
 
-This is the only module that knows runs, other systems and snapshots in memory together. The core
-gets what is here as a value.
+Only this module imports runs, other systems and snapshots in memory. The core gets `OPENER`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ R = TypeVar("R")
 
 
 def _open(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[Storage, str]:
-    """Return what `open_storage` does, or a view of files of another system as a checkpoint."""
+    """Return the result of `open_storage`, or a view of another system's files as a checkpoint."""
     storage, text = open_storage(path, direct_reads=direct_reads)
     return foreign_at(storage, text) or storage, text
 
@@ -32,17 +31,17 @@ def _open(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[
 def _resolve(storage: Storage, path: str, stack: ExitStack | None) -> str:
     if stack is not None:
         return resolve_with_lease(storage, path, stack)
-    found = resolve_at(storage, path)
-    return path if found is None else found.path
+    checkpoint = resolve_at(storage, path)
+    return path if checkpoint is None else checkpoint.path
 
 
-# Opens checkpoints of ours, those that a selector of a run names, and safetensors files; what
-# background saves have left in the memory of this host is loaded from there.
+# Opens our checkpoints, selectors of runs, and safetensors files. Snapshots that background saves
+# have left in this host's memory are loaded from there.
 OPENER = Opener("default", _open, _resolve, MemorySource(snapshots_on_host))
 
 
 def with_opener(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function of the core whose `opener` is `OPENER` unless it is given another."""
+    """Return a function of the core with `OPENER` as the default of its `opener`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -50,6 +49,6 @@ def with_opener(function: Callable[P, R]) -> Callable[P, R]:
 
     signature = inspect.signature(function)
     parameters = signature.parameters
-    own = {**parameters, "opener": parameters["opener"].replace(default=OPENER)}
-    call.__signature__ = signature.replace(parameters=[*own.values()])  # type: ignore[attr-defined]
+    replaced = {**parameters, "opener": parameters["opener"].replace(default=OPENER)}
+    call.__signature__ = signature.replace(parameters=[*replaced.values()])  # type: ignore[attr-defined]
     return call

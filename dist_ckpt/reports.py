@@ -56,11 +56,11 @@ class CopyProgress:
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress = total, progress
-        self._done, self._turn = 0, Lock()
+        self._done, self._lock = 0, Lock()
 
     def __call__(self, nbytes: int) -> None:
         """Count what was copied."""
-        with self._turn:
+        with self._lock:
             self._done = min(self._done + nbytes, self._total)
             if self._progress is not None:
                 self._progress(self._done, self._total)
@@ -237,10 +237,7 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class Phases:
-    """Measures the phases of one operation; `quiet` ranks measure without logging.
-
-    Use it on one thread.
-    """
+    """Measures the phases of an operation on one thread; `quiet` ranks measure without logging."""
 
     def __init__(self, operation: str, path: str, *, quiet: bool) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,7 +1,4 @@
-"""Every file and folder name of the format, and the grammar that recognises them.
-
-A name outside the grammar belongs to another program: it is never read and never removed.
-"""
+"""Every name of the format, and its grammar. Other names are never read and never removed."""
 
 from __future__ import annotations
 

@@ -64,14 +64,10 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class IncarnationRecord:
-    """An incarnation of a run.
-
-    `restored` is the step and attempt that it continued, for reason `why`. `id` is random, so that
-    the author can recognise the record.
-    """
+    """An incarnation of a run, which continued the checkpoint `restored` for the reason `why`."""
 
     number: int
-    id: str
+    id: str  # random, so that the author can recognise the record
     restored: tuple[int, Attempt] | None
     why: str
     by: str

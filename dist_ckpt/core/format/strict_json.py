@@ -1,7 +1,6 @@
 """JSON with exactly one reading, and the fields that documents share.
 
-The standard library alone accepts UTF-16, duplicate keys, NaN, 1e999, lone surrogates and integers
-of any length.
+The standard library accepts more: duplicate keys, NaN, 1e999, lone surrogates, long integers.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ _LEAF_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class _BoxNode:
-    """The numbers of the boxes between two corners, or two child nodes."""
-
     start: Shape
     stop: Shape
     numbers: tuple[int, ...]

@@ -254,7 +254,6 @@ def _is_even(view: MeshPlaced, shape: Shape) -> bool:
 
 
 def _transposed(mesh: Mesh, axes: list[int]) -> Mesh:
-    """Return the mesh with its axes in another order."""
     shape = tuple(mesh.shape[axis] for axis in axes)
     positions = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
     return Mesh(

@@ -128,9 +128,9 @@ class Inventory(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The rank that stores each cell and value.
+    """Which rank stores each cell and value: equal on all ranks.
 
-    Equal on all ranks; `items_of` derives a rank's part.
+    `items_of` derives a rank's part.
     """
 
     catalog: Catalog

@@ -49,10 +49,7 @@ class Selection:
         return not self.without or self.without.isdisjoint(names_above(name))
 
     def may_reach(self, name: str) -> bool:
-        """Return False if `include` selects neither this name nor one below.
-
-        May return True wrongly.
-        """
+        """Return False if `include` certainly selects neither this name nor one below."""
         starts = (re.split(r"[*?[]", pattern)[0] for pattern in self.include or ())
         below = f"{name}."
         return any(below.startswith(start) or start.startswith(below) for start in starts)

@@ -30,10 +30,7 @@ _TEXT = re.compile(r"([1-9][0-9]{0,9}) (\S+) (\S+)\n")
 
 @dataclass(frozen=True, slots=True)
 class LockOwner:
-    """The owner of a lock as it describes itself.
-
-    `pid` is its container's, or 0 if not known yet.
-    """
+    """The owner of a lock as it describes itself; `pid` 0 means that it has not done so yet."""
 
     pid: int
     host: str

@@ -73,10 +73,7 @@ def create_anonymous(nbytes: int) -> int:
 
 
 def open_existing(path: str, *, writable: bool) -> int:
-    """Open a file of this user, by name or through another process.
-
-    CorruptError for other files.
-    """
+    """Open a file of this user, by name or via another process. CorruptError for other files."""
     mode = os.O_RDWR if writable else os.O_RDONLY
     # Entries in /proc are links to files that a process of this user has open.
     follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
@@ -94,10 +91,7 @@ def open_existing(path: str, *, writable: bool) -> int:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Grow a file, with memory behind every new byte.
-
-    After an OSError the file has its old size.
-    """
+    """Grow a file, with memory behind every new byte. An OSError leaves the old size."""
     before = os.fstat(fd).st_size
     if nbytes > before:
         _check_memory(nbytes - before)

@@ -9,10 +9,7 @@ from dist_ckpt.errors import StorageError
 
 
 def linked(storage: Storage, old: str, new: str) -> bool:
-    """Link a file and return True. If it returns False, the caller writes a file instead.
-
-    `new` is in an attempt that the caller has claimed. FileExistsError if it exists all the same.
-    """
+    """Link a file into the caller's attempt, or return False: then the caller writes it instead."""
     try:
         storage.link(old, new)
     except FileNotFoundError:  # pruned meanwhile

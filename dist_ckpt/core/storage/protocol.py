@@ -28,10 +28,7 @@ class WritableFile(Protocol):
 
     @property
     def alignment(self) -> int:
-        """The alignment of memory, relative to the file offset, for fast writes.
-
-        Others work too.
-        """
+        """For fast writes, address and file offset must be equal modulo this. Others work too."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of `data`, or raise StorageError."""

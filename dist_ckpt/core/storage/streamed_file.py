@@ -16,10 +16,7 @@ _BUFFER_NBYTES = 8 << 20
 
 
 class StreamedFile(io.RawIOBase):
-    """A file for code that writes bytes in order, such as `zipfile` and `torch.save`.
-
-    A thread writes from aligned buffers, so that writes are direct. Use it in one thread, close it.
-    """
+    """A file for `zipfile` and `torch.save`, written directly by a thread. Use it in one thread."""
 
     def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
         """Create the file, with `nbytes` of space; it must get at least that size."""

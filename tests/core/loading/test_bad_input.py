@@ -35,7 +35,7 @@ from dist_ckpt.testing.memory_storage import MemoryStorage
 
 # The verbs that the last part of a message, its remedy, has one of.
 REMEDY = re.compile(
-    r"\b(give|pass|use|choose|convert|store|make|rename|break|flatten|wrap|put|add|check|mend|"
+    r"\b(give|pass|use|choose|convert|store|make|rename|break|flatten|wrap|put|add|check|correct|mend|"
     r"load|map|free|raise|upgrade|save|see|exclude|materialize|run|take)\b",
     re.IGNORECASE,
 )
@@ -435,7 +435,7 @@ def test_a_path_that_is_no_text_is_refused_everywhere(place: Path) -> None:
             lambda path: dc.reshard("good", path, world_size=1),
             dc.delete,
         ):
-            refused(place, lambda call=call, path=path: call(path), ValueError, "path is")  # type: ignore[misc]
+            refused(place, lambda call=call, path=path: call(path), ValueError, "path ")  # type: ignore[misc]
 
 
 # --- what does not fit -----------------------------------------------------------------------

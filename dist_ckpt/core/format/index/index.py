@@ -72,10 +72,7 @@ class Catalog:
     parameters: Mapping[str, bool] = field(default_factory=dict)
 
     def counts(self) -> list[tuple[TensorRecord, int]]:
-        """Return each tensor record and its number of tensors.
-
-        Equal tensors mostly share a record.
-        """
+        """Return each tensor record, which equal tensors share, and its number of tensors."""
         records = {id(record): record for record in self.tensors.values()}
         counts = Counter(map(id, self.tensors.values()))
         return [(record, counts[number]) for number, record in records.items()]
@@ -122,11 +119,7 @@ EMPTY_DIGESTS = "a1-ffffffffffffffff"
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A committed checkpoint.
-
-    Built by `core/saving/transaction.py`, `tools/rewrite/reshard.py`, and for saves that are
-    only in memory by `async_save/memory_restore.py`.
-    """
+    """A committed checkpoint."""
 
     attempt: str
     step: int | None

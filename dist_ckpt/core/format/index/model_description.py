@@ -81,7 +81,7 @@ def problems_of_description(
 ) -> list[str]:
     """Return the differences from a checkpoint.
 
-    None here is not compared; None there is a problem.
+    None here is not compared; there it is a problem.
     """
     problems = []
     stored_kind = kind_of(metadata)

@@ -85,7 +85,6 @@ def encode(file: ObjectsFile) -> bytes:
 
 
 def _largest(doc: Mapping[str, Any]) -> str:
-    """Return the name of the value that takes the most memory."""
     values: dict[str, object] = {
         **doc["values"],
         **doc["per_rank"],

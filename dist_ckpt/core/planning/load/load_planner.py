@@ -104,7 +104,6 @@ def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
 def _matches(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
 ) -> Iterator[tuple[int, CellOverlap]]:
-    """Yield the overlaps of the requested cells, each with the number of the stored cell."""
     sources: dict[int, tuple[RegionPiece, ...]] = {}
     for part, cell in enumerate(cells):
         for target in pieces(cell, shape):

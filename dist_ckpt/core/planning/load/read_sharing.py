@@ -120,10 +120,7 @@ def receivers_of(rank: int, units: Iterable[SharedBlockRange]) -> list[int]:
 
 
 def _segments(wants: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Cut the blocks of a file where the ranks that need them change.
-
-    Yield parts with their ranks.
-    """
+    """Cut the blocks of a file where the set of ranks that need them changes."""
     changes: dict[int, list[int]] = {}
     for rank, runs in wants.items():
         for run in runs:

@@ -39,15 +39,12 @@ class TensorOwnership:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """The size of a layout in elements, and of its `largest` cell with several holders.
-
-    Layouts with equal holders have the same `group`.
-    """
+    """The size of a layout, in elements."""
 
     numel: int
     replicas: int
-    largest: int
-    group: int
+    largest: int  # of its cells with several holders
+    group: int  # equal for layouts with equal holders
 
 
 def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tuple[Layout, int]]:
@@ -87,7 +84,6 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
 
 
 def _measures(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
-    """Return the measure of each layout, by its id()."""
     measures: dict[int, _Measure] = {}
     groups: dict[tuple[tuple[int, ...], ...], int] = {}
     for layout in (tensor.layout for tensor in tensors):
@@ -118,7 +114,6 @@ def cell_numels(cut: Cut) -> list[int]:
 
 
 def _add_loads(loads: list[int], stored: Iterable[tuple[TensorOwnership, int]]) -> None:
-    """Add the bytes that each rank stores; once for each layout and rotation."""
     layouts: dict[tuple[int, int], Layout] = {}
     itemsizes: dict[tuple[int, int], int] = {}
     for tensor, rotation in stored:

@@ -221,10 +221,7 @@ def merged_reused(bodies: Sequence[InventoryBody]) -> frozenset[str]:
 def with_reused_parts(
     components: tuple[Component, ...], records: dict[str, TensorRecord], reused: frozenset[str]
 ) -> tuple[tuple[Component, ...], frozenset[int]]:
-    """Move reused tensors, in `records` too, into new parts of their components.
-
-    Returns all components, and the numbers of the reused ones.
-    """
+    """Move reused tensors, in `records` too, into new components; return all, and the reused."""
     fqns = [fqn for fqn in records if fqn in reused]
     whole = {records[fqn].component for fqn in fqns} - {
         record.component for fqn, record in records.items() if fqn not in reused
@@ -240,7 +237,6 @@ def with_reused_parts(
 
 
 def _parts_of(components: Sequence[Component], numbers: Iterable[int]) -> tuple[Component, ...]:
-    """Return the reused parts of some components, with new stems."""
     used = {component.stem for component in components}
     free = (stem for n in count() if (stem := f"r{n:02d}") not in used)
     return tuple(Component(components[number].name, next(free)) for number in numbers)

@@ -159,7 +159,6 @@ def layout_of_cells(holders: _RanksByCell) -> Layout:
 
 
 def _grid(ordered: Sequence[Region]) -> Grid | None:
-    """Return the grid with these cells, in row-major order, or None."""
     dims = range(len(ordered[0].shape))
     starts = [sorted({region.offset[d] for region in ordered}) for d in dims]
     if prod(map(len, starts)) != len(ordered):

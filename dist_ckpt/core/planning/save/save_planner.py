@@ -287,7 +287,6 @@ def origin_of(local_cells: HeldCells, fqn: str, cell: Cell) -> Origin:
 
 
 def _tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, _Tensor]:
-    """Return the tensors of all ranks, in the order of the state."""
     views: dict[View, int] = {}
     numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
     entries_by_name: dict[str, list[tuple[int, TensorEntry]]] = {}
@@ -344,7 +343,6 @@ def _disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list
 
 
 def _cells_on(layout: Layout, rank: int) -> dict[int, Cell]:
-    """Return the cells that a rank holds, by number."""
     return {
         number: layout.cell(number)
         for number, ranks in enumerate(layout.holders)

@@ -112,10 +112,7 @@ class SideStreams:
 
     @contextmanager
     def beside(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
-        """Copy in parallel to training in the block, outside of graph captures.
-
-        Errors end all copies.
-        """
+        """Copy in parallel to training in the block. Call `check_no_capture` first."""
         training, own = {}, {}
         with ExitStack() as stack:
             for device in devices:
@@ -165,10 +162,7 @@ class Fence:
             raise
 
     def wait(self) -> None:
-        """Make later work on this thread's current streams wait for the copies.
-
-        The host continues.
-        """
+        """Make later work on this thread's current streams wait for the copies, not the host."""
         if self._end is not None:
             self._hold()
 

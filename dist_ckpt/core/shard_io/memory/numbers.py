@@ -86,7 +86,6 @@ def _table(dtype: str) -> tuple[object, ...]:
 def _tiny_float(
     code: int, exponent_bits: int, mantissa_bits: int, bias: int, specials: str
 ) -> float:
-    """Return the value of one byte: sign, exponent, mantissa."""
     sign = -1.0 if code >> 7 else 1.0
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     mantissa = code & ((1 << mantissa_bits) - 1)

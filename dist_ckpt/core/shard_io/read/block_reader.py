@@ -231,7 +231,6 @@ def _check(file: OpenFile, need: BlockRequest, actual: str) -> None:
 
 
 def _check_blocks(file: OpenFile, needs: Sequence[BlockRequest], data: memoryview) -> None:
-    """Check successive blocks, whose bytes are `data`."""
     first = needs[0].start
     for need in needs:
         _check(file, need, block_digest(data[need.start - first : need.stop - first]))

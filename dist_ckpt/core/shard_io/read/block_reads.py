@@ -160,7 +160,6 @@ def _maps_whole(item: ReadItem, span: ByteRange, itemsize: int) -> bool:
 
 
 def _block_numbers(item: ReadItem, block_numel: int) -> Iterator[int]:
-    """Yield the numbers of the blocks that contain elements of an item, ascending."""
     match = item.match
     runs: Iterable[ElementRange] = (match.run,) if match.run else ()
     for run in runs or runs_of(match.common, match.source, block_numel):

@@ -205,7 +205,6 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
 
 
 def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
-    """Yield a message for each shard of the items that differs from the index."""
     seen: set[str] = set()
     for item in items:
         fqn, stored = item.tensor, item.match.stored

@@ -147,7 +147,6 @@ class Windows:
 
 
 def _cells_of(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
-    """Yield some bytes of an item as cells of the tensor, in order."""
     itemsize = DTYPES[item.dtype].itemsize
     elements = ElementRange(span.start // itemsize, span.stop // itemsize)
     cell = item.cell
@@ -162,7 +161,6 @@ def _cells_of(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
 def _cut(
     files: Sequence[FilePlan], window_nbytes: int
 ) -> Iterator[Sequence[tuple[StoredShard, ByteRange]]]:
-    """Cut items into windows' parts, in the order of the files."""
     window: list[tuple[StoredShard, ByteRange]] = []
     free = window_nbytes
     for item in (item for file in files for item in file.items):
@@ -177,8 +175,6 @@ def _cut(
 
 
 class _ItemSource:
-    """A stored item as a `CellSource`, whose bytes come from the windows."""
-
     def __init__(self, windows: Windows, item: StoredShard) -> None:
         self._windows = windows
         self._item = item

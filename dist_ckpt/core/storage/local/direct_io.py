@@ -175,10 +175,7 @@ class Alignment:
 
 
 class DirectIO:
-    """Which file systems support direct I/O, and their alignment. Thread-safe.
-
-    Each is queried once. After a refusal it is not used again, with one warning.
-    """
+    """Which file systems support direct I/O, queried once; refusals are final. Thread-safe."""
 
     def __init__(self) -> None:
         self.slots = BufferPool(READ_SLOT_NBYTES)

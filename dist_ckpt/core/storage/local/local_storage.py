@@ -1,7 +1,4 @@
-"""The storage of local and mounted file systems: POSIX calls and their pitfalls.
-
-Linux first; macOS with F_FULLFSYNC.
-"""
+"""The storage of local and mounted file systems: POSIX and its pitfalls, Linux first."""
 
 from __future__ import annotations
 

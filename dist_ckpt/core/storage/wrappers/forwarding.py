@@ -1,7 +1,4 @@
-"""A storage that forwards every call, for wrappers that change some of the calls.
-
-Its files forward their calls to it: so one method changes all calls, or all of one kind.
-"""
+"""A storage that forwards all calls, its files' too: a wrapper overrides one method."""
 
 # ruff: noqa: D102  # the protocol documents the methods
 

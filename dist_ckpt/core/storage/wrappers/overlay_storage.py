@@ -1,4 +1,4 @@
-"""A storage of which some files are read from memory, and the others as always."""
+"""A storage that reads some files from memory."""
 
 # ruff: noqa: D102  # the protocol documents the methods
 
@@ -19,21 +19,17 @@ class ServedFile(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file, which has so many.
-
-        CorruptError if the memory is not there any more: what was read then is nothing.
-        """
+        """Fill memory from `offset`, within the file. CorruptError if the file's memory is gone."""
 
 
 class OverlayStorage(ForwardingStorage):
-    """Hands every call to `inner`, but for reading the files that it was told to `serve`.
+    """Forwards every call to `inner`, except reads of the files to `serve`, which it also lists.
 
-    Those are listed, too, whether `inner` has them or not. One that is gone from memory meanwhile
-    is read from `inner`. `from_memory` counts what was read of them otherwise: calls and bytes.
-    Threads may share it.
+    If a file's memory is gone, `inner` reads it. `from_memory` counts reads from memory.
+    Thread-safe.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -43,18 +39,18 @@ class OverlayStorage(ForwardingStorage):
         self._lock = threading.Lock()
 
     def serve(self, files: Mapping[str, ServedFile]) -> None:
-        """Read these files, by their paths, from memory from now on, and no others."""
+        """From now on read these files, by their paths, from memory, and no others."""
         self._files = dict(files)
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         served = {entry.name: entry for entry in self._served_in(folder)}
         try:
-            found = self.inner.list(folder, follow=follow)
+            stored = self.inner.list(folder, follow=follow)
         except (FileNotFoundError, NotADirectoryError):
             if not served:
                 raise
-            found = ()
-        return sorted({**served, **{entry.name: entry for entry in found}}.values())
+            stored = ()
+        return sorted({**served, **{entry.name: entry for entry in stored}}.values())
 
     def open(self, path: str) -> ReadableFile:
         served = self._files.get(path)
@@ -78,8 +74,6 @@ class OverlayStorage(ForwardingStorage):
 
 
 class _File:
-    """A file in memory; of the storage, once the memory is gone."""
-
     def __init__(
         self,
         served: ServedFile,
@@ -93,7 +87,7 @@ class _File:
         self._stored: ReadableFile | None = None
         self._is_closed = False
 
-    num_links = 1  # of the file itself nothing is known
+    num_links = 1  # unknown: the file itself is not opened
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +115,7 @@ class _File:
             stored.close()
 
     def _open(self, *, instead_of: CorruptError) -> None:
-        """Open the file in the storage. Raises what is wrong with the snapshot if there is none."""
+        """Open the file in the storage. Raises the snapshot's error if it does not exist."""
         with self._lock:
             if self._is_closed:
                 raise StorageError(f"{instead_of}, and is closed") from instead_of

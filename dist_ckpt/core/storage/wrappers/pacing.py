@@ -16,10 +16,7 @@ STEP_S = 0.05
 
 
 class RateLimit:
-    """A limit of bytes for each second, shared by all users. Thread-safe.
-
-    While `take` waits for its turn it calls `check`, which may raise.
-    """
+    """Limits bytes per second over all users. Thread-safe. `check` may raise to end a wait."""
 
     def __init__(
         self,
