@@ -22,10 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
+from dist_ckpt import openers
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.saving import save as saver
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.interop import registry
 from ranks import Options, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process
@@ -750,7 +750,7 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
     template = {**parts(rank, -1), "object": taker}
     mine = LOADS[name].template(template) if rank == 1 else template
     elsewhere = rank == 1 and name == "a storage of its own"
-    with own_storage(registry, path) if elsewhere else contextlib.nullcontext():
+    with own_storage(openers, path) if elsewhere else contextlib.nullcontext():
         error = tuple(told(lambda: dc.load(mine, path)))
     now = {"part": template["part"].tensor, "replica": template["replica"]}
     before = {"part": parts(rank, -1)["part"].tensor, "replica": parts(rank, -1)["replica"]}
