@@ -251,11 +251,11 @@ class SimulatedChannel(SingleProcessChannel):
         self.others: dict[str, Sequence[object]] = {}
         self.seconds: dict[str, float] = {}
         self.nbytes: dict[str, int] = {}
-        self._what = ""
+        self._call = ""
 
-    def enter(self, what: str) -> None:
+    def enter(self, call: str) -> None:
         """See `Channel.enter`."""
-        self._what = what
+        self._call = call
         self.seconds, self.nbytes = {}, {}
 
     def exchange(self, phase: str) -> Exchange:
@@ -264,7 +264,7 @@ class SimulatedChannel(SingleProcessChannel):
 
     def envelope(self, phase: str, body: bytes) -> bytes:
         """Return what a rank puts into the store."""
-        envelope = Envelope(self._what, phase, "0" * 16, new_nonce(), body, None)
+        envelope = Envelope(self._call, phase, "0" * 16, new_nonce(), body, None)
         return typed_msgpack.encode(envelope)
 
 

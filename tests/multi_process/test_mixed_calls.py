@@ -131,7 +131,7 @@ def assert_told(names: Sequence[str], errors: Sequence[Told], root: str, job: st
         assert WHAT[name].format(root=root, job=job) in errors[0].message
         if names.count(name) == 1:
             assert f"rank {rank} (host " in errors[0].message
-    assert "All of them must make the same calls in the same order" in errors[0].message
+    assert "All ranks must make the same calls in the same order" in errors[0].message
     assert max(error.seconds for error in errors) < SOON_S
 
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other: typed messages as msgpack, and errors on their way between ranks.
+"""Messages between ranks: typed msgpack, and errors on their way to other ranks.
 
-A message is a `Message`, which is decoded strictly, field by field; or plain data of a built-in
-type. Nothing is looked up by a name out of a message but the class of an error, in a table.
+A message is a `Message`, decoded strictly, field by field, or plain data of a built-in type. Only
+the class of an error is looked up by its name, in a fixed table.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_tex
 T = TypeVar("T")
 
 MAX_MESSAGE_CHARS = 1 << 16
-# What is more goes over the bulk connections; this bounds what a store can make a rank take.
+# Larger data goes over the bulk connections. The limit bounds the memory that a store can cost.
 MAX_DOCUMENT_NBYTES = 32 << 20
 
 
 class NoAnswerError(RankError):
-    """This rank does not know what was decided: the coordinator, or the store, went silent."""
+    """The decision is unknown to this rank: the coordinator or the store stopped answering."""
 
 
 class SecondaryError(RankError):
-    """An error that another rank's error or death has brought about, such as a broken connection.
+    """An error that another rank's error or death has caused, such as a broken connection.
 
-    Of several errors, one that is no fallout is told first.
+    Among several errors, one that is not secondary is reported first.
     """
 
 
 class Failure(Message, frozen=True):
     """An error on its way between ranks; `kind` is the name of the class to raise.
 
-    `fallout`: it is only the consequence of another one.
+    `fallout`: another error has caused it, as with `SecondaryError`.
     """
 
     kind: str
@@ -79,9 +79,9 @@ _LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
 def failure_of(
     error: BaseException, phase: str, rank: int | None = None, host: str = ""
 ) -> Failure:
-    """Describe an error that work raised on a rank, with rank and host in its message.
+    """Describe an error that a rank's work raised, with rank and host in its message.
 
-    What a decision raised is about all ranks: without a rank it names no place.
+    Without `rank` it is the error of a decision, which concerns all ranks.
     """
     kind = next(
         (cls.__name__ for cls in type(error).__mro__ if _KINDS.get(cls.__name__) is cls), None
@@ -103,25 +103,25 @@ def failure_of(
 
 
 def first_failure(failures: Mapping[int, Failure]) -> Failure:
-    """Return the failure of the lowest rank, which tells who else failed."""
-    first, *others = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
+    """Return the failure of the lowest rank; its message names the other failed ranks."""
+    first, *later = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
     failure = failures[first]
-    if others:
-        message = f"{failure.message} (also failed: {ranks_text(others)})"
+    if later:
+        message = f"{failure.message} (also failed: {ranks_text(later)})"
         failure = with_touched(
-            replace(failure, message=message), [failures[rank] for rank in others]
+            replace(failure, message=message), [failures[rank] for rank in later]
         )
     return failure
 
 
-def with_touched(failure: Failure, others: Iterable[Failure]) -> Failure:
-    """Add to a failure what the others say is touched."""
-    touched = {name: None for one in (failure, *others) for name in one.touched}
+def with_touched(failure: Failure, further: Iterable[Failure]) -> Failure:
+    """Add the names that further failures have touched to a failure."""
+    touched = {name: None for each in (failure, *further) for name in each.touched}
     return replace(failure, touched=tuple(touched))
 
 
 def error_of(failure: Failure) -> Exception:
-    """Make the exception that a failure describes."""
+    """Return the exception that a failure describes."""
     kind = _KINDS[failure.kind]
     if not issubclass(kind, CheckpointError):
         return kind(failure.message)
@@ -133,24 +133,24 @@ def error_of(failure: Failure) -> Exception:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Say whether this is no error but the wish to stop: KeyboardInterrupt, SystemExit."""
+    """Return True if this is a request to stop: KeyboardInterrupt or SystemExit."""
     return error is not None and not isinstance(error, Exception)
 
 
 def pack(message: object) -> bytes:
-    """Encode a message. Raises TypeError if it is none, CheckpointError if it is too long."""
+    """Encode a message. TypeError if it is not a message, CheckpointError if it is too long."""
     data = typed_msgpack.encode(message)
     if len(data) > MAX_DOCUMENT_NBYTES:
         raise CheckpointError(
-            f"what one rank tells the others comes to {len(data)} bytes, the limit is "
-            f"{MAX_DOCUMENT_NBYTES}: have fewer tensors, or shorter names"
+            f"the message of one rank to the others has {len(data)} bytes, the limit is "
+            f"{MAX_DOCUMENT_NBYTES}: use fewer tensors or shorter names"
         )
     return data
 
 
 def unpack(data: bytes, expected: type[T]) -> T:
-    """Decode what `pack` made. ValueError for anything else, and for what costs far more memory."""
-    # Nothing costs 200 times its bytes: a short message, as most are, is not walked through.
+    """Decode the result of `pack`. ValueError for anything else, or if it costs too much memory."""
+    # Nothing costs 200 times its bytes, so short messages, as most are, need no walk.
     if len(data) * 200 > max_memory(0):
         problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
         if problem is not None:
@@ -163,27 +163,26 @@ NO_NONCE = bytes(NONCE_NBYTES)
 
 
 def new_nonce() -> bytes:
-    """Return random bytes by which a rank knows that an answer is to this envelope of its."""
+    """Return random bytes that match an answer to an envelope."""
     return (int.from_bytes(os.urandom(NONCE_NBYTES), "big") | 1).to_bytes(NONCE_NBYTES, "big")
 
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)]
-# It becomes part of names in the store.
+# Part of names in the store.
 _Token = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
-# An envelope and an answer are encoded without `pack`: its limit is that of the body.
+# Envelopes and answers are encoded without `pack`: its limit is for their bodies.
 
 
 class Envelope(Message, frozen=True):
-    """What one rank's part of a phase came to: a packed message, or a failure.
+    """The result of one rank's part of a phase: a packed message, or a failure.
 
-    `what` and `phase` say where in which call the rank is. `operation` is the token of the
-    operation, "" until its first answer has told it. `gave_up`: the rank waits for the answer no
-    more.
+    `call` and `phase` locate the rank. `operation` is the token of the operation, "" until its
+    first answer. `gave_up`: the rank no longer waits for the answer.
     """
 
-    what: str
+    call: str
     phase: str
     operation: _Token
     nonce: _Nonce
@@ -193,13 +192,13 @@ class Envelope(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """What was decided: a packed message, or a failure.
+    """The decision: a packed message, or a failure.
 
     `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in
-    rank order; later answers are known by their `operation`, a token that the first one told.
+    rank order. Later answers are matched by the token `operation`, which the first one brought.
     """
 
-    what: str
+    call: str
     operation: _Token
     nonces: bytes
     body: bytes
@@ -207,10 +206,10 @@ class Answer(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.nonces) % NONCE_NBYTES:
-            raise ValueError("nonces of another size")
+            raise ValueError("the nonces have a wrong size")
 
     def is_to(self, rank: int, own: Envelope) -> bool:
-        """Say whether this rank's envelope was decided on."""
+        """Return True if this rank's envelope was decided on."""
         if own.operation:
             return own.operation == self.operation
         return self.nonces[rank * NONCE_NBYTES :][:NONCE_NBYTES] == own.nonce

@@ -1,4 +1,4 @@
-"""The session of a process group: made once, and kept as long as the group lives."""
+"""The session of a process group: created once, and kept as long as the group lives."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import torch_private
 from dist_ckpt.core.runtime.threads import DaemonThreads
 
-# A bulk collective begins when all ranks have just met in an exchange: one that is not there after
-# `heartbeat_timeout_s` is dead. To connect on a busy host takes a moment longer.
+# A bulk collective begins just after an exchange of all ranks: a rank that is missing after
+# `heartbeat_timeout_s` is dead. A busy host needs a moment longer to connect.
 CONNECT_S = 5.0
 
-# Connections and a cached plan are costly, so a group's are kept; they must not outlive it.
+# Connections and a cached plan are costly, so they are kept; they must not outlive the group.
 _sessions: WeakKeyDictionary[ProcessGroup, Session] = WeakKeyDictionary()
 
-# A process without torch.distributed has no group to own a session, so a thread does: one thread
-# uses it at a time, and it ends with the thread. A forked process goes on with a copy of its own.
+# Without torch.distributed no group can own a session, so a thread does: one thread uses it at a
+# time, and it ends with the thread. A forked process gets a copy.
 _of_thread = threading.local()
 
 
 def session_of(group: ProcessGroup | None = None) -> Session:
     """Return the session of a process group, or of the whole job. Every rank of it calls this.
 
-    Without torch.distributed it is a session of this one process, kept for this thread. Raises
-    ValueError if a launcher has started several ranks but there is no process group, or if this
-    rank is not in the group; NoAnswerError if the job's store is gone.
+    Without torch.distributed it is a session of this process, kept for this thread. Raises
+    ValueError if this rank is not in the group, or if a launcher has started several ranks without
+    a process group; NoAnswerError if the job's store is gone.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return _alone(group, os.environ)
@@ -50,7 +50,7 @@ def session_of(group: ProcessGroup | None = None) -> Session:
     if not isinstance(group, ProcessGroup):
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in this group: call it on the group's ranks only"
+                f"rank {dist.get_rank()} is not in this group: call this on the group's ranks only"
             )
         raise TypeError(
             f"group is a {type(group).__name__}: give a torch.distributed.ProcessGroup (of a "
@@ -66,7 +66,7 @@ def _alone(group: object, environ: Mapping[str, str]) -> Session:
     world_size = launched_world_size(environ)
     if world_size > 1:
         raise ValueError(
-            f"WORLD_SIZE is {world_size}, but there is no process group: add "
+            f"WORLD_SIZE is {world_size}, but no process group exists: add "
             "`torch.distributed.init_process_group()` before this line, so that the ranks can "
             "agree on one checkpoint"
         )
@@ -95,7 +95,7 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
     def open_store(part: str) -> Store:
         return PrefixStore(f"dist_ckpt/{name}/{part}", _own_connection(timeout_s))
 
-    # Torch's stubs know no bytes as values; its stores take them.
+    # Torch's stores take bytes as values; its stubs leave them out.
     control = cast(client_thread.Store, open_store("control"))
     channel = StoreChannel(
         control, rank, world_size, host=config.host or socket.gethostname(), config=config
@@ -112,15 +112,15 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
 def _own_connection(timeout_s: float) -> Store:
     """Return a connection of our own to the job's store. NoAnswerError if it is gone.
 
-    A thread that waits in a TCPStore blocks all others that use the same connection; and with the
-    store itself in our hands its server would outlive `destroy_process_group`.
+    A thread that waits in a TCPStore blocks all others on the same connection. A reference to the
+    store itself would let its server outlive `destroy_process_group`.
     """
     store = torch_private.default_store()
-    if not hasattr(store, "clone"):  # before torch 2.8: we share the job's connection
+    if not hasattr(store, "clone"):  # before torch 2.8: share the job's connection
         return store
     try:
-        # In a thread: torch's own deadline is that of the group, and it keeps none with a store
-        # whose process is frozen.
+        # In a thread: torch's deadline is the group's, and it does not apply if the store's process
+        # is frozen.
         own: Store = DaemonThreads(1).submit(store.clone).result(timeout_s)
         return own
     except TimeoutError:
@@ -131,13 +131,13 @@ def _own_connection(timeout_s: float) -> Store:
 
 
 def single_process_session() -> Session:
-    """Return a session of this rank without the others of the job, if it is in one."""
+    """Return a session of this rank alone, without the other ranks of its job."""
     config = Config.from_environment()
     return Session(SingleProcessChannel(), SingleProcessCollective(), config, ranks_on_this_host())
 
 
 def ranks_on_this_host() -> tuple[int, ...]:
-    """Return the ranks of the job, this one first, as if it was number 0 of a group."""
+    """Return the ranks of the job, this one first, as if it were rank 0 of a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return (0,)
     own = dist.get_rank()

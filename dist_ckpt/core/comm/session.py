@@ -1,4 +1,4 @@
-"""What a group of ranks has for all its saves and loads."""
+"""The resources of a group of ranks that serve all its saves and loads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Session:
-    """What a group has for its checkpoints. One thread uses it at a time.
+    """The channel, collectives and caches of a group. One thread uses it at a time.
 
-    `group_ranks` are the ranks of the group as ranks of the job. `slots` are scratch memory for
-    reads and writes, a few tens of MiB: to touch new memory for each of them would cost more.
-    `collectives_group` are the bulk collectives, which connect when they are first used.
+    `group_ranks` are the ranks of the group as ranks of the job. `slots` are a few tens of MiB of
+    scratch memory for reads and writes: touching new memory each time would cost more.
+    `collectives_group` connects when it is first used.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Session:
         self._began = channel.exchanges, collective.calls
 
     @contextmanager
-    def operation(self, what: str) -> Iterator[None]:
-        """Do one operation of the group, such as "save to /ck". Collective.
+    def operation(self, call: str) -> Iterator[None]:
+        """Run one operation of the group, such as "save to /ck". Collective.
 
-        Whoever waits for this rank is told when it leaves, for whatever reason.
+        Ranks that wait for this one are notified when it leaves, whatever the reason.
         """
-        self.channel.enter(what)
+        self.channel.enter(call)
         try:
             self._began = self.channel.exchanges, self.collectives_group.calls
             yield
@@ -59,16 +59,16 @@ class Session:
 
     @property
     def exchanges(self) -> IoCount:
-        """The exchanges of the operation so far, and what this rank has put into them."""
+        """The exchanges of the operation so far, and the bytes that this rank has sent."""
         return self.channel.exchanges.since(self._began[0])
 
     @property
     def collectives(self) -> IoCount:
-        """The bulk collectives of the operation so far, and what this rank has given in them."""
+        """The bulk collectives of the operation so far, and the bytes that this rank has sent."""
         return self.collectives_group.calls.since(self._began[1])
 
     def cache(self, kind: type[T]) -> T:
-        """Return the session's cache of a kind. It is created, empty, when it is first used."""
+        """Return the session's cache of a type; it is created empty at its first use."""
         cache = self._caches.get(kind)
         if not isinstance(cache, kind):
             cache = self._caches[kind] = kind()
@@ -76,15 +76,15 @@ class Session:
 
     @contextmanager
     def shared_scratch(self, nbytes: int) -> Iterator[SharedScratch]:
-        """Lend memory of at least this size, for the host, and keep it for the next time.
+        """Yield memory of at least this size for the ranks of a host, and keep it for reuse.
 
-        To touch new memory would cost more than what is handed on in it.
+        Touching new memory would cost more than the transfer through it.
         """
         memory, self._common = self._common, None
         if memory is None or memory.view.nbytes < nbytes:
             memory = SharedScratch(nbytes)
         yield memory
-        # Not after an error: a call that hangs may still be at it.
+        # Not after an error: a call that hangs may still use it.
         self._common = memory
 
     def close(self) -> None:

@@ -226,7 +226,7 @@ class Transaction:
             result = write(self.folder)
             receipts = writing.gather(result.receipt)
             if receipts is None:
-                self.nbytes_receipt = writing.nbytes_told
+                self.nbytes_receipt = writing.nbytes_sent
             elif differing := mismatched_groups(receipts):
                 writing.decide(WriteDecision(tuple(differing), None))
             else:

@@ -458,7 +458,7 @@ def test_ranks_in_different_calls_are_named_beside_one_that_never_came():
     assert str(raised[0]) == str(raised[1])
     assert str(raised[0]).startswith(
         "the ranks of the group are in different calls: rank 0 (host thread-0): save to /a, phase "
-        "'agree'; rank 1 (host thread-1): load of /b, phase 'open'; rank 2: nothing yet. All of "
+        "'agree'; rank 1 (host thread-1): load of /b, phase 'open'; rank 2: nothing yet. All ranks "
     )
     assert isinstance(raised[0], RankError)
     assert raised[0].rank == 1

@@ -5,7 +5,7 @@ from dist_ckpt.core.comm.messages import unpack
 
 
 def test_a_beat_tells_what_the_heart_was_told():
-    heart = HeartbeatSender("a", number=7, inside=True, told=3)
+    heart = HeartbeatSender("a", number=7, inside=True, failed_turn=3)
     assert unpack(heart.beat(), Heartbeat) == Heartbeat(1, 7, True, 3, False, "a")
     heart.gone = True
     assert unpack(heart.beat(), Heartbeat) == Heartbeat(2, 7, True, 3, True, "a")

@@ -181,7 +181,7 @@ def agree_twice(store: ThreadStore) -> list[BaseException | None]:
     return [outcome.error for outcome in try_ranks(3, run)]
 
 
-REMEDY = "Let all ranks have the same version of dist_ckpt"
+REMEDY = "Use the same version of dist_ckpt on all ranks"
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -232,7 +232,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
     error = outcomes[1 - owner].error
     assert isinstance(error, RankError)
     assert error.rank == owner
-    assert f"rank {owner} has a heartbeat in the store that is none of ours" in str(error)
+    assert f"rank {owner} has an invalid heartbeat in the store" in str(error)
     assert REMEDY in str(error)
 
 
@@ -260,7 +260,7 @@ def test_a_counter_of_starts_that_is_none_is_refused_by_name(value: bytes):
     store = ThreadStore()
     store.set("starts/0", value)
     with closing(ThreadChannel(store, 0, 2)) as channel:
-        with pytest.raises(RankError, match="where the starts of rank 0 are counted") as told:
+        with pytest.raises(RankError, match="counter of the starts of rank 0") as told:
             channel.enter("save to /ck")
         assert REMEDY in str(told.value)
 

@@ -1,1 +1,1 @@
-"""Bulk collectives: what is too large for the control channel."""
+"""Bulk collectives, for data that is too large for the control channel."""

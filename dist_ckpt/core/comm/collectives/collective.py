@@ -1,7 +1,7 @@
-"""The bulk collectives: what is too large for the control channel, such as inventories.
+"""The bulk collectives, for data that is too large for the control channel, such as inventories.
 
-Collective: every rank of the group makes the same calls in the same order. Besides, two ranks can
-send bytes from one to the other.
+Collective: every rank of the group makes the same calls in the same order. In addition, one rank
+can send bytes to another.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
-# A body's name among all ranks' bodies: its xxh3-128 and its size, 8 bytes.
+# Identifies a body among all ranks' bodies: its xxh3-128, and its size in 8 bytes.
 NAME_NBYTES = 24
 
-# What every rank gets: the distinct bodies, each with the ranks that gave it.
+# The distinct bodies, each with the ranks that sent it.
 Bodies = tuple[tuple[bytes, tuple[int, ...]], ...]
 
 
@@ -26,14 +26,14 @@ class Transfer(Protocol):
     """Bytes on their way from one rank to another."""
 
     def wait(self) -> None:
-        """Wait until the bytes are there, or gone; RankError if the connections fail."""
+        """Wait until the bytes have arrived or are sent. RankError if the connections fail."""
 
 
 class Collective(Protocol):
     """A group's bulk collectives. A call that fails raises RankError and burns the connections.
 
-    After that, and only then, this rank's `epoch` is one higher; all ranks must agree on the
-    highest (over the control channel) and call `renew` with it before the next call.
+    After that, and only then, this rank's `epoch` is one higher. All ranks must agree on the
+    highest epoch over the control channel, and call `renew` with it before the next call.
     """
 
     @property
@@ -50,31 +50,31 @@ class Collective(Protocol):
 
     @property
     def calls(self) -> IoCount:
-        """The calls so far, and the bytes that this rank has given to the others in them."""
+        """The calls so far, and the bytes that this rank has sent in them."""
 
     def renew(self, epoch: int) -> None:
-        """Use connections of this number from now on; does nothing if they are in use."""
+        """Use connections of this number from now on; do nothing if they are in use."""
 
     def all_gather_distinct(self, body: bytes) -> Bodies:
-        """Return all distinct bodies with the ranks that gave them, lowest rank first."""
+        """Return all distinct bodies with the ranks that sent them, lowest rank first."""
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Return the bytes that rank 0 gave; what the others give is ignored."""
+        """Return the bytes of rank 0; the argument of other ranks is ignored."""
 
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """Begin to send bytes to one rank, which calls `receive` with the same tag.
 
-        No collective: only the two ranks call. Any thread may; the connections are there since an
-        earlier call. `data` stays as it is until the transfer is over.
+        Not a collective: only the two ranks call it, from any thread. An earlier call has made the
+        connections. Do not change `data` until the transfer is over.
         """
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
-        """Begin to fill `data` with as many bytes that a rank sends; see `send`."""
+        """Begin to fill `data` with bytes that a rank sends; see `send`."""
 
     def break_off(self) -> None:
-        """Burn the connections, so that every transfer fails at once, on every rank. Never raises.
+        """Burn the connections: every transfer fails at once, on every rank. Never raises.
 
-        For who has begun transfers, or is awaited in some, and cannot go on.
+        Call it if this rank has transfers with others and cannot continue.
         """
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Collective(Protocol):
 
 
 def name_of(body: bytes) -> bytes:
-    """Return the name by which ranks tell bodies apart."""
+    """Return the name that identifies a body."""
     return xxhash.xxh3_128_digest(body) + len(body).to_bytes(8, "little")
 
 
@@ -91,16 +91,16 @@ def nbytes_of(name: bytes) -> int:
     return int.from_bytes(name[16:], "little")
 
 
-def distinct(told: Iterable[T]) -> dict[T, tuple[int, ...]]:
-    """Return what ranks tell, each with those that tell it, in the order of their lowest ranks."""
+def distinct(values: Iterable[T]) -> dict[T, tuple[int, ...]]:
+    """Return the distinct values, each with the ranks that sent it, by their lowest ranks."""
     ranks: dict[T, list[int]] = {}
-    for rank, one in enumerate(told):
-        ranks.setdefault(one, []).append(rank)
-    return {one: tuple(who) for one, who in ranks.items()}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return {value: tuple(senders) for value, senders in ranks.items()}
 
 
 class SingleProcessCollective:
-    """The collectives of a world of one."""
+    """The collectives of a single process."""
 
     rank = 0
     world_size = 1
@@ -110,7 +110,7 @@ class SingleProcessCollective:
         self.calls = IoCount()
 
     def renew(self, epoch: int) -> None:
-        """Do nothing: there are no connections."""
+        """Do nothing: a single process has no connections."""
 
     def all_gather_distinct(self, body: bytes) -> Bodies:
         """Return the one body."""
@@ -124,12 +124,12 @@ class SingleProcessCollective:
         return data
 
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
-        """Never called: there is no other rank."""
-        raise AssertionError("there is no other rank")
+        """Raise AssertionError."""
+        raise AssertionError("a single process has no other rank")
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
-        """Never called: there is no other rank."""
-        raise AssertionError("there is no other rank")
+        """Raise AssertionError."""
+        raise AssertionError("a single process has no other rank")
 
     def break_off(self) -> None:
         """Do nothing."""

@@ -1,8 +1,8 @@
 """Bulk collectives over gloo connections of our own, in host memory.
 
-They are no `torch.distributed` process group: `new_group` shifts the counters that name the
-user's own next groups, and with `use_local_synchronization` its names differ between ranks that
-are in different numbers of groups. Here a name is ours alone.
+They do not use `torch.distributed` process groups: `new_group` shifts the counters that name the
+user's next groups. With `use_local_synchronization`, its names differ between ranks that are in
+different numbers of groups.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
-# So many broadcasts are under way at once.
+# The number of broadcasts under way at once.
 MAX_BROADCASTS = 16
 
-# How long a transfer waits for the other rank. That one may be slow; whether it is lost is seen by
-# its heartbeat, long before.
+# How long a transfer waits for the other rank, which may be slow. If it is lost, its heartbeat
+# shows it long before.
 TRANSFER_S = 3 * STALL_TIMEOUT_S
 
-# A tag that no message has.
+# No message has this tag.
 NO_TAG = (1 << 31) - 1
 
 
-# A ProcessGroupGloo: torch's stubs leave out what we use of it.
+# A ProcessGroupGloo: torch's stubs leave out the methods used here.
 _Group = Any
 
 
 class GlooCollective:
-    """A `Collective` over gloo; connects when it is first used.
+    """A `Collective` over gloo; it connects when it is first used.
 
     `open_store` returns an empty part of the job's store, the same on all ranks, over a connection
-    that nothing else uses, since gloo's rendezvous blocks it. No step of a call takes longer than
+    that nothing else uses: gloo's rendezvous blocks it. No step of a call takes longer than
     `timeout_s`.
     """
 
@@ -95,8 +95,8 @@ class GlooCollective:
         if (group := self._group) is None:
             return
         self.renew(self.epoch + 1)
-        # Gloo cannot abort, but closes all connections when one message is late. That takes one
-        # connection which is not closed yet.
+        # Gloo cannot abort, but closes all connections when one message is late. One connection
+        # that is still open is enough.
         for other in range(self.world_size):
             if other != self.rank:
                 with suppress(RuntimeError):
@@ -107,8 +107,8 @@ class GlooCollective:
         try:
             return run(self._connected())
         except BaseException as error:
-            # A gloo connection that has failed once fails for ever, on every rank; and one that
-            # was left in the middle of a collective would give its bytes to the next.
+            # A gloo connection that failed once fails for ever, on every rank. One that was left
+            # in the middle of a collective would pass its bytes to the next.
             self.renew(self.epoch + 1)
             if not isinstance(error, RuntimeError):
                 raise
@@ -130,14 +130,14 @@ class GlooCollective:
         buffers = {
             name: bytearray(body) if name == own else bytearray(nbytes_of(name)) for name in ranks
         }
-        senders = [(who[0], buffers[name]) for name, who in ranks.items() if buffers[name]]
-        for start in range(0, len(senders), MAX_BROADCASTS):
-            self._send(group, senders[start : start + MAX_BROADCASTS])
+        sends = [(senders[0], buffers[name]) for name, senders in ranks.items() if buffers[name]]
+        for start in range(0, len(sends), MAX_BROADCASTS):
+            self._send(group, sends[start : start + MAX_BROADCASTS])
         bodies = []
-        for name, who in ranks.items():
+        for name, senders in ranks.items():
             if name_of(data := bytes(buffers[name])) != name:
-                raise RuntimeError(f"what rank {who[0]} sent arrived damaged")
-            bodies.append((data, who))
+                raise RuntimeError(f"data of rank {senders[0]} arrived damaged")
+            bodies.append((data, senders))
         is_sender = ranks[own][0] == self.rank
         self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
         return tuple(bodies)
@@ -153,7 +153,7 @@ class GlooCollective:
         return bytes(buffer)
 
     def _send(self, group: _Group, buffers: Sequence[tuple[int, bytearray]]) -> None:
-        """Broadcast each buffer from its rank into the same buffer of all others."""
+        """Broadcast each buffer from its rank into the same buffer of all other ranks."""
         works = []
         for rank, buffer in buffers:
             options = BroadcastOptions()
@@ -171,7 +171,7 @@ class _GlooTransfer:
     def __init__(self, begin: Callable[[_Group], Work], group: _Group | None) -> None:
         try:
             if group is None:
-                raise RuntimeError("they are closed")
+                raise RuntimeError("the connections are closed")
             self._work = begin(group)
         except RuntimeError as error:
             raise _fallout_of(error) from error
@@ -187,8 +187,8 @@ class _GlooTransfer:
 def _fallout_of(error: RuntimeError) -> SecondaryError:
     reason = str(error).splitlines()[0].partition(". ")[0]
     return SecondaryError(
-        f"the ranks' own gloo connections failed: {reason}. If no rank has died, try again: they "
-        "are made anew."
+        f"the gloo connections of dist_ckpt failed: {reason}. If no rank has died, try again: new "
+        "ones are made."
     )
 
 

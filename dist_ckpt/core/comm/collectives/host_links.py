@@ -1,11 +1,10 @@
-"""Links between the ranks of one host: short messages, and memory that the others can read.
+"""Links between the ranks of one host: short messages, and memory that other ranks can read.
 
-A link is a Unix socket, over which each side hands the other its memory (without a name:
-`memfd_create`). To be linked proves that two ranks are on one machine, whatever their hosts are
-called; the end of a link is the news that the other is gone. A stranger, who does not know the
-meeting, is not let in, and what it hands over is not mapped. Nothing of it lies in a file system,
-so nothing is left behind, and a container's small /dev/shm does not matter. Links are for one
-meeting; memory may serve many, one after another.
+A link is a Unix socket, over which each side passes its anonymous memory (`memfd_create`). A link
+proves that two ranks are on one machine, whatever the names of their hosts; its end means that the
+other rank is gone. A process that does not know the meeting is rejected, and its memory is not
+mapped. Nothing is in a file system, so nothing remains, and a small /dev/shm in a container does
+not matter. Links serve one meeting; memory may serve many, one after another.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from dist_ckpt.core.runtime.shared_memory import create_anonymous
 
 MAX_MESSAGE_NBYTES = 64
 
-# The rank, and the name of the meeting.
+# A rank, and the name of the meeting.
 _HELLO = struct.Struct("<q32s")
 _CREDENTIALS = struct.Struct("3i")
 
 
 class SharedScratch:
-    """Memory that other ranks can be given. It has no name, and goes when nobody has it any more.
+    """Memory that other ranks can map. It has no name, and is freed with its last user.
 
-    All of it is there from the start, for a page that is lacking later is a SIGBUS. OSError if
-    this system has no such memory, or too little.
+    All of it is allocated at once: a page that is missing later is a SIGBUS. OSError if this system
+    has no such memory, or too little.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -52,8 +51,8 @@ class SharedScratch:
 class HostLinks:
     """One rank's links to others on its host. Threads may send; one thread does all the rest.
 
-    It listens from the start: once all ranks have got here, each calls `offer` and `connect`, and
-    when all have done that, `accept`. OSError if this system gives it no such socket.
+    It listens at once. When all ranks have created theirs, each calls `offer` and `connect`; when
+    all have done that, `accept`. OSError if the system has no such socket.
     """
 
     def __init__(self, meeting: str, rank: int, *, timeout_s: float) -> None:
@@ -75,20 +74,20 @@ class HostLinks:
             raise
 
     def offer(self, memory: SharedScratch) -> None:
-        """Give every rank that is linked from now on this memory."""
+        """Pass this memory to every rank that is linked from now on."""
         self._offered = memory
 
     def connect(self, ranks: Iterable[int]) -> list[int]:
-        """Begin links to those of these ranks that are lower; return the ones out of reach."""
+        """Begin links to the lower ones of these ranks; return those out of reach."""
         return [rank for rank in ranks if rank < self.rank and not self._connect(rank)]
 
     def accept(self, ranks: Iterable[int]) -> None:
-        """Take the links of those of these ranks that are higher; they have all connected."""
+        """Accept the links of the higher ones of these ranks, which have all connected."""
         missing = {rank for rank in ranks if rank > self.rank}
         until = time.monotonic() + self._timeout_s
         while missing:
             try:
-                # Not forever either if strangers come one after the other.
+                # A series of strangers must not extend the deadline either.
                 if (left_s := until - time.monotonic()) <= 0:
                     raise TimeoutError
                 self._server.settimeout(left_s)
@@ -106,28 +105,28 @@ class HostLinks:
             except ConnectionError:
                 link.close()
                 raise SecondaryError(
-                    "a rank of this host has given up or is gone before anything was shared; look "
-                    "into the logs of its other ranks"
+                    "a rank of this host has given up or is gone before anything was shared: read "
+                    "the logs of the host's other ranks"
                 ) from None
             missing.discard(rank)
             self._add(rank, link)
 
     def memory_of(self, rank: int) -> memoryview:
-        """Return the memory of a rank: this one, or another, which a message has come from."""
+        """Return the memory of this rank, or of one from which a message has arrived."""
         return self._own.view if rank == self.rank else self._memories[rank]
 
     @property
     def _own(self) -> SharedScratch:
-        assert self._offered is not None, "`offer` comes before any link"
+        assert self._offered is not None, "call `offer` before any link"
         return self._offered
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a message; what goes to a rank that is gone is lost."""
+        """Send a message. It is lost if the rank is gone."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self._sockets[rank].send(message)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[int, bytes | None]]:
-        """Return messages, and None from a rank that is gone; ends early when woken."""
+        """Yield messages, and None for a rank that is gone; end early when woken."""
         for key, _ in self._selector.select(timeout_s):
             if key.data == self.rank:
                 self._woken.recv(MAX_MESSAGE_NBYTES)
@@ -135,23 +134,23 @@ class HostLinks:
             yield from self._receive_from(key.data)
 
     def wake(self) -> None:
-        """Let `receive` return. Any thread may call this, also after `close`."""
+        """Make `receive` return. Any thread may call this, also after `close`."""
         with suppress(OSError):
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """Close all links. Never raises. What memory they brought is still there for its users."""
+        """Close all links. Never raises. Mapped memory stays valid for its users."""
         self._selector.close()
         for link in self._sockets.values():
-            # A child that was forked meanwhile has the link as well: closing it would not end it.
+            # A forked child may share the link: closing it here would not end it.
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-        for one in (self._server, self._waker, self._woken, *self._sockets.values()):
-            one.close()
+        for endpoint in (self._server, self._waker, self._woken, *self._sockets.values()):
+            endpoint.close()
         self._memories.clear()
 
     def _address(self, rank: int) -> str:
-        # Any process can list the names of sockets: this one does not tell the meeting's.
+        # Any process can list the names of sockets, so the meeting's name is hashed.
         name = hashlib.blake2b(self._meeting.encode(), digest_size=16).hexdigest()
         return f"\0dist_ckpt/{name}/{rank}"
 
@@ -178,8 +177,8 @@ class HostLinks:
         socket.send_fds(link, [hello], [self._own.fd])
 
     def _greet(self, link: socket.socket) -> int | None:
-        """Take the memory of the rank that has connected; None if it is a stranger."""
-        link.settimeout(0)  # a rank has said hello when it connected
+        """Map the memory of the rank that has connected; return None if it is a stranger."""
+        link.settimeout(0)  # a rank sends its hello when it connects
         try:
             data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_NBYTES, 1)
         except OSError:
@@ -194,7 +193,7 @@ class HostLinks:
         return rank
 
     def _take_memory(self, rank: int, fds: list[int]) -> None:
-        if not fds:  # the system drops what this process has no number left for
+        if not fds:  # the system drops descriptors beyond this process's limit
             raise OSError(
                 errno.EMFILE,
                 "too many open files to take another rank's memory: raise the limit (ulimit -n)",
@@ -221,13 +220,12 @@ class HostLinks:
 
 
 def _mapped(fd: int) -> memoryview:
-    # Writable, also where nobody writes: else Python copies out of it under its lock.
+    # Writable, also for readers: from read-only memory Python copies under its lock.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return memoryview(mmap.mmap(fd, 0, flags=flags))
 
 
 def _is_own_user(link: socket.socket) -> bool:
-    """Say whether the other side runs as this user."""
     data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(data)[1]
     return uid == os.geteuid()

@@ -1,8 +1,8 @@
 """The control channel: one operation, `exchange`, that spreads any rank's error to all.
 
-An operation of the group (a save, a load) is a sequence of exchanges. In each, every rank puts an
-envelope, what its part of the work came to; the coordinator, rank 0, decides and puts one answer,
-and all ranks have it or raise the same error.
+An operation of the group (a save, a load) is a sequence of exchanges. In each, every rank sends an
+envelope with the result of its work. The coordinator, rank 0, decides and sends one answer. All
+ranks get it, or raise the same error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COORDINATOR = 0
 
 
 class Exchange(ABC):
-    """One exchange, as one rank sees it: a block in which it does its part.
+    """One exchange from the view of one rank: a block in which the rank does its part.
 
         with channel.exchange("count") as counting:
             gathered = counting.gather(len(mine))
@@ -40,8 +40,8 @@ class Exchange(ABC):
                 counting.decide(sum(gathered))
         total = counting.result(int)
 
-    Before `gather` a rank does its part of the work. The rest of the block is the coordinator's. A
-    decision is final: a later error stays local. `gather` and `decide` are optional.
+    A rank does its part of the work before `gather`; the rest of the block is for the coordinator.
+    A decision is final: a later error stays local. `gather` and `decide` are optional.
     """
 
     def __init__(self, phase: str) -> None:
@@ -58,8 +58,8 @@ class Exchange(ABC):
     def gather(self, own: T) -> Sequence[T] | None:
         """Send this rank's result: a `Message` or plain data, of one class on all ranks.
 
-        Returns the results of all ranks in rank order on the coordinator, and None on all others.
-        Those send theirs at the end of the block.
+        Return the results of all ranks in rank order on the coordinator. Return None on the others,
+        which send their results at the end of the block.
         """
         self._own = pack(own)
         if not self.is_coordinator:
@@ -67,20 +67,20 @@ class Exchange(ABC):
         return [self._unpack(rank, data, type(own)) for rank, data in enumerate(self._gathered())]
 
     def decide(self, answer: object) -> None:
-        """Answer all ranks. Coordinator only, after all that might fail."""
+        """Answer all ranks. Coordinator only, after everything that might fail."""
         self._decided = pack(answer)
 
     def refuse(self, error: Exception) -> None:
-        """Have all ranks raise an error, as if it was raised here. Coordinator only."""
+        """Raise an error on all ranks, as if it was raised here. Coordinator only."""
         self._decided = error
 
     @property
-    def nbytes_told(self) -> int:
-        """The size of what this rank has told."""
+    def nbytes_sent(self) -> int:
+        """Return the size of this rank's message."""
         return len(self._own or b"")
 
     def result(self, expected: type[T]) -> T:
-        """Return what was decided, after the block: a message of this class."""
+        """Return the decision, after the block: a message of this class."""
         return self._unpack(COORDINATOR, self._answer, expected)
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _end(self, error: BaseException | None) -> None:
-        """Tell what the block has raised, take the answer, and raise what any rank has raised."""
+        """Send the error of the block, wait for the answer, and raise the error of any rank."""
 
     @abstractmethod
     def _gathered(self) -> Sequence[bytes]:
@@ -104,27 +104,27 @@ class Exchange(ABC):
 
     @abstractmethod
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
-        """Decode a message of a rank. RankError if it is none of this class."""
+        """Decode a message of a rank. RankError if it is not of this class."""
 
 
 class SharedNotes(Protocol):
-    """Short texts that ranks leave for each other outside any exchange, each under a key.
+    """Short texts that ranks exchange outside operations, each under a key.
 
-    Nobody waits for who reads them; what is put once never changes. Threads may share it.
-    NoAnswerError if the store does not answer.
+    No call waits for another rank. A note that `put_once` wrote never changes. Threads may share
+    it. NoAnswerError if the store does not answer.
     """
 
     def put(self, key: str, text: str) -> None:
-        """Leave a note."""
+        """Write a note."""
 
     def put_once(self, key: str, text: str) -> str:
-        """Leave a note unless there is one; return the one that is there."""
+        """Write a note unless the key has one; return the note that the key has now."""
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
-        """Return the notes under these keys, or None if one is not there yet."""
+        """Return the notes under these keys, or None if one is missing."""
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove notes that nobody reads any more. Waits for nothing."""
+        """Remove notes that are not read any more. Waits for nothing."""
 
 
 class Channel(Protocol):
@@ -144,59 +144,61 @@ class Channel(Protocol):
 
     @property
     def exchanges(self) -> IoCount:
-        """The exchanges so far, and the bytes that this rank has put into them.
+        """The exchanges so far, and the bytes that this rank has sent in them.
 
-        They are its envelopes; the coordinator's are its answers. Heartbeats do not count.
+        They are its envelopes, and the coordinator's answers. Heartbeats do not count.
         """
 
     @property
     def notes(self) -> SharedNotes:
-        """What the ranks tell each other outside operations. Not before the first operation."""
+        """The notes of the group. Not before the first operation."""
 
-    def enter(self, what: str) -> None:
-        """Begin the group's next operation; `what` says which one ("save to /ck/step-5").
+    def enter(self, call: str) -> None:
+        """Begin the group's next operation; `call` describes it ("save to /ck/step-5").
 
-        `what` is the same on all ranks: by it a rank that comes late tells the call that the
-        others gave up from a newer one. Every `enter` is followed by `leave`.
+        `call` is the same on all ranks. By it a late rank can tell the call that the others gave up
+        from a newer one. Every `enter` is followed by `leave`.
         """
 
     def exchange(self, phase: str) -> Exchange:
-        """Return the operation's next exchange, a block to be entered at once. Collective.
+        """Return the operation's next exchange, a block that is entered at once. Collective.
 
-        Whatever any rank raises in its block, all ranks raise at its end: our errors, ValueError
-        and TypeError as the same class, with rank and host in the message; others as RankError; on
-        the rank where it happened, from the original. An interrupt (KeyboardInterrupt, SystemExit)
-        is raised as it is where it happened. An error is told when the coordinator has seen it and
-        ended its own work (in an operation's first exchange, when all have); who still works finds
-        the answer afterwards, whatever its own work came to. The coordinator raises it when the
-        others that live know of it, or after a while. Raises RankError if a rank dies, has left
-        the operation, never enters it, or is in another one or another phase of it; NoAnswerError
-        if this rank cannot know the decision.
+        An error in the block of any rank is raised by all ranks at its end. Errors of dist_ckpt,
+        ValueError and TypeError keep their class, with rank and host in the message; others become
+        RankError. The rank where it happened raises it from the original. An interrupt
+        (KeyboardInterrupt, SystemExit) is raised unchanged where it happened.
+
+        The coordinator sends an error once it has ended its own work. In an operation's first
+        exchange it waits for all ranks. A rank that still works finds the answer afterwards,
+        whatever its own result. The coordinator raises the error when the other live ranks have
+        received it, or after a while.
+
+        Raises RankError if a rank dies, has left the operation, never enters it, or is in another
+        one or another phase of it; NoAnswerError if this rank cannot get the decision.
         """
 
     def watch(self, ranks: Sequence[int]) -> None:
         """Raise SecondaryError if nothing more will come from one of these ranks in the operation.
 
-        For who waits for them otherwise than in an exchange, within its work: call it about once
-        a second. The rank is dead, frozen or has left, or its own work has failed; one that is
-        only slow is not lost.
+        Call it about once a second in work that waits for them outside an exchange. The rank is
+        dead, frozen or has left, or its own work has failed. A slow rank is not lost.
         """
 
     def expect_nobody(self, why: str) -> None:
-        """Have this rank's operation fail if it waits for ranks that have not entered it.
+        """Let this rank's operation fail if it waits for ranks that have not entered it.
 
-        Another thread calls it, which knows that they will not; `why` says how.
+        For another thread, when these ranks will not come; `why` is the reason.
         """
 
     def leave(self) -> None:
-        """End the operation, also after an error: who still waits for this rank is told."""
+        """End the operation, also after an error: ranks that wait for this one are notified."""
 
     def close(self) -> None:
-        """Stop the heartbeat. The channel is of no use afterwards."""
+        """Stop the heartbeat. The channel cannot be used afterwards."""
 
 
 class SingleProcessNotes:
-    """The notes of a world of one."""
+    """The notes of a single process."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -215,8 +217,8 @@ class SingleProcessNotes:
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
         with self._lock:
-            found = [self._texts.get(key) for key in keys]
-        return None if None in found else [text for text in found if text is not None]
+            texts = [self._texts.get(key) for key in keys]
+        return None if None in texts else [text for text in texts if text is not None]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
@@ -226,7 +228,7 @@ class SingleProcessNotes:
 
 
 class SingleProcessChannel:
-    """The channel of a world of one. Errors are what they are in a group, but name no rank."""
+    """The channel of a single process. Errors are as in a group, but name no rank."""
 
     rank = COORDINATOR
     world_size = 1
@@ -236,8 +238,8 @@ class SingleProcessChannel:
         self.exchanges = IoCount()
         self.notes: SharedNotes = SingleProcessNotes()
 
-    def enter(self, what: str) -> None:
-        """Do nothing: there is nobody to tell."""
+    def enter(self, call: str) -> None:
+        """Do nothing: no other rank waits."""
 
     def exchange(self, phase: str) -> Exchange:
         """See `Channel.exchange`."""
@@ -245,10 +247,10 @@ class SingleProcessChannel:
         return SingleProcessExchange(phase)
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing."""
 
     def expect_nobody(self, why: str) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing."""
 
     def leave(self) -> None:
         """Do nothing."""
@@ -258,7 +260,7 @@ class SingleProcessChannel:
 
 
 class SingleProcessExchange(Exchange):
-    """An exchange with oneself."""
+    """An exchange of a single process with itself."""
 
     is_coordinator = True
 
@@ -280,13 +282,17 @@ class SingleProcessExchange(Exchange):
             raise error_of(failure_of(error, self.phase)) from error
 
 
-def check_equal_on_all_ranks(operation: str, told: Sequence[Message], names: Sequence[str]) -> None:
-    """Raise ValueError if ranks ask for different things, naming who asks for what."""
+def check_equal_on_all_ranks(
+    operation: str, requests: Sequence[Message], names: Sequence[str]
+) -> None:
+    """Raise ValueError with the ranks and their values if ranks pass different arguments."""
     for name in names:
-        asked = distinct(getattr(one, name) for one in told)
-        if len(asked) > 1:
-            asks = "; ".join(f"{ranks_text(who)}: {what!r}" for what, who in asked.items())
+        values = distinct(getattr(request, name) for request in requests)
+        if len(values) > 1:
+            differences = "; ".join(
+                f"{ranks_text(ranks)}: {value!r}" for value, ranks in values.items()
+            )
             raise ValueError(
-                f"the ranks call {operation} with different {name}: {asks}. "
+                f"the ranks call {operation} with different {name}: {differences}. "
                 f"Every rank must pass the same {name}."
             )

@@ -1,11 +1,11 @@
-"""One rank's end of the control channel: where it is, whom it waits for, and what is lost.
+"""One rank's end of the control channel: its position, and the ranks that it waits for.
 
-Keys are `<start>/<number>/<turn>/<rank>` for envelopes and `<start>/<number>/<turn>/answer`: the
-number counts the group's operations, the turn an operation's exchanges, the start how often the
-ranks have begun to use the store. None of it names what a rank does, so that ranks which do
-different things meet, and find out.
-Nothing waits in the store: every wait is a loop of this rank's, which watches the heartbeats of
-those that it waits for.
+Keys are `<start>/<number>/<turn>/<rank>` for envelopes and `<start>/<number>/<turn>/answer`. The
+number counts the group's operations, the turn an operation's exchanges. The start counts how often
+the ranks have begun to use the store. Keys do not contain the call, so that ranks in different
+calls meet and detect it.
+
+The store is never waited in: every wait is a loop of this rank, which watches heartbeats.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("dist_ckpt")
 
 T = TypeVar("T")
 
-# With more ranks each polls less often: all of them ask one store.
+# With more ranks each polls less often, since all of them use one store.
 MAX_POLLS_PER_S = 20_000
 
 STALE = (
@@ -43,12 +43,12 @@ STALE = (
     "Give every start a store of its own (torchrun does), and restart the job"
 )
 
-# What a wait may take longer than what it waits for: polls grow rarer with the time waited.
+# How much longer a wait may take than necessary: polls grow rarer with the time waited.
 OVERSHOOT = 0.15
 
 
 class PollInterval:
-    """The rhythm of one wait: polls that grow rarer, and now and then a look at the heartbeats."""
+    """The rhythm of one wait: polls that grow rarer, and regular looks at the heartbeats."""
 
     def __init__(self, world_size: int, config: Config) -> None:
         self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
@@ -73,7 +73,7 @@ class PollInterval:
         time.sleep(min(max(self._least_s, OVERSHOOT * self.waited_s), self._rarest_s))
 
     def is_time_to_look(self) -> bool:
-        """Say, from time to time, that the heartbeats are due for a look."""
+        """Return True, at intervals, if it is time to look at the heartbeats."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -82,10 +82,10 @@ class PollInterval:
 
 
 class ExchangeState:
-    """What the coordinator's and the other ranks' sides of an exchange have in common.
+    """State that both sides of an exchange, coordinator and participant, have in common.
 
     `token` identifies the operation from its first answer on; until then it is "". `turn` counts
-    its exchanges, and `phase` is the name of the one that it is in.
+    its exchanges; `phase` is the name of the current one.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ExchangeState:
         self.world_size = world_size
         self.host = host
         self.config = config
-        self.what = ""
+        self.call = ""
         self.token = ""
         self.phase = ""
         self.turn = 0
@@ -118,32 +118,32 @@ class ExchangeState:
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
         self.unseen_s = config.join_timeout_s
-        # Why those that have not entered the operation will not, "" if they may.
+        # Why ranks outside the operation will not enter it, "" if they may.
         self.absent = ""
         self._start = 0
 
     @property
     def number(self) -> int:
-        """The number of the operation that this rank is in, or was in last."""
+        """The number of the current operation of this rank, or of its last one."""
         return self.heart.number
 
     def begin(self, number: int) -> None:
-        """Enter an operation, and let the others see it."""
+        """Enter an operation, and show it to the other ranks."""
         if not self._start:
-            # A store may outlive a process group, and hold what an earlier one has left in it.
+            # A store may outlive a process group, and still have messages of an earlier one.
             self._start = self._count_start()
             self.heart.key = self._beat_key(self.rank)
-        # The number last: a beat that comes in between must not say that it was left already.
-        self.heart.inside, self.heart.told = True, 0
+        # The number last: a heartbeat in between must not say that the operation was left.
+        self.heart.inside, self.heart.failed_turn = True, 0
         self.heart.number = number
         self.line.beat()
 
     def catch_up(self) -> None:
-        """Count the operations that the coordinator has begun since, without this rank."""
+        """Count the operations that the coordinator has begun without this rank."""
         self.heart.number = self.peers.last_number(COORDINATOR, self.number)
 
     def no_answer(self, message: str) -> NoAnswerError:
-        """Return the error of a rank that cannot know what was decided."""
+        """Return the error of a rank that cannot get the decision."""
         return NoAnswerError(message, rank=COORDINATOR, phase=self.phase)
 
     def _count_start(self) -> int:
@@ -152,15 +152,15 @@ class ExchangeState:
             return self.line.call(client_thread.increment, key)
         except ValueError as error:
             raise RankError(
-                f"where the starts of rank {self.rank} are counted the store has {error}. "
+                f"the store's counter of the starts of rank {self.rank} has {error}. "
                 f"{self._wording.strange}",
                 rank=self.rank,
             ) from error
 
     def linger(self, most_s: float) -> None:
-        """Wait, at most for so long, until the others that live have read the last answer.
+        """Wait until the other live ranks have read the last answer, at most for this time.
 
-        The store may go with the coordinator's process. Nobody waits for the other ranks.
+        The store may end with the coordinator's process. The other ranks need not wait.
         """
         until = time.monotonic() + most_s
         late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
@@ -172,9 +172,9 @@ class ExchangeState:
                 ]
                 time.sleep(0.005 if late else 0)
 
-    def key(self, who: int | str) -> str:
-        """Return the key of an envelope or answer of the exchange that this rank is in."""
-        return f"{self._start}/{self.number}/{self.turn}/{who}"
+    def key(self, sender: int | str) -> str:
+        """Return the key of an envelope or answer of the current exchange."""
+        return f"{self._start}/{self.number}/{self.turn}/{sender}"
 
     def _beat_key(self, rank: int) -> str:
         return f"{self._start}/beat/{rank}"
@@ -185,9 +185,9 @@ class ExchangeState:
         self.line.call(client_thread.put, key, data)
 
     def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
-        """Decode a message of a rank's that the store had. RankError if it is none of this class.
+        """Decode a message of a rank from the store. RankError if it is not of this class.
 
-        Who is told by it what was decided does not know that then: NoAnswerError.
+        On a participant it is NoAnswerError: the decision stays unknown to it.
         """
         try:
             return unpack(data, expected)
@@ -200,41 +200,41 @@ class ExchangeState:
             raise kind(message, rank=rank, phase=self.phase) from error
 
     def failed_ranks(self, ranks: Sequence[int]) -> dict[int, Failure]:
-        """Return a failure for each of these ranks of which nothing more will come."""
-        found = {}
+        """Return a failure for each of these ranks from which nothing more will come."""
+        failures = {}
         for rank in ranks:
             loss = self.peers.loss(rank, self.number, was_in=bool(self.token))
             remedy = self._wording.lost
             if self.peers.is_strange(rank):
-                loss = "has a heartbeat in the store that is none of ours"
+                loss = "has an invalid heartbeat in the store"
                 remedy = self._wording.strange
             if loss is not None:
                 message = f"{self.peers.name([rank])} {loss} ({self._seen()}). {remedy}"
-                found[rank] = Failure("RankError", message, rank, self.phase)
-        return found
+                failures[rank] = Failure("RankError", message, rank, self.phase)
+        return failures
 
     def _seen(self) -> str:
-        return f"seen by rank {self.rank} in phase {self.phase!r} of {self.what}"
+        return f"seen by rank {self.rank} in phase {self.phase!r} of {self.call}"
 
     def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
-        """Return a failure if ranks are in different calls or phases, which it names.
+        """Return a failure with their names if ranks are in different calls or phases.
 
-        `calls` are for each rank its call and its phase.
+        `calls` has the call and the phase of each rank.
         """
-        who = defaultdict(list)
+        by_phase = defaultdict(list)
         for rank, call in sorted(calls.items()):
-            who[call[1]].append(rank)
-        if len(who) == 1:
+            by_phase[call[1]].append(rank)
+        if len(by_phase) == 1:
             return None
         self.peers.look(range(self.world_size))  # for the names of hosts
-        told = [
+        places = [
             f"{self.peers.name(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
-            for name, ranks in who.items()
+            for name, ranks in by_phase.items()
         ]
         if absent := [rank for rank in range(self.world_size) if rank not in calls]:
-            told.append(f"{self.peers.name(absent)}: nothing yet")
+            places.append(f"{self.peers.name(absent)}: nothing yet")
         message = (
-            f"the ranks of the group are in different calls: {listed(told, '; ')}. "
+            f"the ranks of the group are in different calls: {listed(places, '; ')}. "
             f"{self._wording.mixed}"
         )
         odd = next(rank for rank in sorted(calls) if calls[rank][1] != self.phase)
@@ -243,7 +243,7 @@ class ExchangeState:
     def missing_ranks(self, ranks: Sequence[int], pace: PollInterval) -> dict[int, Failure]:
         """Return a failure if some of these ranks have not entered within `join_timeout_s`.
 
-        Before that, after `join_warning_s`, one warning is logged that names them.
+        After `join_warning_s` one warning with their names is logged.
         """
         absent = [rank for rank in ranks if not self.peers.has_entered(rank, self.number)]
         if self.token or not absent:
@@ -251,11 +251,11 @@ class ExchangeState:
         if self.absent:
             return {absent[0]: Failure("RankError", self.absent, absent[0], self.phase)}
         message = (
-            f"{self.peers.name(absent)} did not call {self.what}: rank {self.rank} (host "
+            f"{self.peers.name(absent)} did not call {self.call}: rank {self.rank} (host "
             f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"
         )
         if pace.waited_s >= self.config.join_timeout_s:
-            message = self._astray(absent) or message
+            message = self._stale_ranks_text(absent) or message
             return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
         if pace.waited_s >= self.unseen_s:
             for rank in absent:
@@ -266,8 +266,7 @@ class ExchangeState:
             _log.warning("%s", message)
         return {}
 
-    def _astray(self, ranks: Sequence[int]) -> str:
-        """Say which of these ranks cannot be met, as they count another start; "" if none."""
+    def _stale_ranks_text(self, ranks: Sequence[int]) -> str:
         keys = [f"starts/{rank}" for rank in ranks]
         counts = self.line.call(lambda store: [client_thread.counted(store, key) for key in keys])
         stale_ranks = [

@@ -1,6 +1,6 @@
-"""The two sides of an exchange over a store: the coordinator's, and that of all other ranks.
+"""A group's control channel over a key-value store that all its ranks reach.
 
-The control channel of a group over a key-value store that all its ranks reach.
+It has the two sides of an exchange: the coordinator's, and that of all other ranks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.reports import IoCount
 
-# Answers to operations that some rank missed are kept for it; so many at most.
+# Answers to operations that some rank missed are kept for it, up to this number.
 MAX_KEPT_ANSWERS = 64
 
 
 class FailedError(Exception):
-    """Some rank has failed: it ends the coordinator's block, and becomes the answer."""
+    """The failure of some rank: it ends the coordinator's block, and becomes the answer."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -56,7 +56,7 @@ class FailedError(Exception):
 
 
 class Coordinator:
-    """Rank 0's side: wait for all envelopes, decide, put one answer."""
+    """Rank 0's side: wait for all envelopes, decide, write one answer."""
 
     def __init__(self, control: ExchangeState) -> None:
         self._control = control
@@ -64,7 +64,7 @@ class Coordinator:
         self._nonces = b""
 
     def gather(self, own: Envelope) -> list[bytes]:
-        """Return what all ranks tell. Raises FailedError if some rank has failed, or is lost."""
+        """Return the results of all ranks. FailedError if some rank has failed, or is lost."""
         envelopes, failures = self._collect(own)
         if failures:
             raise FailedError(first_failure(failures))
@@ -78,23 +78,23 @@ class Coordinator:
         *,
         is_gathered: bool,
     ) -> Answer:
-        """Return the answer, once it is in the store, whatever interrupts that.
+        """Return the answer once it is in the store, whatever interrupts that.
 
-        It is what was decided, or what was raised in the block. If the others' envelopes are not
-        gathered yet, they are: their failures are told too.
+        It is the decision, or the error of the block. If the other envelopes are not gathered yet,
+        they are gathered first: their failures become part of the answer.
         """
         if is_gathered and isinstance(error, NoAnswerError):
-            raise error  # nobody can be told
+            raise error  # no rank can be reached
         try:
             if not is_gathered:
-                error = None  # its own envelope tells it
+                error = None  # it is in this rank's envelope
                 self.gather(own)
             answer = self._decided(error, decided)
             self._put(answer)
         except NoAnswerError:
             raise
         except BaseException as raised:
-            # What was decided stands, whatever interrupts its telling.
+            # A decision is final, whatever interrupts sending it.
             answer = self._decided(error or raised, decided)
             self._put(answer)
             if is_interrupt(raised):
@@ -102,7 +102,6 @@ class Coordinator:
         return answer
 
     def _decided(self, error: BaseException | None, decided: bytes | Exception | None) -> Answer:
-        """Return the answer: what was decided, else what was raised."""
         control = self._control
         if isinstance(decided, bytes) or (decided is None and error is None):
             return self._answer(decided or pack(None), None)
@@ -115,17 +114,17 @@ class Coordinator:
         return self._answer(b"", failure_of(raised, control.phase, control.rank, control.host))
 
     def ensure_failure_is_known(self) -> None:
-        """Wait until all others that live have told that they know: the store may go with us.
+        """Wait until all other live ranks have received the failure: the store may end with us.
 
-        At most for half the time in which a death is noticed: others may be long at their work.
+        At most for half the heartbeat timeout: other ranks may be at long work.
         """
         self._control.linger(self._control.config.heartbeat_timeout_s / 2)
 
     def clean_up(self) -> None:
-        """Do nothing: the others may still read the answers of the operation that ends."""
+        """Do nothing: other ranks may still read the answers of the operation that ends."""
 
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
-        return Answer(self._control.what, self._control.token, self._nonces, body, failure)
+        return Answer(self._control.call, self._control.token, self._nonces, body, failure)
 
     def _put(self, answer: Answer) -> None:
         key = self._control.key("answer")
@@ -133,13 +132,13 @@ class Coordinator:
         self._answers.append(key)
 
     def _collect(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
-        """Return the envelopes and what went wrong, by rank; if nothing did they are all."""
+        """Return the envelopes and failures by rank; all envelopes if no rank has failed."""
         control = self._control
         self._nonces = b""
         envelopes, failures = self._await(own)
         if not own.operation:
-            while (left_behind := self._call_given_up(envelopes)) is not None:
-                self._put(left_behind)
+            while (late_answer := self._call_given_up(envelopes)) is not None:
+                self._put(late_answer)
                 control.begin(control.number + 1)
                 envelopes, failures = self._await(own)
             control.token = os.urandom(8).hex()
@@ -147,15 +146,15 @@ class Coordinator:
                 envelopes[rank].nonce if rank in envelopes else NO_NONCE
                 for rank in range(control.world_size)
             )
-            self._forget_answers(everybody_is_here=len(envelopes) == control.world_size)
+            self._forget_answers(is_complete=len(envelopes) == control.world_size)
         for rank, envelope in envelopes.items():
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
                 failures[rank] = Failure("ConflictError", STALE, rank, control.phase)
-        # First of all: what else is wrong may come of that, or is about another call.
+        # First of all: other failures may be a consequence, or belong to another call.
         calls = {
-            rank: (envelope.what, envelope.phase)
+            rank: (envelope.call, envelope.phase)
             for rank, envelope in envelopes.items()
             if envelope.operation == own.operation
         }
@@ -165,7 +164,7 @@ class Coordinator:
         return envelopes, failures
 
     def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
-        """Wait until all envelopes are there, one tells an error, or some rank's will never be."""
+        """Wait until all envelopes have come, one has an error, or some rank's will never come."""
         control = self._control
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
@@ -173,18 +172,18 @@ class Coordinator:
         while len(envelopes) < control.world_size and not failures:
             missing = [rank for rank in range(control.world_size) if rank not in envelopes]
             keys = [control.key(rank) for rank in missing]
-            if (found := control.line.call(client_thread.get_all, keys)) is not None:
-                came = zip(missing, found, strict=True)
-                envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in came)
+            if (values := control.line.call(client_thread.get_all, keys)) is not None:
+                arrivals = zip(missing, values, strict=True)
+                envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in arrivals)
                 break
-            if _is_told(envelopes) or pace.is_time_to_look():
-                # Heartbeats first: what a rank put before it left is there when its beat says so.
+            if _has_final_failure(envelopes) or pace.is_time_to_look():
+                # Heartbeats first: if one says that a rank has left, its envelope is complete.
                 control.peers.look(missing)
                 looked = control.line.call(client_thread.get_each, keys)
                 for rank, data in zip(missing, looked, strict=True):
                     if data is not None:
                         envelopes[rank] = self._envelope(own, rank, data)
-                if _is_told(envelopes):
+                if _has_final_failure(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
                 failures = control.failed_ranks(missing)
@@ -193,7 +192,7 @@ class Coordinator:
         return envelopes, failures
 
     def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
-        """Return a rank's envelope; if what is there is none, one that tells so."""
+        """Return a rank's envelope; if its data is not valid, one with that failure."""
         try:
             return self._control.unpack(rank, data, Envelope)
         except RankError as error:
@@ -201,34 +200,34 @@ class Coordinator:
             return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
 
     def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
-        """Return an answer to an earlier call, of which the others have given this rank up.
+        """Return an answer to an earlier call in which the other ranks have given up this rank.
 
-        They count one operation more than this rank, which was not there; None if there is no
-        such call, or if it is this one, late.
+        They count one operation more than this rank, which was missing. None if no such call
+        exists, or if it is this one, late.
         """
         control = self._control
         given_up = [rank for rank, envelope in envelopes.items() if envelope.gave_up]
         if not given_up:
             return None
         earlier = envelopes[given_up[0]]
-        is_other = earlier.what != control.what
+        is_other = earlier.call != control.call
         if not is_other and control.peers.newer(given_up, control.number) is None:
             return None
-        return Answer(earlier.what, "", b"", b"", earlier.failure)
+        return Answer(earlier.call, "", b"", b"", earlier.failure)
 
-    def _forget_answers(self, *, everybody_is_here: bool) -> None:
-        """Delete the answers to older operations, which nobody can look for any more."""
-        num_kept = 0 if everybody_is_here else MAX_KEPT_ANSWERS
-        num_spent = max(0, len(self._answers) - num_kept)
+    def _forget_answers(self, *, is_complete: bool) -> None:
+        """Delete answers to older operations that no rank can need any more."""
+        num_retained = 0 if is_complete else MAX_KEPT_ANSWERS
+        num_spent = max(0, len(self._answers) - num_retained)
         spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
         self._control.line.post(client_thread.delete, spent)
 
 
-def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
-    """Say whether an error is known that all ranks can be told now, also while some still work.
+def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
+    """Return True if all ranks can get an error now, also while some still work.
 
-    Not in an operation's first exchange: a rank whose envelope was not decided on could not tell
-    which call the answer is to. And not a fallout: what has brought it about is still to come.
+    Not in an operation's first exchange: a rank whose envelope was not decided on could not match
+    the answer to a call. Not for a secondary error: its cause is still to come.
     """
     return any(
         envelope.operation and envelope.failure is not None and not envelope.failure.fallout
@@ -237,7 +236,7 @@ def _is_told(envelopes: Mapping[int, Envelope]) -> bool:
 
 
 class Participant:
-    """The side of every other rank: put an envelope, wait for the answer."""
+    """The side of every other rank: write an envelope, wait for the answer."""
 
     def __init__(self, control: ExchangeState) -> None:
         self._control = control
@@ -252,7 +251,7 @@ class Participant:
         *,
         is_gathered: bool,
     ) -> Answer:
-        """Return the answer of the operation that the group is in; the coordinator decides."""
+        """Return the coordinator's answer in the operation that the group is in."""
         control = self._control
         while True:
             answer = self._ask(own)
@@ -262,8 +261,8 @@ class Participant:
                 return answer
             if answer.failure is None or own.operation:
                 raise NoAnswerError(STALE, rank=control.rank, phase=control.phase)
-            # The others have given up an operation that this rank was not in: was it this call?
-            if answer.what != control.what:
+            # The others gave up an operation without this rank. Was it this call?
+            if answer.call != control.call:
                 control.begin(number + 1)
             elif (newer := control.peers.newer([COORDINATOR], number)) is not None:
                 control.begin(newer)
@@ -279,12 +278,12 @@ class Participant:
             self._envelopes = []
 
     def ensure_failure_is_known(self) -> None:
-        """Tell the coordinator, which waits for it, that this rank knows of a failure."""
-        self._control.heart.told = self._control.turn
+        """Notify the coordinator, which waits for it, that this rank has received a failure."""
+        self._control.heart.failed_turn = self._control.turn
         self._control.line.beat()
 
     def _ask(self, own: Envelope) -> Answer:
-        """Put the envelope; wait for the answer, or until it is certain that it will never come."""
+        """Write the envelope; wait for the answer, or until it can never come."""
         control = self._control
         envelope, key = control.key(control.rank), control.key("answer")
         self._envelopes.append(envelope)
@@ -305,7 +304,7 @@ class Participant:
                     control.catch_up()
                     raise control.no_answer(failure.message)
                 for failure in control.missing_ranks([COORDINATOR], pace).values():
-                    # The envelope stays: the coordinator must find that this call is over.
+                    # The envelope stays: it shows the coordinator that this call is over.
                     self._envelopes.remove(envelope)
                     control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))
                     raise control.no_answer(failure.message)
@@ -314,7 +313,7 @@ class Participant:
 
 T = TypeVar("T")
 
-# How long the coordinator's process puts off its end for the sake of the others.
+# How long the coordinator's process delays its end for the other ranks.
 LINGER_S = 2.0
 
 
@@ -338,12 +337,12 @@ class StoreChannel:
         self._control = control = ExchangeState(store, rank, world_size, host, config, wording)
         self.notes: SharedNotes = StoreNotes(control.line)
         self._role = Coordinator(control) if rank == COORDINATOR else Participant(control)
-        # Also at the end of the process: others that wait for this rank then know at once.
+        # Also at the end of the process: ranks that wait for this one are notified at once.
         self._finalizer = weakref.finalize(self, _close, control)
 
     @property
     def token(self) -> str:
-        """A name that only the operation which is going on has; "" until its first answer."""
+        """The unique name of the current operation; "" until its first answer."""
         return self._control.token
 
     @property
@@ -351,20 +350,20 @@ class StoreChannel:
         """See `Channel.exchanges`."""
         return IoCount(self._num_exchanges, self._control.nbytes_put)
 
-    def enter(self, what: str) -> None:
-        """See `Channel.enter`. Raises ValueError while another operation is going on."""
+    def enter(self, call: str) -> None:
+        """See `Channel.enter`. Raises ValueError during another operation."""
         control = self._control
         if control.heart.inside:
             raise ValueError(
-                f"{what} is called while {control.what} of the same group is going on in this "
+                f"{call} is called while {control.call} of the same group is still running in this "
                 "process: call one after the other"
             )
-        control.what, control.token, control.turn = what, "", 0
+        control.call, control.token, control.turn = call, "", 0
         control.absent = ""
         try:
             control.begin(control.number + 1)
         except BaseException:  # an interrupt, or the store is gone: the next operation can begin
-            with suppress(NoAnswerError):  # it tells less than what came first
+            with suppress(NoAnswerError):  # the first error says more
                 self.leave()
             raise
 
@@ -374,17 +373,17 @@ class StoreChannel:
         control.peers.look(ranks)
         for failure in control.failed_ranks(ranks).values():
             raise SecondaryError(failure.message, rank=failure.rank)
-        # The coordinator tells of its own failure in the answer.
+        # The failure of the coordinator itself is in its answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
         for rank, data in zip(ranks, control.line.call(client_thread.get_each, keys), strict=True):
-            if data is not None and _tells_failure(rank, data):
+            if data is not None and _has_failure(rank, data):
                 raise SecondaryError(f"{control.peers.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
-        """Wait only so long for ranks that were never seen; another thread may call it.
+        """Limit the wait for ranks that were never seen. Any thread may call it.
 
-        Those that were seen may still be at the operation before: for them there is
-        `join_timeout_s`.
+        Ranks that were seen may still be in the previous operation; for them `join_timeout_s`
+        holds.
         """
         self._control.unseen_s = min(unseen_s, self._control.config.join_timeout_s)
 
@@ -393,9 +392,9 @@ class StoreChannel:
         self._control.absent = why
 
     def linger(self, most_s: float) -> None:
-        """Put off the end of the coordinator until the others know the last answer.
+        """Delay the end of the coordinator until the other ranks have the last answer.
 
-        At most for so long. `close` does so too, but briefly.
+        At most for this time. `close` does it too, but briefly.
         """
         self._control.linger(most_s)
 
@@ -436,7 +435,7 @@ class _StoreExchange(Exchange):
 
     def _envelope(self, failure: Failure | None) -> Envelope:
         control, body = self._control, b"" if failure else self._own or pack(None)
-        return Envelope(control.what, self.phase, control.token, new_nonce(), body, failure)
+        return Envelope(control.call, self.phase, control.token, new_nonce(), body, failure)
 
     def _end(self, error: BaseException | None) -> None:
         control, failure = self._control, None
@@ -453,19 +452,19 @@ class _StoreExchange(Exchange):
         if answer.failure is None or is_interrupt(error):
             return
         self._role.ensure_failure_is_known()
-        # Of what this rank has touched the answer knows nothing if it was given before.
-        told = answer.failure if failure is None else with_touched(answer.failure, [failure])
-        raise error_of(told) from (None if isinstance(error, FailedError) else error)
+        # An answer from before does not have the names that this rank has touched.
+        raised = answer.failure if failure is None else with_touched(answer.failure, [failure])
+        raise error_of(raised) from (None if isinstance(error, FailedError) else error)
 
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         return self._control.unpack(rank, data, expected)
 
 
-def _tells_failure(rank: int, data: bytes) -> bool:
+def _has_failure(rank: int, data: bytes) -> bool:
     kind: type[Answer | Envelope] = Answer if rank == COORDINATOR else Envelope
     try:
         return unpack(data, kind).failure is not None
-    except ValueError:  # the coordinator tells what is strange
+    except ValueError:  # the coordinator reports invalid data
         return True
 
 
@@ -476,7 +475,7 @@ def _close(control: ExchangeState) -> None:
 
 
 class StoreNotes:
-    """Notes in a store that all ranks reach, through the thread that this rank talks to it with."""
+    """Notes in a store that all ranks reach, through this rank's client thread."""
 
     def __init__(self, line: StoreClientThread) -> None:
         self._line = line
@@ -491,8 +490,8 @@ class StoreNotes:
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
-        found = self._line.call(client_thread.get_all, [_note(key) for key in keys])
-        return None if found is None else [_text(data) for data in found]
+        values = self._line.call(client_thread.get_all, [_note(key) for key in keys])
+        return None if values is None else [_text(data) for data in values]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
@@ -504,5 +503,5 @@ def _note(key: str) -> str:
 
 
 def _text(data: bytes) -> str:
-    # What is no text was put by none of ours: who reads it finds that it says nothing of ours.
+    # Invalid text is not from dist_ckpt: its reader finds nothing valid in it.
     return data.decode(errors="replace")

@@ -1,7 +1,7 @@
-"""The one thread through which a rank talks to a key-value store that all ranks reach.
+"""The one thread through which a rank uses a key-value store that all ranks reach.
 
-It serves the channel's calls in order, with a deadline that the store itself does not keep (a
-TCPStore whose host is frozen blocks for ever), and beats the heart meanwhile.
+It serves the channel's calls in order, and sends heartbeats meanwhile. Calls have a deadline that
+the store itself does not keep: a TCPStore whose host is frozen blocks for ever.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PART_NBYTES = 4 << 20
 # A document is a little less than its message.
 MAX_PARTS = MAX_DOCUMENT_NBYTES // PART_NBYTES + 1
 
-# What is read where something stands that `put` did not store: no message of ours is empty.
+# The result for a value that `put` did not store: no valid message is empty.
 NOTHING = b""
 
 _COUNTER = re.compile(rb"[0-9]{1,18}")
 
 MAX_IDLE_S = 3600.0
 
-# A stored value begins with what it is: itself, or the number of its parts, which stand beside it.
-# One that was withdrawn keeps that number, for the deletion to come.
+# The first byte of a value: it is whole, or it is the number of its parts, which have their own
+# keys. A withdrawn value keeps that number, for its deletion.
 _WHOLE = b"w"
 _PARTS = b"p"
 _WITHDRAWN = b"x"
@@ -44,32 +44,32 @@ P = ParamSpec("P")
 
 
 class Store(Protocol):
-    """What is needed of a key-value store; every store of torch.distributed has it."""
+    """The methods of a key-value store used here; every store of torch.distributed has them."""
 
     def set(self, key: str, value: bytes, /) -> None:
         """Store a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that exists; if it is deleted just then, wait or KeyError."""
+        """Return the value of an existing key; wait or raise KeyError if it is just deleted."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Say whether all of these keys exist."""
+        """Return True if all of these keys exist."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter, which begins at 0, and return its new value."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that has the expected value, "" for none; return what it has now.
+        """Set a key if it has the expected value, "" for none; return its value now.
 
-        Torch's return `expected` for a key that has no value, if that is not "".
+        For a key without a value, torch's stores return `expected` if that is not "".
         """
 
     def delete_key(self, key: str, /) -> bool:
-        """Delete a key; False if there was none."""
+        """Delete a key; return False if it did not exist."""
 
 
 def put(store: Store, key: str, data: bytes) -> None:
-    """Store a value of any size; it is there as a whole or not at all."""
+    """Store a value of any size; readers see all of it or nothing."""
     if len(data) < PART_NBYTES:
         store.set(key, _WHOLE + data)
         return
@@ -80,18 +80,18 @@ def put(store: Store, key: str, data: bytes) -> None:
 
 
 def put_once(store: Store, key: str, text: str) -> bytes:
-    """Store a short text unless something is there; return what is there now, as `get_all` does.
+    """Store a short text unless the key has one; return the value now, as `get_all` does.
 
-    Of those who do so at once the store picks one, and all of them learn which.
+    If several ranks call it at once, all return the text of the same one.
     """
-    there = store.compare_set(key, "", _WHOLE.decode() + text)
-    return there[1:] if there[:1] == _WHOLE else NOTHING
+    value = store.compare_set(key, "", _WHOLE.decode() + text)
+    return value[1:] if value[:1] == _WHOLE else NOTHING
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """Return the values that `put` stored, or None if one is not there yet.
+    """Return the values that `put` stored, or None if one is missing.
 
-    What stands there and was not stored by `put` is returned as `NOTHING`.
+    A value that `put` did not store is returned as `NOTHING`.
     """
     if not store.check(list(keys)):
         return None
@@ -99,14 +99,14 @@ def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
         values = _stored(store, keys)
         if any(data[:1] == _WITHDRAWN for data in values):
             return None
-        found = [_whole(store, *stored) for stored in zip(keys, values, strict=True)]
+        wholes = [_whole(store, *stored) for stored in zip(keys, values, strict=True)]
     except KeyError:  # deleted since then
         return None
-    return None if None in found else [data for data in found if data is not None]
+    return None if None in wholes else [data for data in wholes if data is not None]
 
 
 def _stored(store: Store, keys: Sequence[str]) -> list[bytes]:
-    # One round trip where the store can do it, instead of one a rank.
+    # One round trip if the store can do it, instead of one for each rank.
     if hasattr(store, "multi_get"):
         values: list[bytes] = store.multi_get(list(keys))
         return values
@@ -114,47 +114,47 @@ def _stored(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def _whole(store: Store, key: str, data: bytes) -> bytes | None:
-    """Return the value that begins with these bytes; None if it is deleted just now."""
+    """Return the value that begins with these bytes; None if it is just being deleted."""
     if data[:1] == _WHOLE:
         return data[1 : PART_NBYTES + 1]
     parts = _parts(key, data)
     if data[:1] != _PARTS or not parts:
         return NOTHING
-    # To get one that is not there would wait for it, for as long as the store likes. They are put
-    # before the value, and deleted after it.
+    # `get` of a missing key would wait, with the store's deadline. Parts are stored before the
+    # value, and deleted after it.
     if not store.check(parts):
         return NOTHING if store.check([key]) else None
     return b"".join(part[:PART_NBYTES] for part in _stored(store, parts))
 
 
 def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
-    """Return the values that `put` stored, None where there is none yet."""
-    if (found := get_all(store, keys)) is not None:
-        return [*found]
+    """Return the values that `put` stored, None for each missing one."""
+    if (values := get_all(store, keys)) is not None:
+        return [*values]
     if len(keys) == 1:
         return [None]
     return [value for key in keys for value in get_each(store, [key])]
 
 
 def increment(store: Store, key: str) -> int:
-    """Add 1 to a counter, and return it. ValueError if what stands there is none."""
-    # Of torch's stores one kind raises, and another cuts the connection off, if they are to add to
-    # what is no number; beyond 64 bits they go on with a negative one.
+    """Add 1 to a counter, and return it. ValueError if its value is not a counter."""
+    # If the value is not a number, some of torch's stores raise, and others cut the connection.
+    # Beyond 64 bits they continue with a negative number.
     value = counted(store, key)
     if value and not _COUNTER.fullmatch(value):
-        raise ValueError(f"{len(value)} bytes that are no counter")
+        raise ValueError(f"{len(value)} bytes that are not a counter")
     return store.add(key, 1)
 
 
 def counted(store: Store, key: str) -> bytes:
-    """Return what stands where a counter is, b"" if nothing does."""
+    """Return the value of a counter, b"" if it does not exist."""
     return store.get(key) if store.check([key]) else b""
 
 
 def withdraw(store: Store, keys: Sequence[str]) -> None:
-    """Have readers see nothing under these keys, though one may be about to read them.
+    """Hide the values of these keys from readers, though a rank may be about to read them.
 
-    To `delete` them would stop it: a read of what was there a moment ago waits in the store.
+    `delete` would block it: a read of a key that existed a moment ago waits in the store.
     """
     for key in keys:
         if store.check([key]):
@@ -163,7 +163,7 @@ def withdraw(store: Store, keys: Sequence[str]) -> None:
 
 
 def delete(store: Store, keys: Sequence[str]) -> None:
-    """Delete what `put` stored under these keys, where there is anything."""
+    """Delete the values that `put` stored under these keys, if any."""
     for key in keys:
         if not store.check([key]):
             continue
@@ -184,11 +184,11 @@ def _parts(key: str, data: bytes) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoreErrorTexts:
-    """What errors say of a store and its ranks.
+    """Parts of error messages about a store and its ranks.
 
-    `gone`: the store does not answer, with {} for the fact; `lost`, `absent`: what to do about a
-    rank of which nothing more will come, and one that never came; `mixed`: about ranks that make
-    different calls; `strange`: about what no rank of ours has stored.
+    `gone`: the store does not answer, with {} for the fact. The others are remedies: `lost` for a
+    rank from which nothing more will come, `absent` for one that never came, `mixed` for ranks in
+    different calls, `strange` for data that is not from dist_ckpt.
     """
 
     gone: str
@@ -200,13 +200,13 @@ class StoreErrorTexts:
 
 JOB_STORE_TEXTS = StoreErrorTexts(
     gone="the job's key-value store is gone or cut off ({}). It lives in the process of the job's "
-    "rank 0, or in the launcher; look there, and restart the job",
-    lost="Look into that rank's log; if it is gone, restart the job from its last checkpoint.",
+    "rank 0, or in the launcher: read its log, and restart the job",
+    lost="Read that rank's log; if it is gone, restart the job from its last checkpoint.",
     absent="Every rank of the group must make the same call; look for a condition like "
     "`if rank == 0:` around it.",
-    mixed="All of them must make the same calls in the same order; look for a condition like "
+    mixed="All ranks must make the same calls in the same order; look for a condition like "
     "`if rank == 0:` around one of these.",
-    strange="Let all ranks have the same version of dist_ckpt; if they have, another program "
+    strange="Use the same version of dist_ckpt on all ranks. If they have it, another program "
     "writes to the job's key-value store: let only the job's hosts reach its port.",
 )
 
@@ -214,8 +214,8 @@ JOB_STORE_TEXTS = StoreErrorTexts(
 class StoreClientThread:
     """A thread that owns a store's connection; it starts with the first call.
 
-    It beats every `period_s`; a call that takes longer than `stall_timeout_s` raises NoAnswerError,
-    as does one that the store refuses.
+    It sends a heartbeat every `period_s`. A call that takes longer than `stall_timeout_s`, or that
+    the store refuses, raises NoAnswerError.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class StoreClientThread:
     def call(
         self, function: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what `function` returns for the store and what else is given to it."""
+        """Call `function` with the store and these arguments, and return its result."""
         future: Future[T] = Future()
         self._submit(future, partial(function, self._store, *args, **kwargs))
         try:
@@ -254,20 +254,20 @@ class StoreClientThread:
     def post(
         self, function: Callable[Concatenate[Store, P], object], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Have `function` called soon; what becomes of it does not matter."""
+        """Have `function` called soon; its result and its errors are ignored."""
         self._submit(Future(), partial(function, self._store, *args, **kwargs))
 
     def beat(self) -> None:
-        """Send a heartbeat soon: what it says has changed."""
+        """Send a heartbeat soon, since its content has changed."""
         self.post(_beat, self._heart)
 
     @property
     def is_open(self) -> bool:
-        """Whether the thread runs: not before the first call, nor in a forked child."""
+        """True while the thread runs: not before the first call, nor in a forked child."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Send a last heartbeat, which says so, and end the thread. May be called again."""
+        """Send a last heartbeat, with `gone` set, and end the thread. May be called again."""
         if self._thread is None or not self.is_open:
             return
         self._heart.gone = True
@@ -279,7 +279,7 @@ class StoreClientThread:
     def _submit(self, future: Future[T], call: Callable[[], T]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
-                # Without `self`: the thread must not keep the line, nor its channel, alive.
+                # Without `self`: the thread must not keep it, nor its channel, alive.
                 target=_serve,
                 args=(self._calls, self._store, self._heart, self._period_s),
                 name="dist_ckpt heartbeat",
@@ -294,7 +294,7 @@ class StoreClientThread:
         elif not self._thread.is_alive():
             raise NoAnswerError(
                 "the channel is closed, or belongs to the process that this one was forked from: "
-                "save and load in the process that made the group"
+                "save and load in the process that created the group"
             )
         self._calls.put(partial(run_into, future, call))
 
@@ -310,7 +310,7 @@ def _serve(
     heart: HeartbeatSender,
     period_s: float,
 ) -> None:
-    # A busy line must beat as well, so the deadline of the next beat does not move with the calls.
+    # A busy thread must also send heartbeats, so calls do not move the time of the next one.
     due = 0.0
     while True:
         now = time.monotonic()
@@ -331,6 +331,6 @@ def _serve(
 
 
 def first_reached(error: BaseException) -> str:
-    """Return the class of an error and the first line of it: torch adds pages."""
+    """Return the class of an error and its first line: torch adds pages."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

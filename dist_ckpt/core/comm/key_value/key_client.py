@@ -1,9 +1,9 @@
-"""A small key-value store over TCP: its messages, and the client that ranks hold.
+"""A small key-value store over TCP: its messages, and the client of the ranks.
 
-It stands in for the job's own store where that may die first: see `key_server`. A message is its
-length and a msgpack array of strings, bytes, numbers and lists of them, within limits. The first
-one of a connection is the greeting, which has the store's token in it. The token travels as it is:
-it keeps out who cannot read the network, as nothing does at torch's TCPStore.
+It replaces the job's own store if that may die first: see `key_server`. A message is its length and
+a msgpack array of strings, bytes, numbers and lists of them, within limits. The first message of a
+connection is the greeting with the store's token. The token is not encrypted. It keeps out peers
+that cannot read the network; torch's TCPStore has no such protection.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES
 TOKEN_NBYTES = 32
 GREETING = b"dist_ckpt keys 1"
 
-# A value is at most a part of a larger one, or as much, and what `store_thread` puts before it.
+# A value is at most as large as a part, with the prefix that `client_thread` adds.
 MAX_VALUE_NBYTES = PART_NBYTES + 64
 # A message is a value, or the keys of many ranks.
 MAX_MESSAGE_NBYTES = PART_NBYTES + (1 << 20)
 MAX_KEYS_PER_MESSAGE = 1 << 16
 MAX_KEY_CHARS = 1024
 
-# How long a client tries one of the addresses that a host name stands for.
+# How long a client tries each address of a host name.
 ATTEMPT_S = 5.0
 MAX_PAUSE_S = 0.5
 
-# A server on which strangers crowd may end a connection before it has read the greeting.
+# A server with many strangers may end a connection before it has read the greeting.
 GREETINGS = 4
 GREETING_PAUSE_S = 0.02
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def frame(body: bytes) -> bytes:
-    """Return a message as it travels."""
+    """Return a message with its length before it."""
     return LENGTH.pack(len(body)) + body
 
 
@@ -56,13 +56,13 @@ def greeting(token: bytes) -> bytes:
 
 
 def pack(values: Sequence[object]) -> bytes:
-    """Return a message's body."""
+    """Return the body of a message."""
     body: bytes = msgpack.packb(values)
     return body
 
 
 def unpack(body: bytes) -> object:
-    """Return what `pack` was given. ValueError for anything else, or beyond the limits."""
+    """Decode the result of `pack`. ValueError for anything else, or beyond the limits."""
     return msgpack.unpackb(
         body,
         max_str_len=4 * MAX_KEY_CHARS,
@@ -74,7 +74,7 @@ def unpack(body: bytes) -> object:
 
 
 def nbytes_of(head: bytes, most: int) -> int:
-    """Return the size of the body that follows. ValueError if no message has it."""
+    """Return the size of the body that follows. ValueError if it is not possible."""
     nbytes: int = LENGTH.unpack(head)[0]
     if not 0 < nbytes <= most:
         raise ValueError(f"a message of {nbytes} bytes, the limit is {most}")
@@ -82,7 +82,7 @@ def nbytes_of(head: bytes, most: int) -> int:
 
 
 def checked(data: bytes) -> bytes:
-    """Return what came from a connection; ConnectionError if that was its end."""
+    """Return received data; ConnectionError if it is the end of a connection."""
     if not data:
         raise ConnectionResetError("the other side has closed the connection")
     return data
@@ -94,10 +94,10 @@ def checked(data: bytes) -> bytes:
 class KeyClient:
     """A connection to a `KeyServer`; a `Store` for one thread at a time.
 
-    It tries for `connect_s` to reach the server, which may still have to start; a lookup of the
-    host's name is up to the system. No call takes longer than `timeout_s` for each of its round
-    trips, and none waits for a key. OSError if the server is gone, slow, or no key server of ours:
-    the client is of no use then. RuntimeError for what it refuses; that changes nothing.
+    It tries for `connect_s` to reach the server, which may still be starting; the system limits
+    lookups of the host's name. No round trip of a call takes longer than `timeout_s`, and none
+    waits for a key. OSError if the server is gone, slow, or not a key server; the client cannot be
+    used afterwards. RuntimeError if the server refuses a call, which then changes nothing.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class KeyClient:
         self._call(bool, ["set", key, value])
 
     def get(self, key: str, /) -> bytes:
-        """Return a value; KeyError if there is none."""
+        """Return a value; KeyError if the key has none."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
@@ -136,16 +136,16 @@ class KeyClient:
         while len(values) < len(keys):
             # An answer has as many values as fit into a message.
             wanted = keys[len(values) :]
-            found = self._call(list, ["get", wanted])
-            if not (0 < len(found) <= len(wanted) and {*map(type, found)} <= {bytes, type(None)}):
-                raise self._nonsense("no values")
-            if None in found:
-                raise KeyError(wanted[found.index(None)])
-            values += found
+            answer = self._call(list, ["get", wanted])
+            if not (0 < len(answer) <= len(wanted) and {*map(type, answer)} <= {bytes, type(None)}):
+                raise self._nonsense("it sent no values")
+            if None in answer:
+                raise KeyError(wanted[answer.index(None)])
+            values += answer
         return values
 
     def check(self, keys: list[str], /) -> bool:
-        """Say whether all of these keys have a value."""
+        """Return True if all of these keys have a value."""
         return self._call(bool, ["check", keys])
 
     def add(self, key: str, amount: int, /) -> int:
@@ -153,11 +153,11 @@ class KeyClient:
         return self._call(int, ["add", key, amount])
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that has the expected value, "" for none; return what it has now."""
+        """Set a key if it has the expected value, "" for none; return its value now."""
         return self._call(bytes, ["compare_set", key, expected, desired])
 
     def delete_key(self, key: str, /) -> bool:
-        """Delete a key; False if there was none."""
+        """Delete a key; return False if it did not exist."""
         return self._call(bool, ["delete", key])
 
     def close(self) -> None:
@@ -173,14 +173,14 @@ class KeyClient:
         return self._ask(expected, body, time.monotonic() + self._timeout_s)
 
     def _ask(self, expected: type[T], body: bytes, until: float) -> T:
-        """Send a message and return the value that comes back; RuntimeError if it is refused."""
+        """Send a message and return the value of the answer; RuntimeError if it is refused."""
         if self._socket.fileno() < 0:
-            raise ConnectionError(f"{self._name} was left, after an earlier error or at the end")
+            raise ConnectionError(f"{self._name}: the connection was closed after an earlier error")
         try:
             self._send(frame(body), until)
             answer = unpack(self._receive(until))
         except BaseException as error:
-            # Half an answer would be taken for the beginning of the next one.
+            # The rest of a partial answer would be read as the next one.
             self.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"{self._name} did not answer in time") from None
@@ -194,11 +194,11 @@ class KeyClient:
                 raise RuntimeError(f"{self._name} refuses: {text}")
             case ["done", value] if type(value) is expected:
                 return value
-        raise self._nonsense("an answer to something else")
+        raise self._nonsense("it sent a wrong answer")
 
-    def _nonsense(self, what: str) -> ConnectionError:
+    def _nonsense(self, problem: str) -> ConnectionError:
         self.close()
-        return ConnectionError(f"{self._name} sent what no key server of ours sends: {what}")
+        return ConnectionError(f"{self._name} is not a key server of dist_ckpt: {problem}")
 
     def _send(self, data: bytes, until: float) -> None:
         self._socket.settimeout(_left(until))
@@ -228,16 +228,18 @@ class KeyClient:
 
 
 def _connected(address: tuple[str, int], until: float) -> socket.socket:
-    """Return a connection to the first address of a host that takes it."""
-    failure = OSError("the name stands for no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+    """Return a connection to the first address of a host that accepts it."""
+    failure = OSError("the host name has no address")
+    for family, kind, protocol, _, endpoint in socket.getaddrinfo(
+        *address, type=socket.SOCK_STREAM
+    ):
         link = socket.socket(family, kind, protocol)
         try:
             link.settimeout(min(_left(until), ATTEMPT_S))
-            link.connect(place)
-            # Where nobody listens on this host, a socket can come to be connected with itself.
+            link.connect(endpoint)
+            # Without a listener on this host, a socket can be connected with itself.
             if link.getsockname() == link.getpeername():
-                raise ConnectionRefusedError("nobody listens there")
+                raise ConnectionRefusedError("no process listens at this address")
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             link.close()

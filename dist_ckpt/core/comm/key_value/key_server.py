@@ -1,10 +1,9 @@
 """The server of a small key-value store over TCP: one thread for all connections.
 
-Nothing that a peer sends or leaves unsent stops it or makes it grow beyond its limits: it never
-waits for one connection, reads no further from one that does not take its answer, and closes one
-that sends anything but our messages.
+No peer can stop it or make it grow beyond its limits. It never waits for one connection, reads
+nothing more from a peer that does not take its answer, and closes one that sends invalid messages.
 
-Where the other hosts of a job reach this one.
+`reachable_host` finds the address at which other hosts of the job reach this one.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from dist_ckpt.core.comm.key_value.key_client import (
     unpack,
 )
 
-# What a key costs beside its own length and its value's.
+# The cost of a key in addition to its length and the length of its value.
 KEY_NBYTES = 256
 
-# A system without a free file number gives it time to find one.
+# The pause before the next `accept` if the system has no free file descriptor.
 PAUSE_S = 0.2
 
-# A host that vanishes says nothing; after this silence the system asks for it.
+# A host that vanishes sends nothing; after this silence the system probes it.
 KEEPALIVE_S = 60
 
 CLOSE_S = 5.0
@@ -50,11 +49,11 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that a server takes.
+    """The limits of a server.
 
-    `nbytes` of all keys and values together; of connections that have not presented the token yet
-    `num_strangers`, each for `greeting_s`: one more ends the oldest of them, for who knows the
-    token says it at once, and who is silent or slow must not keep others out.
+    `nbytes` counts all keys and values together. `num_strangers` counts connections that have not
+    sent the token yet, each for `greeting_s`. One more ends the oldest: valid peers send the token
+    at once, and silent or slow ones must not keep them out.
     """
 
     num_keys: int = 1 << 20
@@ -70,18 +69,18 @@ DEFAULT_LIMITS = Limits()
 class KeyServer:
     """Serves keys from its construction until `close`.
 
-    It listens at `host`, or on all interfaces, over IPv6 and IPv4; a port 0 is one that the system
-    chooses. Whoever connects must know the token. OSError if the address cannot be had.
+    It listens at `host`, or on all interfaces, over IPv6 and IPv4; with port 0 the system chooses
+    one. Clients need the token. OSError if the address cannot be used.
     """
 
     def __init__(
         self, token: bytes, *, host: str = "", port: int = 0, limits: Limits = DEFAULT_LIMITS
     ) -> None:
         if len(token) != TOKEN_NBYTES:
-            raise ValueError(f"a token of {len(token)} bytes; it has {TOKEN_NBYTES} random ones")
+            raise ValueError(f"the token has {len(token)} bytes: use {TOKEN_NBYTES} random ones")
         listener = _listen(host, port)
         self._waker, woken = socket.socketpair()
-        # Where it listens, for this host; others use the port at `reachable_host`.
+        # For this host; other hosts use the port at `reachable_host`.
         self.address: tuple[str, int] = listener.getsockname()[:2]
         service = _Service(greeting(token), listener, woken, limits)
         self._thread = threading.Thread(
@@ -97,7 +96,7 @@ class KeyServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
-        with suppress(OSError):  # a system that knows IPv6 but has it turned off
+        with suppress(OSError):  # a system with IPv6 turned off
             return socket.create_server(
                 (host, port),
                 family=socket.AF_INET6,
@@ -114,7 +113,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class LimitError(Exception):
-    """A limit that a request would break; nothing has changed."""
+    """A request would break a limit; nothing has changed."""
 
 
 class KeyTable:
@@ -140,33 +139,33 @@ class KeyTable:
 
     def get(self, keys: list[str]) -> list[bytes | None]:
         """Return the values of the first of these keys, as many as fit into a message."""
-        found: list[bytes | None] = []
+        values: list[bytes | None] = []
         room = MAX_VALUE_NBYTES
         for key in keys:
             value = self._values.get(key)
             room -= 8 + len(value or b"")
-            if found and room < 0:
+            if values and room < 0:
                 break
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
     def check(self, keys: list[str]) -> bool:
-        """Say whether all of these keys have a value."""
+        """Return True if all of these keys have a value."""
         return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return what it is now."""
+        """Add to a counter, and return its new value."""
         try:
             value = int(self._values.get(key, b"0")) + amount
         except ValueError:
-            raise LimitError("what is added to is no counter") from None
+            raise LimitError("the value is not a counter") from None
         if abs(value) >= 1 << 63:
-            raise LimitError("a counter beyond 64 bits")
+            raise LimitError("the counter would be beyond 64 bits")
         self.set(key, str(value).encode())
         return value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that has the expected value, "" for none; return what it has now."""
+        """Set a key if it has the expected value, "" for none; return its value now."""
         value = self._values.get(key)
         if (value or b"") == expected.encode():
             self.set(key, desired.encode())
@@ -175,7 +174,7 @@ class KeyTable:
         return self._values[key]
 
     def delete(self, key: str) -> bool:
-        """Delete a key; False if there was none."""
+        """Delete a key; return False if it did not exist."""
         self._nbytes -= self._cost(key)
         return self._values.pop(key, None) is not None
 
@@ -185,7 +184,7 @@ class KeyTable:
 
 
 def answer(table: KeyTable, body: bytes) -> bytes:
-    """Do what a message asks for. ValueError if it is none of ours."""
+    """Execute a request and return the answer. ValueError if the request is not valid."""
     try:
         return pack(["done", _do(table, unpack(body))])
     except LimitError as refusal:
@@ -206,7 +205,7 @@ def _do(table: KeyTable, request: object) -> object:
             return table.compare_set(key, expected, desired)
         case ["delete", str(key)]:
             return table.delete(key)
-    raise ValueError("a message that asks for nothing we do")
+    raise ValueError("the message is not a valid request")
 
 
 def _are_keys(keys: list[object]) -> TypeGuard[list[str]]:
@@ -217,7 +216,7 @@ def _are_keys(keys: list[object]) -> TypeGuard[list[str]]:
 
 
 class _Service:
-    """What the server's thread does; it ends when the waker's other end is closed."""
+    """The work of the server's thread; it ends when the waker's other end is closed."""
 
     def __init__(
         self, greeted: bytes, listener: socket.socket, woken: socket.socket, limits: Limits
@@ -228,7 +227,7 @@ class _Service:
         self._limits = limits
         self._table = KeyTable(limits)
         self._links: set[socket.socket] = set()
-        # In the order of their coming, with the time until which each is borne.
+        # In the order of their arrival, with the deadline of each.
         self._strangers: dict[socket.socket, float] = {}
         self._accept_at: float | None = None  # when it may accept again
         self._is_open = True
@@ -244,7 +243,7 @@ class _Service:
                 for key, _ in self._selector.select(self._patience_s()):
                     act: Callable[[], None] = key.data
                     act()
-                self._look_at_strangers()
+                self._drop_strangers()
         finally:
             for link in tuple(self._links):
                 self._drop(link)
@@ -256,14 +255,13 @@ class _Service:
         self._is_open = False
 
     def _patience_s(self) -> float | None:
-        """Return for how long nothing is due but what peers do."""
         due = [*self._strangers.values()][:1]
         if self._accept_at is not None:
             due.append(self._accept_at)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _look_at_strangers(self) -> None:
-        """Drop those whose time is up or who are too many, the oldest first."""
+    def _drop_strangers(self) -> None:
+        """Drop strangers after their deadline, or beyond the limit, the oldest first."""
         now = time.monotonic()
         while self._strangers:
             oldest, until = next(iter(self._strangers.items()))
@@ -283,20 +281,20 @@ class _Service:
             self._accept_at = time.monotonic() + PAUSE_S
             self._selector.unregister(self._listener)
             return
-        go_on = partial(self._go_on, link, self._talk(link))
+        advance = partial(self._advance, link, self._talk(link))
         try:
             _prepare(link)
-            self._selector.register(link, selectors.EVENT_READ, go_on)
+            self._selector.register(link, selectors.EVENT_READ, advance)
         except OSError:
             link.close()
             return
         self._links.add(link)
         self._strangers[link] = time.monotonic() + self._limits.greeting_s
-        # Who knows the token has sent it by now, mostly: then it is no stranger for a moment.
-        go_on()
+        # Most valid peers have sent the token by now, and so are not counted as strangers.
+        advance()
 
-    def _go_on(self, link: socket.socket, talk: Iterator[int]) -> None:
-        """Do what a peer is ready for. Its errors end its connection, and nothing else."""
+    def _advance(self, link: socket.socket, talk: Iterator[int]) -> None:
+        """Serve a peer as far as it is ready. Its errors end only its own connection."""
         try:
             events = next(talk)
             key = self._selector.get_key(link)
@@ -306,7 +304,7 @@ class _Service:
             self._drop(link)
 
     def _talk(self, link: socket.socket) -> Iterator[int]:
-        """Serve one peer, from its greeting on; yield the events that it is waited for with."""
+        """Serve one peer from its greeting on; yield the events that it must wait for."""
         greeted = yield from _received(link, len(self._greeting))
         if not hmac.compare_digest(greeted, self._greeting):
             return
@@ -317,8 +315,8 @@ class _Service:
             return
         yield from _send(link, pack(["done", True]))
         while True:
-            yield selectors.EVENT_READ  # whatever it has said already: others come first
-            # Nested: while a peer is silent no message of its is kept.
+            yield selectors.EVENT_READ  # even if it has sent more already: other peers come first
+            # Nested: no message of a peer stays in memory while it is silent.
             yield from _send(
                 link, answer(self._table, (yield from _received(link, MAX_MESSAGE_NBYTES)))
             )
@@ -327,7 +325,7 @@ class _Service:
         self._links.discard(link)
         self._strangers.pop(link, None)
         self._selector.unregister(link)
-        # A child that was forked meanwhile has the link as well: closing it would not end it.
+        # A forked child may share the link: closing it here would not end it.
         with suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
         link.close()
@@ -342,7 +340,7 @@ def _prepare(link: socket.socket) -> None:
 
 
 def _received(link: socket.socket, most: int) -> Generator[int, None, bytes]:
-    """Return the next message; wait, by yielding, until it is there."""
+    """Return the next message; yield until it has arrived."""
     nbytes = nbytes_of((yield from _exactly(link, LENGTH.size)), most)
     return (yield from _exactly(link, nbytes))
 
@@ -358,27 +356,28 @@ def _exactly(link: socket.socket, nbytes: int) -> Generator[int, None, bytes]:
 
 
 def _send(link: socket.socket, body: bytes) -> Iterator[int]:
-    """Send a message as the peer takes it; while anything is left nothing more is read from it."""
-    left = memoryview(frame(body))
-    while left:
+    """Send a message as fast as the peer reads it; until then nothing more is read from it."""
+    remaining = memoryview(frame(body))
+    while remaining:
         try:
-            left = left[link.send(left) :]
+            remaining = remaining[link.send(remaining) :]
         except BlockingIOError:
             yield selectors.EVENT_WRITE
 
 
-# Addresses that stand for none: the way to them begins at this host's usual interface.
+# Addresses without hosts: the route to them begins at this host's usual interface.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def reachable_host(towards: str = "") -> str:
     """Return an address or a name by which the job's other hosts reach this one.
 
-    `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The answer is the
-    address of the interface from which packets to it leave; none is sent. A name that here is a
-    loopback (Debian's /etc/hosts has 127.0.1.1 for a host's own name) is returned itself: to other
-    hosts it means this one's address, or the job has no others. Without `towards`, or if it is
-    unknown here, the interface is that of the usual route.
+    `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The result is the
+    address of the interface towards it; no packet is sent. Without `towards`, or if it is unknown
+    here, it is the interface of the usual route.
+
+    A name that is a loopback here is returned itself (Debian's /etc/hosts has 127.0.1.1 for a
+    host's own name). For other hosts it means this host's address, or the job has no other hosts.
     """
     address = _address_towards(towards) if towards else None
     if address is not None:
@@ -391,14 +390,16 @@ def reachable_host(towards: str = "") -> str:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this host's address on the way to another; None if there is no way."""
-    with suppress(OSError, UnicodeError):  # UnicodeError: no name at all
-        for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+    """Return this host's address on the route to another; None without a route."""
+    with suppress(OSError, UnicodeError):  # UnicodeError: not a host name
+        for family, kind, protocol, _, endpoint in socket.getaddrinfo(
+            host, 9, type=socket.SOCK_DGRAM
+        ):
             with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-                # Of a datagram socket this only looks up the route.
-                probe.connect(place)
+                # With a datagram socket this only looks up the route.
+                probe.connect(endpoint)
                 address: str = probe.getsockname()[0]
-                # Behind "%" is an interface's name, which means nothing elsewhere.
+                # After "%" comes an interface's name, which means nothing on other hosts.
                 if "%" not in address:
                     return address
     return None

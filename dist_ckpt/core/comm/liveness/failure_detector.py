@@ -1,4 +1,4 @@
-"""The ranks that this rank waits for: who is there, and who is dead or silent."""
+"""The failure detector: decides from heartbeats which ranks are dead or silent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat
 from dist_ckpt.core.comm.messages import unpack
 from dist_ckpt.errors import ranks_text
 
-# How long a rank that missed an operation looks whether the others begin the next one, which is
-# then the one that it was called for.
+# How long a rank that missed an operation waits for the others to begin the next one. If they do,
+# its own call belongs to that one.
 GRACE_S = 1.0
 
 
 @dataclass(slots=True)
 class _LastSeen:
-    """A rank's last heartbeat, and for how long it has not changed; None if it is none of ours."""
+    """A rank's last heartbeat, None if it is not valid, and for how long it has not changed."""
 
     data: bytes
     beat: Heartbeat | None
@@ -29,10 +29,10 @@ class _LastSeen:
 
 
 class FailureDetector:
-    """The other ranks, as their heartbeats show them; `beat_key` tells where a rank's are.
+    """The other ranks, as their heartbeats show them; `beat_key` returns the key of a rank's.
 
-    Silence counts only while this rank looks, and so much for each look at most: a rank is not
-    dead because the observer itself, or the whole machine, was stopped for a while.
+    Silence counts only while this rank watches, and each look counts a limited amount. So a rank is
+    not dead because the observer, or the whole machine, was stopped for a while.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class FailureDetector:
         self._pulses: dict[int, _LastSeen] = {}
 
     def look(self, ranks: Sequence[int]) -> None:
-        """Take one look at the heartbeats of some ranks."""
+        """Read the heartbeats of some ranks once."""
         keys = [self._beat_key(rank) for rank in ranks]
-        found = self._line.call(client_thread.get_each, keys)
-        for rank, data in zip(ranks, found, strict=True):
+        values = self._line.call(client_thread.get_each, keys)
+        for rank, data in zip(ranks, values, strict=True):
             if data is not None:
                 self._see(rank, data)
 
@@ -63,44 +63,42 @@ class FailureDetector:
         pulse.seen_at = now
 
     def _beat(self, rank: int) -> Heartbeat | None:
-        """Return the last heartbeat seen of a rank; None as well if it is none of ours."""
         pulse = self._pulses.get(rank)
         return pulse.beat if pulse else None
 
     def _is_silent(self, rank: int) -> bool:
-        """Say whether a rank that was seen is dead or frozen."""
         return self._pulses[rank].silent_s >= self._silence_s
 
     def is_known(self, rank: int) -> bool:
-        """Say whether a rank was ever seen."""
+        """Return True if a rank was ever seen."""
         return self._beat(rank) is not None
 
     def is_strange(self, rank: int) -> bool:
-        """Say whether a rank's heartbeat is none of ours."""
+        """Return True if a rank's heartbeat is not a valid one."""
         return rank in self._pulses and self._beat(rank) is None
 
     def has_entered(self, rank: int, number: int) -> bool:
-        """Say whether a rank was seen to have entered this operation."""
+        """Return True if a rank was seen to have entered this operation."""
         beat = self._beat(rank)
         return beat is not None and beat.number >= number
 
     def is_waiting(self, rank: int, number: int, turn: int) -> bool:
-        """Say whether a rank was last seen within this operation, alive.
+        """Return True if a rank was last seen alive within this operation.
 
-        Not if it was told of a failure in the exchange of this turn: it waits for nothing more.
+        A rank that received the failure of this turn's exchange does not wait any more.
         """
         beat = self._beat(rank)
         return (
             beat is not None
             and (beat.number, beat.inside, beat.gone) == (number, True, False)
-            and beat.told < turn
+            and beat.failed_turn < turn
             and not self._is_silent(rank)
         )
 
     def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
-        """Say why nothing more will come from a rank in this operation, or None if it may.
+        """Return why nothing more will come from a rank in this operation; None if it may.
 
-        `was_in`: the rank is known to have entered it.
+        `was_in`: the rank has entered the operation before.
         """
         beat = self._beat(rank)
         if beat is None:
@@ -116,12 +114,12 @@ class FailureDetector:
         return None
 
     def last_number(self, rank: int, default: int) -> int:
-        """Return the operation before the one that a rank is in now or will enter next."""
+        """Return the operation before the one that a rank is in, or will enter next."""
         beat = self._beat(rank)
         return default if beat is None else max(default, beat.number - beat.inside)
 
     def newer(self, ranks: Sequence[int], number: int) -> int | None:
-        """Return the operation after this one that some rank is in, or soon enters, if any."""
+        """Return a later operation that one of these ranks is in or soon enters; None if none."""
         until = time.monotonic() + self._grace_s
         while True:
             self.look(ranks)
@@ -134,7 +132,7 @@ class FailureDetector:
             time.sleep(0.02)
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Name ranks, one with its host if it is known: "rank 2 (host b)"."""
+        """Return the names of ranks, a single one with its host if known: "rank 2 (host b)"."""
         beat = self._beat(ranks[0]) if len(ranks) == 1 else None
         return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
 

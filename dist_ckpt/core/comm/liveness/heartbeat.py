@@ -1,4 +1,4 @@
-"""Heartbeats: what a rank sends; `failure_detector.py` is what an observer makes of them."""
+"""Heartbeats: the messages of a rank that `failure_detector.py` watches."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _Count = Annotated[int, Meta(ge=0)]
 class Heartbeat(Message, frozen=True):
     """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
 
-    `inside`: the rank has not left it yet. `told`: the exchange of it, counted from 1, of whose
-    failure the rank was told last; 0 if it was told of none. `gone`: it has closed its channel.
+    `inside`: the rank has not left it yet. `failed_turn`: the exchange in it, counted from 1, whose
+    failure the rank received last; 0 if none. `gone`: the rank has closed its channel.
     """
 
     count: _Count
     number: _Count
     inside: bool
-    told: _Count
+    failed_turn: _Count
     gone: bool
     host: str
 
 
 @dataclass(slots=True)
 class HeartbeatSender:
-    """What this rank's next heartbeat will say; its channel sets it, its thread beats it.
+    """The content of this rank's next heartbeat; the channel sets it, its thread sends it.
 
-    `key` is where beats are stored; while it is "" the heart does not beat.
+    `key` is where heartbeats are stored; none is sent while it is "".
     """
 
     host: str
     key: str = ""
     number: int = 0
     inside: bool = False
-    told: int = 0
+    failed_turn: int = 0
     gone: bool = False
     _count: int = 0
 
     def beat(self) -> bytes:
         """Return the next heartbeat."""
         self._count += 1
-        number, inside, told = self.number, self.inside, self.told
-        return encode(Heartbeat(self._count, number, inside, told, self.gone, self.host))
+        number, inside, failed_turn = self.number, self.inside, self.failed_turn
+        return encode(Heartbeat(self._count, number, inside, failed_turn, self.gone, self.host))
