@@ -63,7 +63,7 @@ def _forgetting(step: Callable[..., object]) -> Callable[..., object]:
         # Of what the claim has seen before, only these are used after.
         claim = sys._getframe(1).f_locals
         if isinstance(storage, Replay):
-            storage.forget_answers((step.__name__, claim["attempt"], tuple(claim["made"])))
+            storage.forget_answers((step.__name__, claim["attempt"], tuple(claim["new_folders"])))
         return step(storage, path, *rest, **options)
 
     return run

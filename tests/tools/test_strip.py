@@ -380,7 +380,7 @@ def test_after_any_crash_the_next_strip_moves_what_keeps_it() -> None:
     assert were_left == {True, False}
 
 
-TELLS_OF_A_COMMIT = ("is stripped", "outlives a power cut")
+TELLS_OF_A_COMMIT = ("is stripped", "survives a power cut")
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done, but reported as failed"])

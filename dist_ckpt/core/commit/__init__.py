@@ -1,7 +1,6 @@
 """When a checkpoint exists: attempts, claim, commit, removal.
 
-`commit_protocol.py` is the order that a crash may break anywhere, `attempts.py` reads and puts
-`index.json`, the one file that decides, `removal.py` says how attempts go, `outcome.py` what became
-of one after an error. `commit/records/record_store.py` is about what lies beside checkpoints in
-their root.
+`commit_protocol.py` has the steps and their order. `attempts.py` reads and writes `index.json`, the
+one file that decides. `removal.py` removes attempts. `outcome.py` finds the state of an attempt
+after an error. `records/record_store.py` is for records next to the checkpoints in a root.
 """

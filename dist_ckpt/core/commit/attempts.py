@@ -1,10 +1,8 @@
-"""Which attempt is the checkpoint: the one file that decides it, how it is read and put.
+"""Which attempt is the checkpoint: the one file that decides it, its reading and writing.
 
 An attempt is open until its `index.json` exists. That file says "committed" or "abandoned"; it is
-created once, exclusively, and never changes. The checkpoint at a path is its highest attempt
-that is committed.
-
-What to do with files of other systems that lie where a checkpoint was looked for. Pure.
+created once, exclusively, and never changes. The checkpoint at a path is its highest committed
+attempt.
 """
 
 from __future__ import annotations
@@ -40,26 +38,26 @@ from dist_ckpt.errors import (
 
 
 def hint_for(names: Set[str]) -> str:
-    """Say what to do with files that no save of ours has written."""
+    """Return a remedy for a folder with files that dist_ckpt did not write."""
     if {"model.safetensors", "model.safetensors.index.json"} & names:
         return (
-            "They are of Hugging Face: dc.open and dc.load read them, and `dist-ckpt import --from "
-            "hf` makes a checkpoint of them"
+            "They are from Hugging Face: dc.open and dc.load read them, and `dist-ckpt import "
+            "--from hf` converts them to a checkpoint"
         )
     if any(name.endswith(".safetensors") for name in names):
         return "Pass one of these files, or add model.safetensors.index.json"
     if any(name.endswith(".distcp") for name in names):
         return (
-            "They are of torch.distributed.checkpoint, without the .metadata that its saves write "
-            "last: this one did not end. Use another one"
+            "They are from torch.distributed.checkpoint, without the .metadata that its saves "
+            "write last: this save did not end. Use another one"
         )
     return "Pass the folder that was given to save"
 
 
-# How much is kept of a text that says who abandoned an attempt, or why.
+# The longest stored text about an abandoned attempt: by whom, and why.
 MAX_TEXT = 2000
 
-# How often the attempts at a path may change while somebody looks for the highest.
+# How often the attempts at a path may change while the highest is searched.
 ROUNDS = 16
 
 AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible"]
@@ -67,7 +65,7 @@ AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatibl
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is known of one attempt; `modified_at` is its newest file's, by the storage's clock.
+    """The state of one attempt; `modified_at` is its newest file's, by the storage's clock.
 
     "damaged": its index cannot be read; "incompatible": a newer dist_ckpt wrote it.
     """
@@ -78,7 +76,7 @@ class Status:
     nbytes: int
 
 
-# Of a folder that is no checkpoint, so many names are looked into for a message.
+# The number of names in a folder without a checkpoint that are examined for a message.
 MAX_ATTEMPTS_READ = 16
 
 
@@ -91,51 +89,51 @@ def new_id() -> str:
 
 
 def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
-    """Return the checkpoint at `path`: its highest committed attempt and the index of it.
+    """Return the checkpoint at `path`: its highest committed attempt and that attempt's index.
 
-    Raises NotFoundError, saying what is there instead. Raises CorruptError or IncompatibleError
-    if the highest attempt that has an index has one that cannot be read: it is never skipped,
-    because what lies below is older than what was reported saved.
+    Raises NotFoundError, which describes the contents of the path. Raises CorruptError or
+    IncompatibleError if the highest index cannot be read. That attempt is never skipped: lower ones
+    are older than the last save that was reported.
     """
     seen: list[Attempt] | None = None
     for _ in range(ROUNDS):
-        there = list_attempts(storage, path)
-        for attempt in reversed(there):
+        attempts = list_attempts(storage, path)
+        for attempt in reversed(attempts):
             document = read_index(storage, path, attempt)
             if isinstance(document, Index):
                 return attempt, document
-        # One that was open when it was read may have been committed since, and an older one
-        # removed before it was read: then the attempts are others now.
-        if there == seen:
+        # An attempt that was read as open may have been committed since, and an older one removed
+        # before it was read. Then the list has changed.
+        if attempts == seen:
             raise not_found_error(storage, path)
-        seen = there
+        seen = attempts
     raise StorageError(f"{path}: its attempts change faster than they can be read: try again")
 
 
 def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
-    """Return what every attempt at `path` is, lowest first; none if there is no such folder."""
-    found = []
-    for entry in _entries_of_attempts(storage, path):
+    """Return the state of every attempt at `path`, lowest first; nothing without the folder."""
+    result = []
+    for entry in _attempt_entries(storage, path):
         for attempt in attempts_in([entry]):
             with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
-                found.append(_status(storage, path, attempt, entry.modified_at))
-    return tuple(sorted(found, key=lambda status: status.attempt))
+                result.append(_status(storage, path, attempt, entry.modified_at))
+    return tuple(sorted(result, key=lambda status: status.attempt))
 
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
-    """Return the attempts at `path`, lowest first; none if there is no such folder."""
-    return sorted(attempts_in(_entries_of_attempts(storage, path)))
+    """Return the attempts at `path`, lowest first; nothing if the folder does not exist."""
+    return sorted(attempts_in(_attempt_entries(storage, path)))
 
 
-def _entries_of_attempts(storage: Storage, path: str) -> Sequence[Entry]:
-    # Facts lie in folders of the names of attempts, and nobody is to remove a pin as a dead save.
+def _attempt_entries(storage: Storage, path: str) -> Sequence[Entry]:
+    # Annotations are in folders with names of attempts: a pin must not be removed as a dead save.
     above = posixpath.basename(posixpath.dirname(path))
-    is_of_facts = above in (ANNOTATIONS, OLD_ANNOTATIONS)
-    return [] if is_of_facts else entries_at(storage, path)
+    is_of_annotations = above in (ANNOTATIONS, OLD_ANNOTATIONS)
+    return [] if is_of_annotations else entries_at(storage, path)
 
 
 def entries_at(storage: Storage, path: str) -> Sequence[Entry]:
-    """Return what is at `path`; nothing if there is no such folder."""
+    """Return the entries of `path`; nothing if the folder does not exist."""
     try:
         return storage.list(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -143,48 +141,48 @@ def entries_at(storage: Storage, path: str) -> Sequence[Entry]:
 
 
 def attempts_in(entries: Iterable[Entry]) -> Iterator[Attempt]:
-    """Pick the attempts out of a folder's entries."""
+    """Yield the attempts among a folder's entries."""
     for entry in entries:
         if entry.kind == "folder" and (attempt := parse_attempt(entry.name)) is not None:
             yield attempt
 
 
 def trash_at(storage: Storage, path: str) -> list[Entry]:
-    """Return what is named like trash at a path: folders, and what is not ours."""
+    """Return the entries at a path that are named like trash, of any kind."""
     return [entry for entry in entries_at(storage, path) if parse_trash(entry.name) is not None]
 
 
 def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
-    """Say whether an attempt that somebody claimed is gone, as its trash or a later one tells.
+    """Return True if a claimed attempt is gone, by the evidence of its trash or a later attempt.
 
-    False if nothing tells: where storage is not shared, it was never there. Of the same number
-    another attempt tells nothing, since numbers begin at 1 on every storage.
+    False without evidence: if storage is not shared, the attempt never existed here. Another
+    attempt of the same number is not evidence, since numbers begin at 1 on every storage.
     """
     entries = entries_at(storage, path)
-    there = set(attempts_in(entries))
-    if attempt in there:
+    attempts = set(attempts_in(entries))
+    if attempt in attempts:
         return False
     trash = trash_name(attempt)
-    is_fenced = any(other.number > attempt.number for other in there)
+    is_fenced = any(other.number > attempt.number for other in attempts)
     return is_fenced or any(entry.name == trash for entry in entries)
 
 
 def has_index(storage: Storage, path: str, attempt: Attempt) -> bool:
-    """Say whether an attempt is decided, without reading what its index says."""
+    """Return True if an attempt is decided, without reading its index."""
     return _exists(storage, f"{path}/{attempt}/{INDEX}")
 
 
 def is_there(storage: Storage, path: str, attempt: Attempt) -> bool:
-    """Say whether an attempt has its folder still: to remove it is to rename that first."""
+    """Return True if an attempt still has its folder: removal renames that first."""
     return attempt in list_attempts(storage, path)
 
 
 @contextmanager
 def not_found_if_removed(storage: Storage, path: str, attempt: Attempt) -> Iterator[None]:
-    """Tell a committed attempt that was removed under its reader from one that is damaged.
+    """Raise NotFoundError if a committed attempt was removed while it was read.
 
-    An overwrite or a delete removes what somebody may still be reading. What that reader takes
-    for damage becomes NotFoundError: whoever looks again finds the newer checkpoint, if any.
+    An overwrite or a delete may remove an attempt under its reader, which looks like damage. A new
+    `open` finds the newer checkpoint, if any.
     """
     try:
         yield
@@ -197,7 +195,7 @@ def not_found_if_removed(storage: Storage, path: str, attempt: Attempt) -> Itera
 
 
 def read_index(storage: Storage, path: str, attempt: Attempt) -> Index | Abandoned | None:
-    """Return what the index of an attempt says, or None if it is open, or gone."""
+    """Return the index of an attempt, or None if the attempt is open or gone."""
     file = f"{path}/{attempt}/{INDEX}"
     try:
         data = read_document(storage, file)
@@ -215,13 +213,13 @@ def read_index(storage: Storage, path: str, attempt: Attempt) -> Index | Abandon
 def read_document(
     storage: Storage, file: str, max_nbytes: int = index_json.MAX_NBYTES_OF_INDEX
 ) -> bytes:
-    """Return the content of a file that ought to be a document. FileNotFoundError if it is not."""
+    """Return the content of a small file. FileNotFoundError if it does not exist."""
     reader = storage.open(file)
     try:
         if reader.nbytes > max_nbytes:
             raise CorruptError(
-                f"{file} has {reader.nbytes} bytes, none of ours has more than {max_nbytes}: use "
-                "another checkpoint"
+                f"{file} has {reader.nbytes} bytes, the limit is {max_nbytes}: use another "
+                "checkpoint"
             )
         data = bytearray(reader.nbytes)
         count = reader.read_into(0, memoryview(data))
@@ -236,34 +234,34 @@ def claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
     try:
         document = index_json.decode(read_document(storage, file), label=file)
     except (CheckpointError, FileNotFoundError):
-        return "by somebody who is not known yet"
-    return f"by {document.by if isinstance(document, Abandoned) else 'somebody who is not known'}"
+        return "by an unknown job"
+    return f"by {document.by if isinstance(document, Abandoned) else 'an unknown job'}"
 
 
 def not_found_error(storage: Storage, path: str) -> NotFoundError:
-    """Return the error that says what is at a path where no checkpoint is."""
-    return NotFoundError(f"{path}: no checkpoint is here: {_what_is_at(storage, path)}")
+    """Return an error with the contents of a path without a checkpoint."""
+    return NotFoundError(f"{path}: no checkpoint is here: {_contents_text(storage, path)}")
 
 
-def _what_is_at(storage: Storage, path: str) -> str:
+def _contents_text(storage: Storage, path: str) -> str:
     try:
         entries = storage.list(path)
     except FileNotFoundError:
-        return "there is no such folder, or a link that leads nowhere. Check the path"
+        return "no such folder, or a broken link. Check the path"
     except NotADirectoryError:
         return "it is a file. Pass the folder that was given to save"
     states = [status.state for status in statuses(storage, path)]
-    told = [
-        f"{number} {what}"
-        for number, what in (
+    counts = [
+        f"{number} {label}"
+        for number, label in (
             (states.count("open"), "unfinished (a save is running, or died)"),
             (states.count("abandoned"), "abandoned"),
             (sum(parse_trash(entry.name) is not None for entry in entries), "being removed"),
         )
         if number
     ]
-    if told:
-        return f"its attempts are {', '.join(told)}. Use another checkpoint, or save again"
+    if counts:
+        return f"its attempts are {', '.join(counts)}. Use another checkpoint, or save again"
     if not entries:
         return "the folder is empty. Check the path"
     if any(
@@ -278,7 +276,7 @@ def _is_checkpoint(storage: Storage, path: str) -> bool:
     return any(has_index(storage, path, attempt) for attempt in list_attempts(storage, path))
 
 
-def _status(storage: Storage, path: str, attempt: Attempt, made_at: float) -> Status:
+def _status(storage: Storage, path: str, attempt: Attempt, created_at: float) -> Status:
     folder = f"{path}/{attempt}"
     entries = storage.list(folder, follow=False)
     try:
@@ -295,7 +293,7 @@ def _status(storage: Storage, path: str, attempt: Attempt, made_at: float) -> St
     return Status(
         attempt,
         state,
-        max((entry.modified_at for entry in entries), default=made_at),
+        max((entry.modified_at for entry in entries), default=created_at),
         sum(entry.nbytes for entry in entries),
     )
 
@@ -310,33 +308,35 @@ def _exists(storage: Storage, file: str) -> bool:
     return True
 
 
-# --- putting ---------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------
 
 
 def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
-    """Give up an attempt, whoever's it is; settle what became of it.
+    """Abandon an attempt of this or another process; find out what became of it.
 
-    True: it is abandoned, or gone, so that it is certain not to be committed, now or later.
-    False: it is committed. Both are durable. Raises StorageError if neither could be
-    established, CorruptError if its index cannot be read.
+    True: it is abandoned or gone, so it will never be committed. False: it is committed. Both are
+    durable. Raises StorageError if neither could be established, CorruptError if its index cannot
+    be read.
     """
     folder = f"{path}/{attempt}"
     try:
-        there = read_index(storage, path, attempt)
-        if there is None:
+        document = read_index(storage, path, attempt)
+        if document is None:
             data = encode_abandoned(attempt, by=by, reason=reason)
-            there = _put_abandoned(storage, path, attempt, data)
+            document = _put_abandoned(storage, path, attempt, data)
         else:
-            storage.sync(folder)  # whoever put it may have died before doing so
+            storage.sync(folder)  # the process that wrote it may have died before
     except FileNotFoundError as error:
         if not is_gone(storage, folder):
-            raise StorageError(f"{folder}: an index vanished while it was put: {error}") from error
+            raise StorageError(
+                f"{folder}: an index vanished while it was written ({error}): check the storage"
+            ) from error
         return True
-    return not isinstance(there, Index)
+    return not isinstance(document, Index)
 
 
 def encode_abandoned(attempt: Attempt, *, by: str, reason: str) -> bytes:
-    """Return the index that says "abandoned"; text that JSON cannot hold never prevents it."""
+    """Return an index that says "abandoned"; text that JSON cannot hold is replaced."""
     by, reason = (
         text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8") for text in (by, reason)
     )
@@ -351,15 +351,15 @@ def _put_abandoned(
     try:
         store(storage, temporary, data)
     except StorageError:
-        # No space is the likeliest reason to give up. The claim was written as an index that
-        # says "abandoned", so that putting it needs none.
+        # The likeliest reason to abandon is a full disk. The claim is an index that says
+        # "abandoned", so that renaming it needs no space.
         if not _exists(storage, f"{folder}/{CLAIM}"):
             raise
         return put_index(storage, path, attempt, f"{folder}/{CLAIM}")
-    there = put_index(storage, path, attempt, temporary)
-    if isinstance(there, Index):
-        _discard(storage, temporary)  # nothing of ours stays in a committed attempt
-    return there
+    document = put_index(storage, path, attempt, temporary)
+    if isinstance(document, Index):
+        _discard(storage, temporary)  # a committed attempt has no temporary files
+    return document
 
 
 def put_index(
@@ -367,26 +367,26 @@ def put_index(
 ) -> Index | Abandoned | None:
     """Rename `temporary` to the attempt's index, unless it has one; return that one, or None.
 
-    Commit and abandon race for this one name, and the storage picks the winner. On return the
-    index is durable, whoever put it. FileNotFoundError if the attempt is gone.
+    Commit and abandon race for this name, and the storage picks the winner. On return the index is
+    durable, whichever process wrote it. FileNotFoundError if the attempt is gone.
     """
     folder = f"{path}/{attempt}"
-    there: Index | Abandoned | None = None
+    document: Index | Abandoned | None = None
     try:
         storage.rename(temporary, f"{folder}/{INDEX}")
     except (StorageError, FileNotFoundError, FileExistsError) as error:
-        # The storage may have renamed it and lost the reply: what is there counts.
-        there = read_index(storage, path, attempt)
-        if there is None:
+        # The storage may have renamed it and lost the reply: the file there decides.
+        document = read_index(storage, path, attempt)
+        if document is None:
             if isinstance(error, FileExistsError):  # removed since, with the whole attempt
                 raise FileNotFoundError(folder) from error
             raise
     storage.sync(folder)
-    return there
+    return document
 
 
 def store(storage: Storage, file: str, data: bytes) -> None:
-    """Write a small file; its bytes are durable on return, its name is not yet."""
+    """Write a small file; on return its bytes are durable, its name is not yet."""
     writer = storage.create(file, len(data))
     try:
         with ExitStack() as stack:
@@ -403,13 +403,13 @@ def store(storage: Storage, file: str, data: bytes) -> None:
 
 
 def _discard(storage: Storage, file: str) -> None:
-    """Remove a temporary file; if that fails, it goes with its attempt."""
+    """Remove a temporary file; if that fails, it is removed with its attempt."""
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(file)
 
 
 def is_gone(storage: Storage, folder: str) -> bool:
-    """Say whether a folder that was there has certainly been removed."""
+    """Return True if a folder that existed is certainly removed."""
     try:
         storage.list(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
-"""What became of an attempt, or of a delete, that met an error: said as it is, or as unknown.
+"""The outcome of an attempt, or of a delete, after an error: as it is, or unknown.
 
-A call that failed may have taken effect all the same, and who gives an attempt up needs the same
-storage. So whoever reports an error looks first.
+A failed call may have taken effect, and an abandon needs the same storage. So an error is reported
+only after a look at the storage.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, StorageError
 
-# "in place": it shows, but nothing has made it durable.
+# "in place": it is visible, but may not be durable.
 CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
 
-# Of these something can be left to read, or to mend.
+# Attempts in these states may have data to read or repair.
 DATA_IS_KEPT = ("committed", "damaged", "incompatible")
 
 
 def resolve_outcome(
     storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str
 ) -> CommitOutcome:
-    """Give up an attempt that may have been committed, and return what became of it.
+    """Abandon an attempt that may have been committed, and return what became of it.
 
-    Raises no error of the storage: where that does not let us abandon it, it may let us look.
+    Raises no error of the storage: where it refuses to abandon, it may still allow to read.
     """
     try:
         return "abandoned" if abandon(storage, path, attempt, by=by, reason=reason) else "committed"
     except (CheckpointError, OSError):
         pass
     try:
-        there = read_index(storage, path, attempt)
+        document = read_index(storage, path, attempt)
     except (CheckpointError, OSError):
         return "unknown"
-    if there is None:  # a server may still do what it has not answered
+    if document is None:  # a server may still execute a call without an answer
         return "unknown"
-    return "in place" if isinstance(there, Index) else "abandoned"
+    return "in place" if isinstance(document, Index) else "abandoned"
 
 
 def check_abandoned(
     storage: Storage, path: str, attempt: Attempt, error: Exception, *, by: str
 ) -> None:
-    """Give up an attempt whose commit met `error`; raise StorageError unless that is certain."""
+    """Abandon an attempt whose commit met `error`; StorageError unless that is certain."""
     reason = f"the commit failed: {error}"[:500]
     result = resolve_outcome(storage, path, attempt, by=by, reason=reason)
     if result != "abandoned":
@@ -52,41 +52,39 @@ def check_abandoned(
 
 
 def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> StorageError:
-    """Return the error of a commit that was stopped, as `reason` says, and was not abandoned."""
+    """Return the error of a commit that was stopped, for `reason`, and was not abandoned."""
     if result == "unknown":
         return StorageError(
-            f"{reason}. Now it is unknown whether it is committed at {path}: see what is wrong "
-            f"with the storage, look with `dist-ckpt ls` what is there, then do it once more with "
-            f"overwrite=True"
+            f"{reason}. Now it is unknown whether it is committed at {path}: check the storage, "
+            f"list the path with `dist-ckpt ls`, then repeat the call with overwrite=True"
         )
-    # A sync that failed cannot be made good by another one (fsync forgets its errors).
+    # A second fsync does not repair a failed one, as fsync forgets its errors.
     return StorageError(
-        f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it outlives a "
-        f"power cut: see what is wrong with the storage, then do it once more with overwrite=True"
+        f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it survives a "
+        f"power cut: check the storage, then repeat the call with overwrite=True"
     )
 
 
 def partial_delete_error(storage: Storage, path: str, error: BaseException) -> StorageError:
-    """Return the error of a delete that met `error` on its way."""
+    """Return the error of a delete that `error` stopped."""
     again = ", then delete it again"
     try:
-        found = statuses(storage, path)
-        is_there = any(status.state in DATA_IS_KEPT for status in found)
-        is_gone = not found and not trash_at(storage, path)
+        attempts = statuses(storage, path)
+        has_data = any(status.state in DATA_IS_KEPT for status in attempts)
+        is_gone = not attempts and not trash_at(storage, path)
     except (CheckpointError, OSError):
-        told = (
-            "Now it is unknown whether it is deleted: see what is wrong with the storage, look "
-            f"with `dist-ckpt ls` what is there{again}"
+        result = (
+            "Now it is unknown whether it is deleted: check the storage, list the path with "
+            f"`dist-ckpt ls`{again}"
         )
     else:
-        wrong = "see what is wrong with the storage"
-        if is_there:
-            told = f"{path} is not deleted: {wrong}{again}"
+        if has_data:
+            result = f"{path} is not deleted: check the storage{again}"
         elif is_gone:
-            told = f"{path} is deleted, but a power cut may bring it back: {wrong}"
+            result = f"{path} is deleted, but a power cut may bring it back: check the storage"
         else:
-            told = (
+            result = (
                 f"{path} is deleted, but not all of its space is free, and a power cut may bring "
-                f"it back: {wrong}{again}"
+                f"it back: check the storage{again}"
             )
-    return StorageError(f"{error}. {told}")
+    return StorageError(f"{error}. {result}")

@@ -1,4 +1,4 @@
-"""What lies where a checkpoint is to be made, and whether one may be made there."""
+"""Checks of the path of a new checkpoint, before the claim."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Says = Callable[[Attempt], bool]
 
 
 def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
-    """Return which attempts at `path` a new checkpoint would take the place of; change nothing.
+    """Return the attempts at `path` that a new checkpoint would replace; change nothing.
 
-    Raises what a claim there would, by what lies there: whether it can be written is not known.
+    Raises the errors that a claim would raise for the contents of the path. Does not check that the
+    path can be written.
     """
     check_upgraded(storage, posixpath.dirname(real_path(path)))
     try:
@@ -38,33 +39,33 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
     except NotADirectoryError:
         raise is_below_file(path) from None
     check_target_path(storage, path, entries, lambda _: overwrite)
-    there = tuple(attempts_in(entries))
-    # By our own clock: to ask the storage's, a claim writes.
-    check_unprotected(storage, path, there, lambda *_: time.time())
-    return there
+    attempts = tuple(attempts_in(entries))
+    # By this host's clock: reading the storage's clock, as a claim does, needs a write.
+    check_unprotected(storage, path, attempts, lambda *_: time.time())
+    return attempts
 
 
 def check_new_name(storage: Storage, path: str) -> None:
-    """Raise ValueError if a new checkpoint at `path` would be taken for something else."""
+    """Raise ValueError if a new checkpoint at `path` would be mistaken for something else."""
     if is_reserved_name(name := posixpath.basename(path)):
         raise ValueError(f"{path}: {name} is never a checkpoint's name here: choose another")
     for folder, selector in selections(path):
         if entries_at(storage, folder):
             raise ValueError(
-                f"{path}: @{selector} chooses a checkpoint that is in {folder}, and is no name "
-                f"for a new one: choose another path"
+                f"{path}: @{selector} selects a checkpoint in {folder}, and cannot name a new one: "
+                f"choose another path"
             )
 
 
 def check_target_path(
     storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says
 ) -> None:
-    """Raise ExistsError if what is at `path` is not ours, or not to be replaced."""
-    ours = [*attempts_in(entries), *(one for one in entries if is_beside_attempts(one.name))]
+    """Raise ExistsError if the contents of `path` are from another program, or protected."""
+    ours = [*attempts_in(entries), *(entry for entry in entries if is_beside_attempts(entry.name))]
     if entries and not ours:
         names = ", ".join(entry.name for entry in entries[:5])
         raise ExistsError(
-            f"{path} holds what dist_ckpt did not write ({names}): choose another path"
+            f"{path} has files that dist_ckpt did not write ({names}): choose another path"
         )
     for attempt in attempts_in(entries):
         if not may_replace(attempt):

@@ -1,4 +1,4 @@
-"""What the ranks say they wrote, held against the plan, as the index's tables of files."""
+"""The ranks' receipts, checked against the plan, as the index's tables of files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from dist_ckpt.errors import StorageError
 def check_receipts(
     catalog: Catalog, receipts: Sequence[Receipt]
 ) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
-    """Return the index's file tables but for that of `attached_of`. Receipts are in rank order.
+    """Return the index's file tables but that of `attached_of`. Receipts are in rank order.
 
-    Raises StorageError unless each rank wrote just the files that the plan gives it, of the
-    planned size.
+    Raises StorageError unless each rank wrote exactly its planned files, of the planned size.
     """
     numbers = {component.stem: n for n, component in enumerate(catalog.components)}
     files: list[ShardFileRecord] = []
@@ -55,20 +54,20 @@ def check_receipts(
 
 
 def attached_of(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
-    """Return the index's table of files that users have attached: rank 0 writes them."""
-    found = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
-    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in found if name)
+    """Return the index's table of attached files, which rank 0 writes."""
+    parsed = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
+    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in parsed if name)
 
 
 def sizes_of(receipts: Sequence[Receipt]) -> dict[str, int]:
-    """Return the size in bytes of every file that was written."""
+    """Return the size in bytes of every written file."""
     return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
 
 
 def mismatched_groups(receipts: Sequence[Receipt]) -> list[str]:
-    """Return the replica groups whose members do not hold the same."""
+    """Return the replica groups whose members have different data."""
     digests: dict[str, set[str]] = defaultdict(set)
     for receipt in receipts:
         for group, digest in receipt.replicas:
             digests[group].add(digest)
-    return sorted(group for group, found in digests.items() if len(found) > 1)
+    return sorted(group for group, distinct in digests.items() if len(distinct) > 1)

@@ -1,8 +1,8 @@
-"""Removing attempts: un-commit by one rename, make that durable, then unlink.
+"""Removal of attempts: un-commit by one rename, make that durable, then unlink.
 
-A folder that was renamed is no attempt any more: whoever still works in it finds its path gone.
-Nobody removes an open attempt without having abandoned it, but the saver who claimed it. Names
-that are not dist_ckpt's are never touched.
+A renamed folder is not an attempt any more, and a process that still uses it gets "not found". An
+open attempt is abandoned before it is removed, except by the saver that claimed it. Files with
+other names than dist_ckpt's are never touched.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _log = logging.getLogger("dist_ckpt")
 
 
 def remove(storage: Storage, path: str, attempt: Attempt) -> None:
-    """Remove an attempt that is abandoned, superseded or deleted; fine if it is gone.
+    """Remove an attempt that is abandoned, superseded or deleted; do nothing if it is gone.
 
-    On return it is durably no attempt any more; its space is free, but for files that are not
-    dist_ckpt's, which are left and logged.
+    On return its removal is durable and its space is free. Files that are not dist_ckpt's stay and
+    are logged.
     """
     trash = f"{path}/{trash_name(attempt)}"
     try:
-        with suppress(FileNotFoundError):  # somebody else removes it as well
+        with suppress(FileNotFoundError):  # another process removes it too
             storage.rename(f"{path}/{attempt}", trash)
         _empty(storage, path, trash)
     except FileExistsError as error:
@@ -61,19 +61,19 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
 def supersede(
     storage: Storage, path: str, attempt: Attempt, run: Incarnation | None = None
 ) -> None:
-    """Remove what is lower than the attempt that was just committed, and all trash.
+    """Remove attempts lower than the one just committed, and all trash.
 
-    Raises no error of the storage, but logs it: the save has succeeded, and the next one, or a
-    collector, removes what is left. So is what is pinned, tagged or leased, and all of it
-    if a newer incarnation than the attempt's has taken over.
+    The save has succeeded, so errors of the storage are only logged: the next save or `gc` removes
+    the rest. Pinned, tagged and leased attempts stay, and all of them if a newer incarnation has
+    taken over.
     """
     by = f"the saver of {attempt}"
     try:
         below = [other for other in list_attempts(storage, path) if other < attempt]
-        kept = protections_at(storage, path, below, now_at)
+        protections = protections_at(storage, path, below, now_at)
         for lower in below:
-            if lower in kept:
-                _log.info("%s/%s is left for now: %s", path, lower, "; ".join(kept[lower]))
+            if lower in protections:
+                _log.info("%s/%s stays for now: %s", path, lower, "; ".join(protections[lower]))
                 continue
             if run is not None:
                 run.check(storage)
@@ -86,70 +86,69 @@ def supersede(
 
 
 def delete(storage: Storage, path: str) -> None:
-    """Remove the checkpoint at `path`, and `path` itself if nothing else is in it.
+    """Remove the checkpoint at `path`, and `path` itself if it is empty then.
 
-    What was claimed before the call can never be committed after it, but for an attempt that was
-    committed during it: that one stays. A delete that was stopped is finished. Raises
-    NotFoundError if there is no checkpoint, StorageError that says what is left.
+    Attempts that were claimed before the call can never be committed after it. One that is
+    committed during it stays. A stopped delete is completed. Raises NotFoundError without a
+    checkpoint, StorageError with what is left.
     """
-    found = check_deletable(storage, path)
+    attempts = check_deletable(storage, path)
     try:
         doomed = [
             status.attempt
-            for status in found
+            for status in attempts
             if status.state != "open"
             or abandon(storage, path, status.attempt, by="a delete", reason=f"{path} was deleted")
         ]
-        # Lowest first, each durably: whenever it stops, what is left at the path is the newest.
+        # Lowest first, each durably: if it stops, the newest attempts are left.
         for attempt in doomed:
             remove(storage, path, attempt)
         _empty_all(storage, path)
     except CheckpointError as error:
         raise partial_delete_error(storage, path, error) from error
-    # Somebody else's files, or a new attempt, or a link beside which a link leads here.
+    # The folder may have foreign files or a new attempt, or be a link.
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(path)
 
 
 def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
-    """Return the attempts at `path` if a checkpoint is there, or the rest of a stopped delete.
+    """Return the attempts at `path` if it has a checkpoint, or the rest of a stopped delete.
 
-    Raises NotFoundError otherwise: what is open, and alone, may be somebody's first save.
+    Raises NotFoundError otherwise: a single open attempt may be the first save of another job.
     """
-    found = statuses(storage, path)
-    if any(status.state in DATA_IS_KEPT for status in found):
-        return found
-    is_stopped = all(status.state == "abandoned" for status in found)
+    attempts = statuses(storage, path)
+    if any(status.state in DATA_IS_KEPT for status in attempts):
+        return attempts
+    is_stopped = all(status.state == "abandoned" for status in attempts)
     if is_stopped and any(entry.kind == "folder" for entry in trash_at(storage, path)):
-        return found
+        return attempts
     raise not_found_error(storage, path)
 
 
 def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
-    """Remove what dead and abandoned saves left at `path`; return the names of what is gone.
+    """Remove the remains of dead and abandoned saves at `path`; return the removed names.
 
-    That is trash, abandoned attempts, those below a later committed one, and by the storage's own
-    clock open ones in which nothing was written for `grace_s`, and ids of the folder that for so
-    long were not renamed into place. Damaged ones are left, and while there are any, older
-    checkpoints too.
+    These are trash, abandoned attempts, and those below a later committed one. By the storage's
+    clock, open attempts without a write for `grace_s` follow, and ids of the folder that were not
+    renamed for as long. Damaged attempts stay, and with them all older checkpoints.
     """
     names = _empty_all(storage, path)
-    found = statuses(storage, path)
-    superseded = _superseded(storage, path, found, now_at)
+    attempts = statuses(storage, path)
+    superseded = _superseded(storage, path, attempts, now_at)
     ids = [
         entry
         for entry in entries_at(storage, path)
         if entry.kind == "file" and is_temporary_root_id(entry.name)
     ]
-    has_open = any(status.state == "open" for status in found)
+    has_open = any(status.state == "open" for status in attempts)
     now = now_at(storage, path) if has_open or ids else 0.0
     for entry in ids:
         if now - entry.modified_at > grace_s:
-            with suppress(FileNotFoundError):  # its maker has renamed it after all
+            with suppress(FileNotFoundError):  # renamed after all
                 storage.remove(f"{path}/{entry.name}")
                 names.append(entry.name)
     reason = f"nothing was written in it for more than {grace_s:g} seconds"
-    for status in found:
+    for status in attempts:
         attempt = status.attempt
         is_dead = status.state == "open" and now - status.modified_at > grace_s
         if (
@@ -163,10 +162,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
 
 
 def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
-    """Return what `collect` would remove at `path` if it were `now` by the storage's clock.
-
-    Nothing is changed.
-    """
+    """Return the names that `collect` would remove at the storage's time `now`; change nothing."""
     names = [entry.name for entry in trash_at(storage, path) if entry.kind == "folder"]
     names += [
         entry.name
@@ -175,13 +171,13 @@ def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> t
         and is_temporary_root_id(entry.name)
         and now - entry.modified_at > grace_s
     ]
-    found = statuses(storage, path)
-    superseded = _superseded(storage, path, found, lambda *_: now)
+    attempts = statuses(storage, path)
+    superseded = _superseded(storage, path, attempts, lambda *_: now)
     return (
         *names,
         *(
             status.attempt.name
-            for status in found
+            for status in attempts
             if status.state == "abandoned"
             or status.attempt in superseded
             or (status.state == "open" and now - status.modified_at > grace_s)
@@ -192,7 +188,7 @@ def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> t
 def collectable_in_all(
     storage: Storage, root: str, *, grace_s: float, now: float
 ) -> tuple[str, ...]:
-    """Return what `collect_all` would remove, as `collectable` does."""
+    """Return the paths that `collect_all` would remove, as `collectable` does."""
     return tuple(
         f"{path}/{name}"
         for path in _folders(storage, root)
@@ -201,26 +197,26 @@ def collectable_in_all(
 
 
 def _superseded(
-    storage: Storage, path: str, found: Sequence[Status], now: Callable[[Storage, str], float]
+    storage: Storage, path: str, attempts: Sequence[Status], now: Callable[[Storage, str], float]
 ) -> Sequence[Attempt]:
-    """Return the committed attempts below a later one, once that is certainly durable."""
-    committed = [status.attempt for status in found if status.state == "committed"]
-    readable = all(status.state not in ("damaged", "incompatible") for status in found)
+    """Return the committed attempts below a later one that is certainly durable."""
+    committed = [status.attempt for status in attempts if status.state == "committed"]
+    readable = all(status.state not in ("damaged", "incompatible") for status in attempts)
     if len(committed) < 2 or not readable:
         return ()
     try:
-        storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before it did so
-    except FileNotFoundError:  # deleted, or overwritten, since it was listed
+        storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before
+    except FileNotFoundError:  # deleted or overwritten since it was listed
         return ()
-    kept = protections_at(storage, path, committed[:-1], now)
-    return [attempt for attempt in committed[:-1] if attempt not in kept]
+    protections = protections_at(storage, path, committed[:-1], now)
+    return [attempt for attempt in committed[:-1] if attempt not in protections]
 
 
 def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
-    """Do so at `root` and at every folder in it; return the paths of what is gone.
+    """Call `collect` at `root` and at every folder in it; return the removed paths.
 
-    Raises NotFoundError if there is no such folder, IncompatibleError if it, or the folder that it
-    is in, is to be upgraded.
+    Raises NotFoundError if `root` does not exist, IncompatibleError if it, or the folder above it,
+    needs an upgrade.
     """
     return tuple(
         f"{path}/{name}"
@@ -234,44 +230,44 @@ def _folders(storage: Storage, root: str) -> Sequence[str]:
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{root} is no folder; choose another path") from error
+        raise NotFoundError(f"{root} is not a folder; choose another path") from error
     refuse_old(root, old_folders_in(entries))
     check_upgraded(storage, posixpath.dirname(root))
     return [root, *(f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder")]
 
 
 def now_at(storage: Storage, path: str) -> float:
-    """Return the time by the storage's clock: that of a folder just made there, as trash."""
+    """Return the time by the storage's clock: that of a folder just created there, as trash."""
     name = trash_name(Attempt(1, new_id()))
     try:
-        with suppress(FileExistsError):  # nobody else has this name: an answer that came twice
+        with suppress(FileExistsError):  # the name is unique: the call was answered twice
             storage.make_folder(f"{path}/{name}")
         times = [entry.modified_at for entry in storage.list(path) if entry.name == name]
         storage.remove(f"{path}/{name}")
-    except FileNotFoundError:  # another collector is at work: leave it to that one
+    except FileNotFoundError:  # another collector is at work
         times = []
     return max(times, default=0.0)
 
 
 def _empty_all(storage: Storage, path: str) -> list[str]:
-    """Empty every trash folder at a path; return the names of those that are gone."""
+    """Empty every trash folder at a path; return the names of the removed ones."""
     names = []
     for entry in trash_at(storage, path):
         trash = f"{path}/{entry.name}"
         if entry.kind != "folder":
-            _leave(trash)
+            _log_foreign(trash)
         elif _empty(storage, path, trash):
             names.append(entry.name)
     return names
 
 
 def _empty(storage: Storage, path: str, trash: str) -> bool:
-    """Remove a trash folder and what is dist_ckpt's in it; say whether all of it is gone."""
+    """Remove a trash folder and dist_ckpt's files in it; return True if all of it is gone."""
     try:
-        # Before anything in it goes, also if somebody else renamed it: after a power cut a
-        # rename that was not durable would bring back the attempt, without its files.
+        # Before any removal, also if another process renamed the folder: without a durable rename
+        # a power cut would bring back the attempt without its files.
         storage.sync(path)
-        # Nothing is listed or removed through a link, which may take the folder's place any time.
+        # Links are not followed: one may replace the folder at any time.
         entries = storage.list(trash, follow=False)
         foreign = []
         for entry in entries:
@@ -287,10 +283,10 @@ def _empty(storage: Storage, path: str, trash: str) -> bool:
     except FileNotFoundError:
         return True
     except NotADirectoryError:
-        _leave(trash)
+        _log_foreign(trash)
         return False
     return True
 
 
-def _leave(link: str) -> None:
-    _log.warning("%s is no folder, so not dist_ckpt's: remove it by hand", link)
+def _log_foreign(link: str) -> None:
+    _log.warning("%s is not a folder, so not dist_ckpt's: remove it by hand", link)

@@ -65,7 +65,7 @@ def put(storage: Storage, attempt: Attempt, data: bytes, name: str = filenames.I
 def test_a_claim_makes_the_folders_that_are_missing_and_says_which():
     storage = with_root()
     claim = commit_protocol.claim(storage, PATH + "/a/b", overwrite=False, by="me")
-    assert claim.made == (PATH, PATH + "/a", PATH + "/a/b")
+    assert claim.new_folders == (PATH, PATH + "/a", PATH + "/a/b")
     assert claim.folder == f"{PATH}/a/b/{claim.attempt}"
     assert claim.attempt.number == 1
     assert names_in(storage, claim.folder) == [filenames.CLAIM]
@@ -111,8 +111,8 @@ def test_a_damaged_checkpoint_is_not_overwritten_unless_that_was_asked_for():
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("run@latest", r"@latest chooses a checkpoint that is in /run, and is no name"),
-        ("run@max:a/b", "@max:a/b chooses"),
+        ("run@latest", r"@latest selects a checkpoint in /run, and cannot name"),
+        ("run@max:a/b", "@max:a/b selects"),
         ("run/a1-0123456789abcdef", "is never a checkpoint's name here"),
         ("run/.trash-a1-0123456789abcdef", "is never a checkpoint's name here"),
         ("run/.annotations", "is never a checkpoint's name here"),
@@ -182,7 +182,7 @@ class _Rival(MemoryStorage):
 
 def test_of_two_claims_at_once_the_lower_gives_way_and_leaves_nothing():
     storage = _Rival({"/runs": None})
-    with pytest.raises(ConflictError, match=rf"{HIGHEST} was claimed by somebody who is not kn"):
+    with pytest.raises(ConflictError, match=rf"{HIGHEST} was claimed by an unknown job"):
         commit_protocol.claim(storage, PATH, overwrite=False, by="me")
     assert names_in(storage) == [HIGHEST.name]
 
@@ -202,7 +202,7 @@ class _Deleter(MemoryStorage):
 def test_a_claim_makes_a_folder_again_that_a_delete_took():
     storage = _Deleter({"/runs": None, PATH: None})
     claim = commit_protocol.claim(storage, PATH, overwrite=False, by="me")
-    assert claim.made == (PATH, PATH)
+    assert claim.new_folders == (PATH, PATH)
     assert names_in(storage) == [claim.attempt.name]
 
 
@@ -365,7 +365,7 @@ class _Flipping(MemoryStorage):
 def test_an_index_that_reads_back_as_something_else_is_not_committed():
     storage = _Flipping()
     claim = claimed(storage)
-    with pytest.raises(StorageError, match="reads back as something else"):
+    with pytest.raises(StorageError, match="reads back with other content"):
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
     assert step_at(storage) is None
 
@@ -434,7 +434,7 @@ def test_what_is_missing_odd_or_of_a_wrong_size_is_named():
         "model-00001.safetensors is missing",
         "stray.bin is unexpected",
         "model-00000.safetensors has 4112 bytes, not 3",
-        "objects.msgpack is no regular file",
+        "objects.msgpack is not a regular file",
         "all ranks share the storage",
     ):
         assert told in str(caught.value)

@@ -370,7 +370,7 @@ def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
         lower = lambda *where: [a for a in attempts.list_attempts(*where) if a <= attempt]  # noqa: E731
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(commit_protocol, "list_attempts", lower)
-            made: list[str] = sys._getframe(1).f_locals["made"]  # noqa: F841  (the fence asks)
+            new_folders: list[str] = sys._getframe(1).f_locals["new_folders"]  # noqa: F841  (the fence asks)
             fence(storage, path, attempt, **options)
 
     patch.setattr(commit_protocol, "_fence", fence_lower)

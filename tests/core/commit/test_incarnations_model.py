@@ -563,7 +563,7 @@ def claims_give_way_to_nobody(patch: pytest.MonkeyPatch) -> None:
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(commit_protocol, "list_attempts", lower)
-            made: list[str] = sys._getframe(1).f_locals["made"]  # noqa: F841  (the fence asks)
+            new_folders: list[str] = sys._getframe(1).f_locals["new_folders"]  # noqa: F841  (the fence asks)
             fence(storage, path, attempt, **options)
 
     patch.setattr(commit_protocol, "_fence", fence_lower)

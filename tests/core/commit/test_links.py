@@ -60,7 +60,7 @@ def test_a_link_that_is_named_like_trash_is_left_and_so_is_what_it_leads_to(
     call(path)
     assert listing(victim) == before
     assert (path / TRASH).is_symlink()
-    assert f"{path / TRASH} is no folder, so not dist_ckpt's: remove it by hand" in caplog.text
+    assert f"{path / TRASH} is not a folder, so not dist_ckpt's: remove it by hand" in caplog.text
 
 
 def test_a_path_that_is_a_link_works_as_before(path: Path, tmp_path: Path) -> None:

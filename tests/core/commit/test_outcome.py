@@ -51,8 +51,8 @@ def test_a_checkpoint_that_was_not_made_durable_is_said_to_be_in_place(
     folder.mkdir()
     case.prepare(folder)
     told = (
-        r"is in place at .*/ck, but it is unknown whether it outlives a power cut: .*"
-        r"do it once more with overwrite=True"
+        r"is in place at .*/ck, but it is unknown whether it survives a power cut: .*"
+        r"repeat the call with overwrite=True"
     )
     with system_calls(Fault(sync, code, lasting)), pytest.raises(dc.StorageError, match=told):
         case.act(folder)

@@ -73,7 +73,7 @@ def test_names_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
             "metrics of a1-0",
         ),
         (lambda _: encode_annotation(replace(FACT, kind="pin")), "it has pin of a1000"),
-        (lambda _: bytes(2 << 20), "none of ours has more than 1048576"),
+        (lambda _: bytes(2 << 20), "the limit is 1048576"),
     ],
 )
 def test_a_fact_that_cannot_be_read_is_told_with_the_reason(tmp_path, change, problem):

@@ -503,7 +503,7 @@ def test_unequal_replicas_are_refused_by_name_and_rank(what: str) -> None:
     [
         ("file", "file is a file"),
         ("file/below", "file, or below one"),
-        ("mine", "mine holds what dist_ckpt did not write (notes)"),
+        ("mine", "mine has files that dist_ckpt did not write (notes)"),
     ],
 )
 def test_what_is_not_ours_is_never_written_over(
@@ -519,7 +519,7 @@ def test_what_is_not_ours_is_never_written_over(
         ("file", "it is a file"),
         ("file/below", "it is a file"),
         ("mine", "the folder holds notes"),
-        ("none", "there is no such folder"),
+        ("none", "no such folder"),
         ("empty", "the folder is empty"),
     ],
 )

@@ -391,7 +391,9 @@ def test_a_link_that_leads_nowhere_is_named_and_left_alone(below, storage, root)
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_file_system_that_takes_no_folders_is_named():
-    with pytest.raises(StorageError, match=r"/proc/ck is not .*takes no folders .*choose another"):
+    with pytest.raises(
+        StorageError, match=r"/proc/ck does not exist .*takes no folders .*choose another"
+    ):
         commit_protocol.claim(LocalStorage(), "/proc/ck", overwrite=False, by="me")
 
 
@@ -429,7 +431,7 @@ def test_an_unreadable_index_is_damage_and_a_link_in_its_place_too(storage, root
     index.unlink()
     with index.open("wb") as file:
         file.truncate(1 << 40)  # sparse: nothing of this size may be allocated
-    with pytest.raises(CorruptError, match="none of ours has more than"):
+    with pytest.raises(CorruptError, match="the limit is"):
         attempts.find(storage, path)
 
 
