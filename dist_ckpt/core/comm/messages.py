@@ -40,10 +40,7 @@ class SecondaryError(RankError):
 
 
 class Failure(Message, frozen=True):
-    """An error on its way between ranks; `kind` is the name of the class to raise.
-
-    `fallout`: another error has caused it, as with `SecondaryError`.
-    """
+    """An error on its way between ranks; `fallout`: another error has caused it."""
 
     kind: str
     message: str
@@ -79,10 +76,7 @@ _LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
 def failure_of(
     error: BaseException, phase: str, rank: int | None = None, host: str = ""
 ) -> Failure:
-    """Describe an error that a rank's work raised, with rank and host in its message.
-
-    Without `rank` it is the error of a decision, which concerns all ranks.
-    """
+    """Describe an error with rank and host in its message; without a rank it concerns all."""
     kind = next(
         (cls.__name__ for cls in type(error).__mro__ if _KINDS.get(cls.__name__) is cls), None
     )

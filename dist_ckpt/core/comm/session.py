@@ -44,7 +44,7 @@ class Session:
     def operation(self, call: str) -> Iterator[None]:
         """Run one operation of the group, such as "save to /ck". Collective.
 
-        Ranks that wait for this one are notified when it leaves, whatever the reason.
+        Other ranks are notified when this one leaves, whatever the reason.
         """
         self.channel.enter(call)
         try:
@@ -76,10 +76,7 @@ class Session:
 
     @contextmanager
     def shared_scratch(self, nbytes: int) -> Iterator[SharedScratch]:
-        """Yield memory of at least this size for the ranks of a host, and keep it for reuse.
-
-        Touching new memory would cost more than the transfer through it.
-        """
+        """Yield memory of at least this size for a host's ranks, reused because new is slow."""
         memory, self._common = self._common, None
         if memory is None or memory.view.nbytes < nbytes:
             memory = SharedScratch(nbytes)

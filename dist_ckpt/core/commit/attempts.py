@@ -403,7 +403,6 @@ def store(storage: Storage, file: str, data: bytes) -> None:
 
 
 def _discard(storage: Storage, file: str) -> None:
-    """Remove a temporary file; if that fails, it is removed with its attempt."""
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(file)
 

@@ -384,8 +384,7 @@ def _conflict(
 def discard_attempt(storage: Storage, claim: Claim) -> None:
     """Remove an attempt that will not be committed, and the folders created for it.
 
-    Coordinator only, after `abandon`, or without it if `commit` was not called: then no process can
-    commit it.
+    Coordinator only, after `abandon`, or instead of `commit`: no process can commit it then.
     """
     remove(storage, claim.path, claim.attempt)
     for folder in reversed(claim.new_folders):

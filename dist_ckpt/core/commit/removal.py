@@ -250,7 +250,6 @@ def now_at(storage: Storage, path: str) -> float:
 
 
 def _empty_all(storage: Storage, path: str) -> list[str]:
-    """Empty every trash folder at a path; return the names of the removed ones."""
     names = []
     for entry in trash_at(storage, path):
         trash = f"{path}/{entry.name}"

@@ -72,10 +72,7 @@ class Collective(Protocol):
         """Begin to fill `data` with bytes that a rank sends; see `send`."""
 
     def break_off(self) -> None:
-        """Burn the connections: every transfer fails at once, on every rank. Never raises.
-
-        Call it if this rank has transfers with others and cannot continue.
-        """
+        """Burn the connections: every transfer fails at once, on every rank. Never raises."""
 
     def close(self) -> None:
         """Close the connections. Never raises."""

@@ -153,7 +153,6 @@ class GlooCollective:
         return bytes(buffer)
 
     def _send(self, group: _Group, buffers: Sequence[tuple[int, bytearray]]) -> None:
-        """Broadcast each buffer from its rank into the same buffer of all other ranks."""
         works = []
         for rank, buffer in buffers:
             options = BroadcastOptions()

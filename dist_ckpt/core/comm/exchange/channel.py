@@ -110,15 +110,15 @@ class Exchange(ABC):
 class SharedNotes(Protocol):
     """Short texts that ranks exchange outside operations, each under a key.
 
-    No call waits for another rank. A note that `put_once` wrote never changes. Threads may share
-    it. NoAnswerError if the store does not answer.
+    No call waits for another rank. Threads may share it. NoAnswerError if the store does not
+    answer.
     """
 
     def put(self, key: str, text: str) -> None:
         """Write a note."""
 
     def put_once(self, key: str, text: str) -> str:
-        """Write a note unless the key has one; return the note that the key has now."""
+        """Write a note unless the key has one; return the note, which never changes."""
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """Return the notes under these keys, or None if one is missing."""
@@ -144,10 +144,7 @@ class Channel(Protocol):
 
     @property
     def exchanges(self) -> IoCount:
-        """The exchanges so far, and the bytes that this rank has sent in them.
-
-        They are its envelopes, and the coordinator's answers. Heartbeats do not count.
-        """
+        """The exchanges so far, and this rank's bytes in them, without heartbeats."""
 
     @property
     def notes(self) -> SharedNotes:
@@ -178,10 +175,9 @@ class Channel(Protocol):
         """
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Raise SecondaryError if nothing more will come from one of these ranks in the operation.
+        """Raise SecondaryError if a rank is dead, frozen, gone or failed; slow ranks are not lost.
 
-        Call it about once a second in work that waits for them outside an exchange. The rank is
-        dead, frozen or has left, or its own work has failed. A slow rank is not lost.
+        Call it about once a second in work that waits for other ranks outside an exchange.
         """
 
     def expect_nobody(self, why: str) -> None:

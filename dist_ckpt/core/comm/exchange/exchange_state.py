@@ -185,10 +185,7 @@ class ExchangeState:
         self.line.call(client_thread.put, key, data)
 
     def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
-        """Decode a message of a rank from the store. RankError if it is not of this class.
-
-        On a participant it is NoAnswerError: the decision stays unknown to it.
-        """
+        """Decode a rank's message. RankError if it is invalid; on a participant NoAnswerError."""
         try:
             return unpack(data, expected)
         except ValueError as error:
@@ -217,10 +214,7 @@ class ExchangeState:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.call}"
 
     def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
-        """Return a failure with their names if ranks are in different calls or phases.
-
-        `calls` has the call and the phase of each rank.
-        """
+        """Return a failure with their names if ranks are in different calls or phases."""
         by_phase = defaultdict(list)
         for rank, call in sorted(calls.items()):
             by_phase[call[1]].append(rank)

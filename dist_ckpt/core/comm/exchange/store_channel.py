@@ -1,7 +1,4 @@
-"""A group's control channel over a key-value store that all its ranks reach.
-
-It has the two sides of an exchange: the coordinator's, and that of all other ranks.
-"""
+"""A group's control channel over a key-value store: the coordinator's side, and the others'."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ class Coordinator:
         return self._answer(b"", failure_of(raised, control.phase, control.rank, control.host))
 
     def ensure_failure_is_known(self) -> None:
-        """Wait until all other live ranks have received the failure: the store may end with us.
+        """Wait until the live ranks have the failure: the store may end with this process.
 
         At most for half the heartbeat timeout: other ranks may be at long work.
         """
@@ -192,7 +189,6 @@ class Coordinator:
         return envelopes, failures
 
     def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
-        """Return a rank's envelope; if its data is not valid, one with that failure."""
         try:
             return self._control.unpack(rank, data, Envelope)
         except RankError as error:
@@ -216,7 +212,6 @@ class Coordinator:
         return Answer(earlier.call, "", b"", b"", earlier.failure)
 
     def _forget_answers(self, *, is_complete: bool) -> None:
-        """Delete answers to older operations that no rank can need any more."""
         num_retained = 0 if is_complete else MAX_KEPT_ANSWERS
         num_spent = max(0, len(self._answers) - num_retained)
         spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
@@ -380,11 +375,7 @@ class StoreChannel:
                 raise SecondaryError(f"{control.peers.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
-        """Limit the wait for ranks that were never seen. Any thread may call it.
-
-        Ranks that were seen may still be in the previous operation; for them `join_timeout_s`
-        holds.
-        """
+        """Limit the wait for ranks that were never seen. Any thread may call it."""
         self._control.unseen_s = min(unseen_s, self._control.config.join_timeout_s)
 
     def expect_nobody(self, why: str) -> None:
@@ -392,10 +383,7 @@ class StoreChannel:
         self._control.absent = why
 
     def linger(self, most_s: float) -> None:
-        """Delay the end of the coordinator until the other ranks have the last answer.
-
-        At most for this time. `close` does it too, but briefly.
-        """
+        """Delay the coordinator's end until the others have the last answer, for this time."""
         self._control.linger(most_s)
 
     def leave(self) -> None:

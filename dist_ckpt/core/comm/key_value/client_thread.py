@@ -61,7 +61,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a key if it has the expected value, "" for none; return its value now.
 
-        For a key without a value, torch's stores return `expected` if that is not "".
+        Without a value torch's stores return `expected`, if that is not "".
         """
 
     def delete_key(self, key: str, /) -> bool:
@@ -89,10 +89,7 @@ def put_once(store: Store, key: str, text: str) -> bytes:
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """Return the values that `put` stored, or None if one is missing.
-
-    A value that `put` did not store is returned as `NOTHING`.
-    """
+    """Return the values that `put` stored, `NOTHING` for others; None if one is missing."""
     if not store.check(list(keys)):
         return None
     try:
@@ -152,10 +149,7 @@ def counted(store: Store, key: str) -> bytes:
 
 
 def withdraw(store: Store, keys: Sequence[str]) -> None:
-    """Hide the values of these keys from readers, though a rank may be about to read them.
-
-    `delete` would block it: a read of a key that existed a moment ago waits in the store.
-    """
+    """Hide values from readers. With `delete` a read that has begun would wait in the store."""
     for key in keys:
         if store.check([key]):
             num_parts = len(_parts(key, store.get(key)))
@@ -174,7 +168,6 @@ def delete(store: Store, keys: Sequence[str]) -> None:
 
 
 def _parts(key: str, data: bytes) -> list[str]:
-    """Return the keys of the parts of a value that begins with these bytes."""
     digits = data[1:]
     if data[:1] not in (_PARTS, _WITHDRAWN) or len(digits) > 4 or not digits.isdigit():
         return []

@@ -228,7 +228,6 @@ class KeyClient:
 
 
 def _connected(address: tuple[str, int], until: float) -> socket.socket:
-    """Return a connection to the first address of a host that accepts it."""
     failure = OSError("the host name has no address")
     for family, kind, protocol, _, endpoint in socket.getaddrinfo(
         *address, type=socket.SOCK_STREAM

@@ -261,7 +261,6 @@ class _Service:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _drop_strangers(self) -> None:
-        """Drop strangers after their deadline, or beyond the limit, the oldest first."""
         now = time.monotonic()
         while self._strangers:
             oldest, until = next(iter(self._strangers.items()))
@@ -340,7 +339,6 @@ def _prepare(link: socket.socket) -> None:
 
 
 def _received(link: socket.socket, most: int) -> Generator[int, None, bytes]:
-    """Return the next message; yield until it has arrived."""
     nbytes = nbytes_of((yield from _exactly(link, LENGTH.size)), most)
     return (yield from _exactly(link, nbytes))
 
@@ -390,7 +388,6 @@ def reachable_host(towards: str = "") -> str:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this host's address on the route to another; None without a route."""
     with suppress(OSError, UnicodeError):  # UnicodeError: not a host name
         for family, kind, protocol, _, endpoint in socket.getaddrinfo(
             host, 9, type=socket.SOCK_DGRAM

@@ -96,10 +96,7 @@ class FailureDetector:
         )
 
     def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
-        """Return why nothing more will come from a rank in this operation; None if it may.
-
-        `was_in`: the rank has entered the operation before.
-        """
+        """Return why a rank is lost for this operation, or None; `was_in`: it had entered it."""
         beat = self._beat(rank)
         if beat is None:
             return None
