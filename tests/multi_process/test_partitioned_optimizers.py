@@ -147,8 +147,8 @@ def refusals(rank: int, path: str) -> list[str]:
 def test_what_a_partition_cannot_be_read_through_is_refused_by_name(tmp_path: Path) -> None:
     overlapping, inner, hooked = run_ranks(2, refusals, str(tmp_path / "c"))[1]
     assert "overlap_with_ddp=False" in overlapping
-    assert "optim: Scheduled has a state_dict" in inner
-    assert "optim: ZeroRedundancyOptimizer has a state_dict" in hooked
+    assert "optim: Scheduled overrides state_dict" in inner
+    assert "optim: ZeroRedundancyOptimizer overrides state_dict" in hooked
 
 
 def wrapped(rank: int, path: str) -> list[Any]:

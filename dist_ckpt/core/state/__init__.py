@@ -1,10 +1,9 @@
-"""What a rank holds, and what a load puts back into it.
+"""The user's objects: how a save reads them, and how a load fills them.
 
-`state/tree/leaves.py` tells what each key of a state is, and `state/tree/read_tree.py` finds it
-out; `state/tensors/read_tensor.py` and `state/tensors/dtensors.py` know sharded tensors,
-`state/tensors/tensor_subclasses.py` those that are made of others, `modules.py` and
-`state/optimizers/named_optimizers.py` what is in those (no table by class: all are read alike);
-`state/fsdp1/modules.py` and `state/fsdp1/optimizers.py` tell the parameters in FSDP1's flat ones
-apart; `inventory_builder.py` puts it together for a save. How a load fills it is in
-`dist_ckpt.core.state.binding`.
+- `tree/leaves.py` has the types of a state's leaves; `tree/read_tree.py` reads a state as a tree.
+- `tensors/read_tensor.py` and `tensors/dtensors.py` read sharded tensors,
+  `tensors/tensor_subclasses.py` tensors made of others.
+- `modules.py` and `optimizers/named_optimizers.py` read modules and optimizers, without a table of
+  classes. `fsdp1/modules.py` and `fsdp1/optimizers.py` split FSDP1's flat parameters.
+- `inventory_builder.py` collects all of it for a save. `binding/` fills a state in a load.
 """

@@ -1,4 +1,4 @@
-"""The saving side of a state: what this rank holds, without copying or changing any of it."""
+"""The saving side of a state: what this rank has, without copies or changes."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from dist_ckpt.core.state.tree.leaves import (
 from dist_ckpt.core.state.tree.read_tree import read_state, state_of
 from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
 
-# The component of tensors that are themselves at the top of the state.
+# The component of tensors at the top of the state.
 _LOOSE = "state"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What one rank holds: the inventory, and what is behind each of its names.
+    """The inventory of one rank, and the objects behind its names.
 
-    `parts` has the local memory of each cell that the rank holds of a tensor, in the order in
-    which the plan numbers them; an alias, which is no tensor of the inventory, has them too.
-    `values` and `per_rank` hold checked plain data; a per-rank value is (key, value), its tensors
+    `parts` has the local memory of each cell of a tensor that is on the rank, in the order of the
+    plan's numbers. Aliases have them too, although the inventory does not list them as tensors.
+    `values` and `per_rank` hold checked plain data. A per-rank value is (key, value), its tensors
     are `ArrayValue`s. `owners` are the modules and optimizers of the state, by name. `unmatched`
     are the problems of patterns that select nothing here.
     """
@@ -73,9 +73,9 @@ class LocalState:
     def changed_in_steps(self) -> frozenset[str]:
         """Return the tensors that change when an optimizer of the state steps, usually not before.
 
-        These are the optimizers' state, and what requires a gradient of the parameters in their
-        groups. Anything may change what else there is, whenever it likes: a forward the buffers,
-        and an average of the weights is kept in a copy of the model with parameters like these.
+        These are the optimizers' state, and the parameters in their groups that require a gradient.
+        All other tensors may change at any time: a forward changes buffers, and averages of the
+        weights may be parameters of a copied model.
         """
         names: set[str] = set()
         stepped: set[int] = set()
@@ -83,7 +83,7 @@ class LocalState:
             if isinstance(leaf, OptimizerLeaf):
                 state = join(fqn, "state.")
                 names.update(name for name in self.parts if name.startswith(state))
-                stepped.update(id(p) for p in leaf.held.parameters() if p.requires_grad)
+                stepped.update(id(p) for p in leaf.state.parameters() if p.requires_grad)
         for fqn, leaf in self.owners:
             if isinstance(leaf, ModuleLeaf):
                 named = leaf.state.names_of_parameters()
@@ -95,11 +95,11 @@ class LocalState:
         return TensorSource(self.parts[fqn][number])
 
     def synchronize(self) -> None:
-        """Wait until the accelerators have finished what is to be saved."""
+        """Wait until the accelerators have computed the tensors of this state."""
         synchronize(part for parts in self.parts.values() for part in parts)
 
 
-def build_inventory(  # noqa: PLR0913 - who is asked, for what
+def build_inventory(  # noqa: PLR0913 - the rank, and its request
     state: State,
     *,
     sharding: ShardingConfig | None,
@@ -112,15 +112,15 @@ def build_inventory(  # noqa: PLR0913 - who is asked, for what
     """Describe a state.
 
     `group_ranks[r]` is the global rank of rank r of the group. No tensor is copied and nothing
-    changes: no optimizer step, no state created, no generator used. Each object's `state_dict`
-    is called once. An inventory that is like the `last` one shares its entries, so that the two
-    are compared in no time. What `selection` leaves out is not looked at. Raises TypeError or
-    ValueError for a state that cannot be saved, naming the key path, the class and what to do.
+    changes: no optimizer step, no new state, no use of a generator. Each object's `state_dict` is
+    called once. Entries equal to those of the `last` inventory are shared, so that comparing both
+    is fast. Objects outside `selection` are not read. Raises TypeError or ValueError for a state
+    that cannot be saved, with the key path, the class and the remedy.
     """
     root = with_original_params(read_state(state))
     parameters = name_parameters(root)
     selection = without_frozen(selection, root)
-    taker = _InventoryBuilder(
+    builder = _InventoryBuilder(
         ShardingRules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
         parameters,
         rank,
@@ -129,24 +129,22 @@ def build_inventory(  # noqa: PLR0913 - who is asked, for what
         selection,
     )
     if selection.is_everything:
-        taker.add_root(root)
-        return taker.taken()
+        builder.add_root(root)
+        return builder.local_state()
 
     def of_optimizer(fqn: str, leaf: OptimizerLeaf) -> list[str]:
-        return state_names(leaf.held, parameters[fqn], fqn)
+        return state_names(leaf.state, parameters[fqn], fqn)
 
-    kept = selected(root, "", selection, of_optimizer)
-    assert kept is None or isinstance(kept, Branch), "as the root is"
-    taker.add_root(kept or Branch(root.kind, None, {}))
+    chosen = selected(root, "", selection, of_optimizer)
+    assert chosen is None or isinstance(chosen, Branch), "as the root is"
+    builder.add_root(chosen or Branch(root.kind, None, {}))
     unmatched = selection.unmatched(choices(root, of_optimizer))
-    if kept is None or not kept.children:
-        unmatched += (f"nothing of the state is left to save: mend {selection}",)
-    return replace(taker.taken(), unmatched=unmatched)
+    if chosen is None or not chosen.children:
+        unmatched += (f"nothing of the state is left to save: change {selection}",)
+    return replace(builder.local_state(), unmatched=unmatched)
 
 
 class _InventoryBuilder:
-    """Adds one leaf after another to an inventory."""
-
     def __init__(
         self,
         rules: ShardingRules | None,
@@ -166,12 +164,12 @@ class _InventoryBuilder:
         self._components: dict[str, int] = {}
         self._views: dict[View, int] = {}
         self._last = last
-        # How an ordinary tensor of a dtype and a shape is stored, if no rule says otherwise.
+        # How an ordinary tensor of a dtype and a shape is stored, without a rule for it.
         self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
         self._starts: dict[int, tuple[str, TensorLeaf]] = {}
-        # Of which nothing is here, by id().
+        # Tensors without a part on this rank, by id().
         self._nothing: dict[int, str] = {}
-        # What was found out of a tensor, but for those that are like another of their kind.
+        # The description of each tensor, except for those equal to another of their kind.
         self._seen: dict[str, tuple[LocalTensor, View, Shape]] = {}
         self._ties: dict[Hashable, str] = {}
         self._tensors: list[TensorEntry] = []
@@ -191,11 +189,11 @@ class _InventoryBuilder:
         for key, child in root.children.items():
             self._component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
-        # Users' code, with collectives in it for all we know: in one order on all ranks.
+        # Users' code, possibly with collectives: in one order on all ranks.
         for fqn in sorted(self._wrappers):
             self._read_per_rank(fqn, self._wrappers[fqn])
 
-    def taken(self) -> LocalState:
+    def local_state(self) -> LocalState:
         inventory = Inventory(
             mesh=mesh_of(self._rules, self._views),
             components=tuple(self._components),
@@ -267,15 +265,15 @@ class _InventoryBuilder:
         self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
 
     def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
-        held, groups = leaf.held, join(fqn, GROUPS)
+        optimizer, groups = leaf.state, join(fqn, GROUPS)
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
-        states: Tree = states_branch(held, self._names[fqn], fqn)
+        states: Tree = states_branch(optimizer, self._names[fqn], fqn)
         if not self._selection.is_everything:
-            kept = selected(states, join(fqn, STATE), self._selection, lambda *_: ())
-            states = kept or Branch("dict", None, {})
+            chosen = selected(states, join(fqn, STATE), self._selection, lambda *_: ())
+            states = chosen or Branch("dict", None, {})
         self._add(join(fqn, STATE), states)
-        self._add_container(groups, "list", range(len(held.groups)))
-        for number, group in enumerate(held.groups):
+        self._add_container(groups, "list", range(len(optimizer.groups)))
+        for number, group in enumerate(optimizer.groups):
             params = tuple(self._names[fqn][id(parameter)].stored for parameter in group["params"])
             self._add_group(join(groups, number), params, group)
         for key, child in leaf.further.items():
@@ -283,11 +281,11 @@ class _InventoryBuilder:
 
     def _add_group(self, fqn: str, params: tuple[str, ...], group: Mapping[str, object]) -> None:
         options = options_branch(group, fqn).children
-        plain = {key: one.value for key, one in options.items() if isinstance(one, PlainLeaf)}
+        plain = {key: leaf.value for key, leaf in options.items() if isinstance(leaf, PlainLeaf)}
         self._add_value(fqn, plain)
         self._claim(f"{fqn}.params")
         self._name_lists.append(NameList(f"{fqn}.params", params))
-        # No container of this name: the group is a value, its tensors lie below it.
+        # No container of this name: the group is a value, with its tensors below it.
         for key, child in options.items():
             if key not in plain:
                 self._add(join(fqn, key), child)
@@ -295,34 +293,34 @@ class _InventoryBuilder:
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)
         value = leaf.value
-        # To look for a parameter takes long, and most tensors are of the plain class.
+        # The check for a parameter is slow, and most tensors are of the plain class.
         if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
             self._parameters[fqn] = value.requires_grad
         kind = None
         if self._rules is None and is_ordinary(value):
             kind = value.dtype, value.shape
-            if (known := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
-                # All that is found out below was found out of another tensor of its kind.
+            if (entry := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
+                # Another tensor of its kind has been described below.
                 self._parts[fqn] = (value,)
-                self._enter(fqn, *known)
+                self._enter(fqn, *entry)
                 return
         if is_array(value):
             self._numpy.append(fqn)
-        held, view, shape = self._seen[fqn] = self._see(fqn, leaf)
-        self._parts[fqn] = held.parts
-        if not held.parts and self._nothing.setdefault(id(value), fqn) != fqn:
-            # One object under two names: tied, on the ranks as well that hold nothing of it.
+        local, view, shape = self._seen[fqn] = self._see(fqn, leaf)
+        self._parts[fqn] = local.parts
+        if not local.parts and self._nothing.setdefault(id(value), fqn) != fqn:
+            # One object under two names: tied, also on ranks without a part of it.
             self._tie(fqn, self._nothing[id(value)])
             return
-        if held.parts and not self._is_first(fqn, leaf, held.parts[0]):
-            first = self._tied(fqn, held.parts[0])
+        if local.parts and not self._is_first(fqn, leaf, local.parts[0]):
+            first = self._tied(fqn, local.parts[0])
             if first != fqn:
                 self._tie(fqn, first)
                 return
         number = self._views.setdefault(view, len(self._views))
-        self._enter(fqn, held.dtype, shape, number)
+        self._enter(fqn, local.dtype, shape, number)
         if kind is not None:
-            self._kinds[kind] = held.dtype, shape, number
+            self._kinds[kind] = local.dtype, shape, number
 
     def _tie(self, fqn: str, first: str) -> None:
         self._aliases.append((fqn, first))
@@ -346,41 +344,40 @@ class _InventoryBuilder:
         self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
 
     def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
-        """Return what is held of a tensor, how its entry says so, and the shape of that entry."""
-        held = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
-        view, shape = held.view, held.shape
+        local = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
+        view, shape = local.view, local.shape
         if self._rules is not None and isinstance(view, Whole):
             view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
-        # ZeRO leaves the last ranks nothing of a short tensor: an empty part of no cell.
-        if isinstance(view, Flattened) and 0 in held.shape and 0 not in shape:
-            held = replace(held, parts=())
-        return held, view, shape
+        # With ZeRO the last ranks may have no cell of a short tensor, only an empty part.
+        if isinstance(view, Flattened) and 0 in local.shape and 0 not in shape:
+            local = replace(local, parts=())
+        return local, view, shape
 
     def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
-        """Say whether no other tensor begins where this one does: most tie to none for that."""
+        """Return True if no other tensor begins at the same address: then it is not tied."""
         return self._starts.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
 
     def _tied(self, fqn: str, part: torch.Tensor) -> str:
-        """Return the first name of the same memory, seen the same way."""
+        """Return the first name of the same memory with the same layout."""
         other, leaf = self._starts[part.data_ptr()]
         if other not in self._seen:
             self._seen[other] = self._see(other, leaf)
         first = fqn
         for name in (other, fqn):
-            held, *stored = self._seen[name]
-            tie = tie_key(held)
+            local, *stored = self._seen[name]
+            tie = tie_key(local)
             first = name if tie is None else self._ties.setdefault((tie, *stored), name)
         return first
 
     def _claim(self, fqn: str) -> None:
         if len(fqn) > MAX_FQN_CHARS:
             raise ValueError(
-                f"{fqn[:100]}...: a name of {len(fqn)} characters, {MAX_FQN_CHARS} are the most: "
-                "use shorter keys"
+                f"{fqn[:100]}...: the name has {len(fqn)} characters, the limit is "
+                f"{MAX_FQN_CHARS}: use shorter keys"
             )
         if fqn in self._paths:
             raise ValueError(
-                f"{fqn.removesuffix('.')}: two paths of the state have this name once their keys "
+                f"{fqn.removesuffix('.')}: two paths of the state have this name when their keys "
                 "are joined with dots: rename one of the keys"
             )
         self._paths.add(fqn)

@@ -1,9 +1,9 @@
-"""What an nn.Module holds, under names that no wrapper has a part in.
+"""The tensors of an nn.Module, under names without the prefixes of wrappers.
 
 The names are those of the module's own `state_dict`, without the prefixes of DDP, DataParallel,
-torch.compile and activation checkpoints: those that `get_model_state_dict` gives as well. The
-tensors behind them are found by their memory too, so that what a class or a hook calls otherwise
-than its parts do (Lightning Fabric's wrapper does) is filled in place like all else.
+torch.compile and activation checkpoints, as `get_model_state_dict` returns them. Tensors are also
+found by their memory. So one that a class or a hook renames (Lightning Fabric's wrapper does) is
+filled in place too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulePart:
-    """A module, without wrappers around it, and the key of each name in its own state dict.
+    """A module without its wrappers, and the key of each name in its own state dict.
 
-    With FSDP1 in it `flat` is there, and no state dict is made.
+    With FSDP1 in it, `flat` is set, and no state dict is made.
     """
 
     module: nn.Module
@@ -37,24 +37,21 @@ class ModulePart:
     flat: FlatModule | None = None
 
     def loads_itself(self) -> bool:
-        """Say whether its `load_state_dict` may do more than to fill tensors.
-
-        A class that overrides it may, and so may hooks that are called after it.
-        """
+        """Return True if `load_state_dict` may do more than fill tensors: an override or hooks."""
         if self.flat is not None:
             return False
         overrides = type(self.module).load_state_dict is not nn.Module.load_state_dict
         return overrides or has_load_hooks(self.module)
 
     def load(self, values: Mapping[str, object], *, assign: bool = False) -> None:
-        """Hand values, by name, to the module's `load_state_dict`."""
+        """Pass values, by name, to the module's `load_state_dict`."""
         if self.flat is not None:
             self.flat.set_extra_state(values)
             return
         load = self.module.load_state_dict
         parameters = inspect.signature(load).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        # Not strict: the rest of the module is filled in place, or was left out by the user.
+        takes_all = any(option.kind is option.VAR_KEYWORD for option in parameters.values())
+        # Not strict: the rest of the module is filled in place, or excluded by the user.
         options = {"strict": False, **({"assign": True} if assign else {})}
         accepted = {name: options[name] for name in options if takes_all or name in parameters}
         load({self.keys[name]: value for name, value in values.items()}, **accepted)
@@ -62,12 +59,12 @@ class ModulePart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleState:
-    """A module, or the parts of one model, and what their state dicts hold.
+    """A module, or the parts of one model, and the contents of their state dicts.
 
-    `entries` are what a save stores. `live` are the parameters and persistent buffers behind
-    them, which a load fills; an entry that is not in `live` (extra state, what a hook makes) goes
-    back through `load_state_dict`. `left_out` are the parameters that are behind no entry, by the
-    names of their places in the module.
+    `entries` are stored by a save. `live` are the parameters and persistent buffers behind them,
+    which a load fills. An entry that is not in `live` (extra state, or made by a hook) goes back
+    through `load_state_dict`. `left_out` are the parameters behind no entry, by their names in the
+    module.
     """
 
     parts: Sequence[ModulePart]
@@ -76,16 +73,16 @@ class ModuleState:
     left_out: Mapping[str, torch.Tensor]
 
     def parameters(self) -> dict[str, bool]:
-        """Return by name whether each parameter requires a gradient."""
+        """Return for each parameter, by name, whether it requires a gradient."""
         return {
             name: tensor.requires_grad
             for name, tensor in self.live.items()
-            # To ask the class Parameter itself takes ten times as long.
+            # `isinstance` of Parameter alone takes ten times as long.
             if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter | ParameterPart)
         }
 
     def names_of_parameters(self) -> dict[int, str]:
-        """Return the name of each parameter by its id(): of tied ones, the first."""
+        """Return the name of each parameter by its id(): the first name of a tied one."""
         names: dict[int, str] = {}
         for name, tensor in (*self.live.items(), *self.left_out.items()):
             if isinstance(tensor, nn.Parameter | ParameterPart):
@@ -94,7 +91,7 @@ class ModuleState:
 
 
 def flat_state(module: nn.Module, fqn: str) -> ModuleState | None:
-    """Read a module with FSDP1 in it, without its `state_dict`; None if there is none."""
+    """Read a module with FSDP1 in it, without its `state_dict`; None without FSDP1."""
     module = _innermost(module)
     if (flat := flat_module(module, fqn)) is None:
         return None
@@ -109,16 +106,16 @@ def _innermost(module: nn.Module) -> nn.Module:
 
 
 def module_state(module: nn.Module) -> ModuleState:
-    """Read a module. Its `state_dict` is called once, and what that raises is not caught."""
+    """Read a module. Its `state_dict` is called once, and errors in it are not caught."""
     module = _innermost(module)
     prefixes = _prefixes(module)
     state = module.state_dict()
     keys = _keys_of(state, prefixes)
     entries = {name: state[key] for name, key in keys.items()}
-    # The state dict above has put sharded parameters back in place (FSDP2 reshards), so the live
-    # ones are read after it.
+    # `state_dict` above puts sharded parameters back in place (FSDP2 reshards), so the live ones
+    # are read after it.
     own = {_unwrapped(name, prefixes): tensor for name, tensor in _tensors_of(module)}
-    with torch.no_grad():  # a view of a DTensor's local part is none of autograd's business
+    with torch.no_grad():  # autograd must not record views of a DTensor's local part
         live = _behind(entries, own)
     behind = {id(tensor) for tensor in live.values()}
     left_out = {
@@ -130,10 +127,7 @@ def module_state(module: nn.Module) -> ModuleState:
 
 
 def merged(states: Sequence[ModuleState]) -> ModuleState | None:
-    """Return the parts of one model as one; None if they share names, as a list of models does.
-
-    What two parts hold both, as tied weights, may be in both under one name.
-    """
+    """Return the parts of one model as one; None if names clash, as in a list of models."""
     entries: dict[str, object] = {}
     live: dict[str, torch.Tensor | ParameterPart] = {}
     left_out: dict[str, torch.Tensor] = {}
@@ -149,7 +143,7 @@ def merged(states: Sequence[ModuleState]) -> ModuleState | None:
 
 def _keys_of(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, str]:
     if not isinstance(state, Mapping) or not {str}.issuperset(map(type, state)):
-        raise TypeError("it returned no mapping whose keys are texts")
+        raise TypeError("it returned something else than a mapping with str keys")
     keys = {_unwrapped(key, prefixes): key for key in state}
     if len(keys) < len(state):
         twice = next(key for key in state if keys[_unwrapped(key, prefixes)] != key)
@@ -163,13 +157,13 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _prefixes(module: nn.Module) -> list[tuple[str, str]]:
-    """Return what names below a wrapper begin with and what instead of it, inner wrappers first."""
-    found: list[tuple[str, str]] = []
+    """Return the prefix of names below each wrapper and its replacement, inner wrappers first."""
+    prefixes: list[tuple[str, str]] = []
     for path, part in module.named_modules(remove_duplicate=False):
         if (child := wrapped_child(part)) is not None:
             above = f"{path}." if path else ""
-            found.append((f"{above}{child}.", above))
-    return found[::-1]
+            prefixes.append((f"{above}{child}.", above))
+    return prefixes[::-1]
 
 
 def _unwrapped(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
@@ -182,9 +176,9 @@ def _unwrapped(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
 def _behind(
     entries: Mapping[str, object], own: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the module's tensor that is behind each entry, where one is: the same memory."""
+    """Return for each entry the module's tensor with the same memory, if any."""
     live: dict[str, torch.Tensor] = {}
-    others: dict[str, torch.Tensor] = {}
+    unnamed: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
         if not isinstance(entry, torch.Tensor):
             continue
@@ -192,24 +186,24 @@ def _behind(
         if tensor is not None and _are_one(entry, tensor):
             live[name] = tensor
         else:
-            others[name] = entry
-    if not others:
+            unnamed[name] = entry
+    if not unnamed:
         return live
-    places = {place: tensor for tensor in own.values() if (place := _place(tensor)) is not None}
-    for name, entry in others.items():
-        if (place := _place(entry)) in places:
-            live[name] = places[place]
+    by_memory = {key: tensor for tensor in own.values() if (key := _memory_key(tensor)) is not None}
+    for name, entry in unnamed.items():
+        if (key := _memory_key(entry)) in by_memory:
+            live[name] = by_memory[key]
     return {name: live[name] for name in entries if name in live}
 
 
 def _are_one(entry: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Say whether an entry is the tensor that has its name; of a class of its own, believe it."""
-    place = _place(tensor)
-    return place is None or place == _place(entry)
+    """Return True if an entry is the tensor of its name; assumed for tensor subclasses."""
+    key = _memory_key(tensor)
+    return key is None or key == _memory_key(entry)
 
 
-def _place(tensor: torch.Tensor) -> Hashable | None:
-    """Return what two tensors have in common if they are the same elements of one memory."""
+def _memory_key(tensor: torch.Tensor) -> Hashable | None:
+    """Return a key that is equal for the same elements of the same memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_nested:

@@ -1,7 +1,7 @@
-"""The random generators of this process as plain data: python's, numpy's, torch's.
+"""The random generators of this process as plain data: Python's, numpy's, torch's.
 
-Numpy and torch are looked up, not imported: a program that has not imported one of them has drawn
-nothing from it.
+Numpy and torch are looked up, not imported: a program that did not import them has not used their
+generators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PARTS = ("python", "numpy", "torch", "accelerator")
 
 
 def capture() -> dict[str, object]:
-    """Return the states of the global generators; of the accelerator's, the current device's."""
+    """Return the states of the global generators, and of the current accelerator device's."""
     data: dict[str, object] = {"python": random.getstate()}
     if "numpy" in sys.modules:
         data["numpy"] = _numpy_state(sys.modules["numpy"])
@@ -35,7 +35,9 @@ def capture() -> dict[str, object]:
 def check(data: object) -> None:
     """Raise IncompatibleError if these states cannot be set here. Sets nothing."""
     if not isinstance(data, dict) or not set(data) <= set(_PARTS):
-        raise IncompatibleError("this is no state of random generators: exclude it from the load")
+        raise IncompatibleError(
+            "the saved value is not a state of random generators: exclude it from the load"
+        )
     for part, state in data.items():
         try:
             _CHECKS[part](state)
@@ -47,7 +49,7 @@ def check(data: object) -> None:
 
 
 def restore(data: object) -> None:
-    """Set the generators to states that `check` has passed."""
+    """Set the generators to states that `check` has accepted."""
     assert isinstance(data, dict)
     if "python" in data:
         random.setstate(data["python"])
@@ -96,7 +98,7 @@ def _numpy_state(numpy: ModuleType) -> tuple[bytes, int, int, float]:
     state = numpy.random.get_state(legacy=False)
     if (kind := state["bit_generator"]) != "MT19937":
         raise TypeError(
-            f"numpy's global generator is {kind}, which RNG does not know: store its state in a "
+            f"numpy's global generator is {kind}, which RNG does not support: store its state in a "
             "PerRank"
         )
     key: bytes = state["state"]["key"].astype("<u4").tobytes()
@@ -114,7 +116,6 @@ def _numpy_arguments(
 
 
 def _module(name: str) -> ModuleType | None:
-    """Return a module, imported now if need be; None where it is not installed: none can draw."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -128,7 +129,7 @@ def _accelerator(torch: ModuleType) -> str | None:
 
 
 def _is_initialized(torch: ModuleType, device: str) -> bool:
-    """Say whether the program has used the accelerator; looking must not initialise it."""
+    """Return True if the program has used the accelerator; this must not initialise it."""
     module = getattr(torch, device)
     return not hasattr(module, "is_initialized") or bool(module.is_initialized())
 

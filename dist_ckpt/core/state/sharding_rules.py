@@ -26,10 +26,9 @@ from dist_ckpt.core.state.tree.leaves import Branch, ModuleLeaf, SubclassLeaf, T
 
 
 class ShardingRules:
-    """The rules for one state. A rule holds for a parameter and for what is stored under it.
+    """The rules for one state. A rule holds for a parameter and all names below it.
 
-    Without a config there are none, and no tensor is cut. Raises ValueError for a config of another
-    number of ranks.
+    Without a config no tensor is cut. Raises ValueError for a config of another number of ranks.
     """
 
     def __init__(
@@ -45,29 +44,29 @@ class ShardingRules:
         self._components = frozenset(
             str(key) for key, child in root.children.items() if not isinstance(child, TensorLeaf)
         )
-        # Plain dicts may hold an optimizer's state, as torch's helpers make it: it follows the
-        # rule of the parameter that another part of the state has.
+        # Plain dicts may hold an optimizer's state, as torch's helpers make it. It follows the
+        # rule of its parameter, which is in another part of the state.
         self._rule_names: dict[str, str] = {}
-        held: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         buffers: set[str] = set()
         for fqn, leaf in walk(root):
             if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
-                # The helpers call a parameter as its model does, an optimizer here as the state.
+                # Torch's helpers use the model's names of parameters, optimizers here the state's.
                 for name in (rule_name := self._name(fqn), fqn):
-                    held.setdefault(name, tuple(leaf.value.shape))
+                    shapes.setdefault(name, tuple(leaf.value.shape))
                     self._rule_names.setdefault(name, rule_name)
             elif isinstance(leaf, ModuleLeaf):
                 live = leaf.state.live.items()
                 buffers.update(join(fqn, n) for n, t in live if not isinstance(t, nn.Parameter))
-        self._shapes = {**held, **sharding.shapes}
+        self._shapes = {**shapes, **sharding.shapes}
         self._buffers = frozenset(buffers)
 
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape
     ) -> tuple[RuleSharded, Shape] | tuple[Flattened, Shape] | None:
-        """Return how the config cuts a tensor that is held in one piece, and the entry's shape.
+        """Return how the config cuts a tensor that is in one piece, and the shape of its entry.
 
-        None if it does not cut it. Raises ValueError for what may be a flat part of any tensor.
+        None if it is not cut. Raises ValueError if it may be a flat part of any tensor.
         """
         name = self._name(fqn)
         parameter = leaf.under or self._parameter(name)
@@ -79,7 +78,7 @@ class ShardingRules:
         return (RuleSharded(self.sharding.ranks(), axes), shape) if any(axes) else None
 
     def check_whole(self, fqn: str, leaf: SubclassLeaf) -> None:
-        """Raise TypeError if the config cuts a compound tensor: it says nothing of its parts."""
+        """Raise TypeError if the config cuts a tensor subclass: it has no rules for its parts."""
         value = leaf.value
         if isinstance(value, DTensor):
             return
@@ -90,42 +89,41 @@ class ShardingRules:
             )
 
     def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
-        """Return what ZeRO gives this rank of new state under a parameter of `shape`, if flat."""
+        """Return this rank's part, under flat ZeRO, of new state under a parameter of `shape`."""
         if not self.sharding.flat or not shape:
             return None
         return cells_of(Flattened(self.sharding.ranks()), self._rank, shape)
 
     def _parameter(self, name: str) -> tuple[str, Shape] | None:
-        """Return the parameter under which a name lies, as patterns see it, and its shape."""
-        found = parameter_of(name, self._shapes)
-        if found is None:
+        """Return the parameter above a name, as patterns see it, and its shape."""
+        parameter = parameter_of(name, self._shapes)
+        if parameter is None:
             return None
-        rule_name = self._rule_names.get(found[0], found[0])
+        rule_name = self._rule_names.get(parameter[0], parameter[0])
         return rule_name, self._shapes[rule_name]
 
     def _name(self, fqn: str) -> str:
-        """Return the name that patterns see."""
         component = next((name for name in names_above(fqn) if name in self._components), "")
         return name_of(fqn, component)
 
     def _check_known(self, fqn: str, leaf: TensorLeaf, name: str, shape: Shape) -> None:
         if self.sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
             return
-        # ZeRO leaves buffers whole, and partitions nothing that is not torch's.
+        # ZeRO partitions only tensors of torch, and no buffers.
         if fqn in self._buffers or not isinstance(leaf.value, torch.Tensor):
             return
         if name not in self.sharding.shapes:
             raise ValueError(
                 f"{fqn}: with flat=True and zero_stage=3 a tensor of shape {shape} may be a part "
                 f"of one of any shape: give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
-                "shapes of all parameters before they are partitioned; of a tensor that every "
-                "rank holds whole give its own"
+                "shapes of all parameters before they are partitioned; for a tensor that is whole "
+                "on every rank give its own"
             )
 
     def _flattened(
         self, name: str, parameter: tuple[str, Shape] | None, shape: Shape
     ) -> Shape | None:
-        """Return the shape of the tensor of which ZeRO's flat parts are held, or None."""
+        """Return the shape of the tensor whose flat part this is, or None."""
         if parameter is None and self.sharding.zero_stage < 3:
             return None
         whole = self._shapes.get(parameter[0] if parameter else name)
@@ -136,7 +134,7 @@ class ShardingRules:
 
 
 def mesh_of(rules: ShardingRules | None, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
-    """Return the job's mesh: the config's, else the largest that a tensor lies on."""
+    """Return the job's mesh: that of the config, else the largest of a tensor."""
     if rules is not None:
         return tuple(rules.sharding.mesh.items())
     meshes = [view.mesh for view in views if isinstance(view, MeshPlaced)]
@@ -149,10 +147,7 @@ def mesh_of(rules: ShardingRules | None, views: Iterable[View]) -> tuple[tuple[s
 def target_cells(
     view: RuleSharded | Flattened, shape: Shape, rank: int, saved: Shape
 ) -> tuple[Cell, ...] | None:
-    """Return the cells of a saved tensor that a part of `shape` is; None if it has another shape.
-
-    On a load parts are `torch.chunk`'s.
-    """
+    """Return the cells of a saved tensor in a part of `shape`; None if the shape differs."""
     if len(shape) != len(saved) and isinstance(view, RuleSharded):
         return None
     cells = cells_of(chunked(view) if isinstance(view, RuleSharded) else view, rank, saved)

@@ -1,7 +1,7 @@
-"""What a user puts around a value of the state: plain values, free of torch.
+"""Wrappers for values of a state; they are plain values, without torch.
 
-`LocalShard` and `FlatShard` say which part of a tensor this rank holds, `PerRank` and `RNG` that
-a value belongs to one rank, `Named` what an optimizer's parameters are called.
+`LocalShard` and `FlatShard` describe the part of a tensor on this rank. `PerRank` and `RNG` mark
+values of one rank. `Named` gives names to an optimizer's parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dist_ckpt.core.state.rng import capture, check, restore
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What to do on load when the keys differ from the saved ones, or the mesh where the key is the
-# rank: fail, keep what is there, or `f(values_by_key, key) -> value`. Its user knows of which of
-# the possible types the keys and the values are.
+# The action of a load if the keys differ from the saved ones, or the mesh for rank keys: fail,
+# keep the current value, or call `f(values_by_key, key) -> value`. The types of keys and values are
+# the user's.
 OnReshard = Literal["error", "drop"] | Callable[[Mapping[Any, Any], Any], object]
 
 
@@ -54,7 +54,7 @@ class LocalShard:
 class FlatShard:
     """The elements from `start` on of a row-major tensor of `global_shape`, held in `tensor`.
 
-    The tensor's own shape does not matter, only its elements in row-major order.
+    Only the elements of `tensor` in row-major order matter, not its shape.
     """
 
     tensor: Tensor
@@ -77,9 +77,9 @@ class FlatShard:
 class PerRank:
     """A value that belongs to one rank, or to all ranks with the same `key`.
 
-    Without a key it belongs to the rank. Ranks with equal keys must hold equal values. A load
-    replaces `value`; one with `load_state_dict` gets that called instead. The `on_reshard` of the
-    template that is loaded into decides when the keys differ from the saved ones.
+    Without a key it belongs to the rank. Ranks with equal keys must have equal values. A load
+    replaces `value`, or calls its `load_state_dict` if it has one. The template's `on_reshard`
+    decides what happens if the keys differ from the saved ones.
     """
 
     value: object
@@ -90,7 +90,7 @@ class PerRank:
     def __post_init__(self) -> None:
         if isinstance(self.value, PerRank | RNG):
             raise TypeError(
-                f"PerRank holds a {type(self.value).__name__}: put that into the state as it is"
+                f"PerRank holds a {type(self.value).__name__}: put that into the state itself"
             )
         _check_key(self.key)
         _check_policy(self.on_reshard)
@@ -98,7 +98,7 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RNG:
-    """The random generators of this rank: python's, numpy's, torch's for CPU and accelerator.
+    """The random generators of this rank: Python's, numpy's, torch's for CPU and accelerator.
 
     A load sets them last, after everything else has succeeded.
     """
@@ -111,15 +111,15 @@ class RNG:
         _check_policy(self.on_reshard)
 
     def capture(self) -> dict[str, object]:
-        """Return the states as plain data. Numpy and torch count only if they are imported."""
+        """Return the states as plain data; those of numpy and torch only if imported."""
         return capture()
 
     def check(self, data: object) -> None:
-        """Raise IncompatibleError if `restore` could not set what `capture` once returned."""
+        """Raise IncompatibleError if `restore` cannot set a result of `capture`."""
         check(data)
 
     def restore(self, data: object) -> None:
-        """Set the generators to what `capture` returned, after checking all of it."""
+        """Set the generators to a result of `capture`, after checking all of it."""
         check(data)
         restore(data)
 
@@ -131,9 +131,9 @@ class _Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """An optimizer whose parameters are called `names`, for those that no module names.
+    """An optimizer with `names` for its parameters, for those that no module names.
 
-    `names` is one name a parameter, in the order of the groups, or a mapping from name to
+    `names` is a name for each parameter, in the order of the groups, or a mapping from name to
     parameter such as `dict(model.named_parameters())`.
     """
 
@@ -163,9 +163,9 @@ class Named:
         ]
         if isinstance(self.names, Mapping):
             names = {id(tensor): name for name, tensor in reversed([*self.names.items()])}
-            for what, key in parameters:
+            for position, key in parameters:
                 if key not in names:
-                    raise ValueError(f"`names` has no name for {what} of the optimizer: add it")
+                    raise ValueError(f"`names` has no name for {position} of the optimizer: add it")
             return {key: names[key] for _, key in parameters}
         if len(self.names) != len(parameters):
             raise ValueError(
@@ -176,7 +176,7 @@ class Named:
 
 
 def key_of(wrapper: PerRank | RNG, rank: int) -> Key:
-    """Return whose a per-rank value is: the rank's unless the user says otherwise."""
+    """Return the key of a per-rank value: the rank, unless the user has set one."""
     return rank if wrapper.key is None else wrapper.key
 
 

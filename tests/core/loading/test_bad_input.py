@@ -370,7 +370,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "quantized": (quantized, TypeError, "quantised"),
     "nested tensor": (jagged, TypeError, "NestedTensor"),
     "a subclass with more": (scaled, TypeError, ".Wrapped"),
-    "a freed tensor": (freed, ValueError, "the memory of this tensor is not there"),
+    "a freed tensor": (freed, ValueError, "the memory of this tensor is missing"),
     "lazy": (lambda: torch.nn.LazyLinear(2), TypeError, "UninitializedParameter"),
     "an array of objects": (lambda: np.array([Custom()]), TypeError, "dtype object"),
     "an array of texts": (lambda: np.array(["a"]), TypeError, "dtype <U1"),

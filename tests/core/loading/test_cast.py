@@ -152,7 +152,7 @@ def test_a_cast_that_makes_no_sense_is_refused(
 def test_numbers_that_would_be_infinite_are_said_once_all_is_read(tmp_path: Path) -> None:
     dc.save({"big": torch.tensor([1.0, 1e6]), "inf": torch.tensor([torch.inf])}, tmp_path / "ck")
     state = {name: torch.zeros(n, dtype=torch.float16) for name, n in (("big", 2), ("inf", 1))}
-    with pytest.raises(dc.IncompatibleError, match=r"^big: values that were saved are too large"):
+    with pytest.raises(dc.IncompatibleError, match=r"^big: saved values are too large"):
         dc.load(state, tmp_path / "ck", cast=True)
     assert state["inf"].isinf().all()
     dc.load(state, tmp_path / "ck", cast=True, include="inf")
@@ -161,5 +161,7 @@ def test_numbers_that_would_be_infinite_are_said_once_all_is_read(tmp_path: Path
 def test_what_a_tensor_is_made_of_is_never_cast(tmp_path: Path) -> None:
     dc.save({"w": Pair(torch.ones(2, 2), torch.ones(2, 2))}, tmp_path / "ck")
     live = Pair(torch.zeros(2, 2).half(), torch.zeros(2, 2).half())
-    with pytest.raises(dc.IncompatibleError, match="what a tensor is made of is never cast"):
+    with pytest.raises(
+        dc.IncompatibleError, match="the inner tensors of a subclass are never cast"
+    ):
         dc.load({"w": live}, tmp_path / "ck", cast=True)

@@ -237,7 +237,7 @@ def test_an_optimizer_may_have_parameters_that_the_state_dict_leaves_out(tmp_pat
 
 @pytest.mark.parametrize(
     ("returned", "said"),
-    [([1], "no mapping whose keys are texts"), ({3: torch.ones(1)}, "keys are texts")],
+    [([1], "something else than a mapping with str keys"), ({3: torch.ones(1)}, "str keys")],
 )
 def test_a_state_dict_that_is_none_is_refused(returned: Any, said: str, tmp_path: Path) -> None:
     class Odd(nn.Module):

@@ -249,7 +249,7 @@ def test_a_name_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
     dc.save({"m": {"n" * 4094: torch.ones(1)}}, tmp_path / "longest")
     assert dc.verify(tmp_path / "longest").ok
     for value in (torch.ones(1), 1, dc.PerRank(1)):
-        with pytest.raises(ValueError, match="a name of 4097 characters, 4096 are the most"):
+        with pytest.raises(ValueError, match="the name has 4097 characters, the limit is 4096"):
             dc.save({"m": {"n" * 4095: value, "w": torch.ones(1)}}, tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
 

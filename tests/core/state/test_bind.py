@@ -350,7 +350,7 @@ def test_an_optimizer_over_meta_parameters_is_a_problem() -> None:
     source = pair("cpu")
     source["m"](torch.ones(1, 2)).sum().backward()
     source["o"].step()
-    refuses(pair("meta"), save(source), "holds meta parameters")
+    refuses(pair("meta"), save(source), "has meta parameters")
 
 
 def test_a_meta_tensor_in_a_mapping_is_replaced() -> None:
@@ -569,7 +569,7 @@ def test_a_policy_that_is_a_function_is_called_once_and_not_for_a_load_that_is_r
 
 def test_what_is_no_state_of_generators_is_told_with_its_name() -> None:
     saved = save({"r": PerRank({"dice": 1})})
-    refuses({"r": RNG()}, saved, r"^r: this is no state of random generators")
+    refuses({"r": RNG()}, saved, r"^r: the saved value is not a state of random")
 
 
 def test_what_was_loaded_into_is_let_go_of_with_its_last_reference() -> None:
@@ -758,7 +758,7 @@ def test_trees_that_no_state_has_made_are_refused() -> None:
     with pytest.raises(CorruptError, match="nested deeper"):
         with_tree(*chain)()
     for root, key in (
-        (Node("", "list", ()), "no mapping"),
+        (Node("", "list", ()), "not a mapping"),
         (Node("", "dict", ("a",)), "with keys"),
     ):
         with pytest.raises(CorruptError, match=key):

@@ -65,8 +65,8 @@ def test_parameters_are_found_with_all_their_places_and_their_memory(wrapped: An
     (flat,) = private_names.flat_parameters(wrapped)
     assert not flat.is_cut
     weight, bias = flat.originals
-    assert [name for _, name in weight.places] == ["weight", "weight"]
-    assert [owner for owner, _ in weight.places] == [*wrapped.module]
+    assert [name for _, name in weight.owners] == ["weight", "weight"]
+    assert [owner for owner, _ in weight.owners] == [*wrapped.module]
     assert (weight.shape, weight.start, weight.numel) == ((3, 3), 0, 9)
     assert (bias.shape, bias.start, bias.numel) == ((3,), 0, 3)
     with torch.no_grad():

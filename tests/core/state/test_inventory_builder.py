@@ -274,7 +274,7 @@ def test_per_rank_values_have_a_key_and_no_tensors() -> None:
         ({"a": {"": torch.ones(1)}}, ValueError, "a has an empty key"),
         ({"a": {(1, 2): torch.ones(1)}}, TypeError, r"a has the key \(1, 2\) of class tuple"),
         ({True: torch.ones(1)}, TypeError, "the state has the key True of class bool"),
-        ({"a": {"\ud800": torch.ones(1)}}, ValueError, "no text"),
+        ({"a": {"\ud800": torch.ones(1)}}, ValueError, "not valid text"),
         ({"a": {"b": [object()]}}, TypeError, r"a\['b'\]\[0\] is a builtins.object"),
         ({"a": {"t": torch.ones(1), "f": len}}, TypeError, "a.f is a builtins.builtin_function"),
         ({"a": np.array(["x"])}, TypeError, "a: a numpy array of dtype <U1"),

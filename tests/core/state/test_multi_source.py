@@ -72,7 +72,7 @@ def test_each_name_comes_from_the_first_that_has_it(states: Any, exclude: tuple[
     assert together.problems == ()
     for name, number in expected.items():
         assert untagged(together.leaves[name])[1] == sources[number].leaves[name]
-        assert (together.number_of(name), together.where(name)) == (number, f" in /{number}")
+        assert (together.number_of(name), together.source_text(name)) == (number, f" in /{number}")
         assert together.kind_of(name) == sources[number].kind_of(name)
         if together.is_value(name):
             assert together.value(name) == sources[number].value(name)

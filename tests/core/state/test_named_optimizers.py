@@ -456,7 +456,7 @@ def test_state_for_something_that_is_no_parameter_is_refused() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[torch.ones(1)] = {"step": 1}
-    with pytest.raises(ValueError, match="no parameters of its groups"):
+    with pytest.raises(ValueError, match="not parameters of its groups"):
         save({"model": model, "optim": optimizer})
 
 

@@ -320,7 +320,7 @@ def untold(model: nn.Module) -> Untold:
 def test_an_optimizer_within_of_which_nothing_is_told_is_refused_by_name() -> None:
     model = make_model()
     optimizer = untold(model)
-    message = r"optim: Untold keeps a AdamW in `base_optimizer`, .*into the state as well"
+    message = r"optim: Untold keeps a AdamW in `base_optimizer`, .*to the state too"
     for held in (optimizer, PerRank(optimizer)):
         with pytest.raises(ValueError, match=message):
             save({"model": model, "optim": held})

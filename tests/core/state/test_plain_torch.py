@@ -63,7 +63,7 @@ def test_a_tensor_without_bytes_of_its_own_is_refused_by_its_place() -> None:
 
 
 def test_stand_ins_that_cannot_be_made_are_errors() -> None:
-    with pytest.raises(ValueError, match="no device"):
+    with pytest.raises(ValueError, match="not a device"):
         make(Device("toaster:1"))
     with pytest.raises(IncompatibleError, match="float1"):
         make(DTypeValue("float1"))

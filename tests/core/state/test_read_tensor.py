@@ -187,7 +187,7 @@ def test_in_a_torch_that_cuts_in_a_third_way_only_fsdp_s_uneven_shards_are_taken
             shape=torch.Size((7, 1)),
             stride=(1, 1),
         )
-        with pytest.raises(ValueError, match="not what its placements give"):
+        with pytest.raises(ValueError, match="does not fit its placements"):
             describe(uneven, "w", rank=rank, group=range(4))
     assert (copies == 1).all()
 
@@ -388,7 +388,7 @@ def test_a_third_party_class_is_asked_for_its_parts():
     assert len(held.cells) == 2
     check_parts(held, full)
     with pytest.raises(
-        ValueError, match=r"says that it holds \(1, 2\).* gives a tensor of \(2, 2\)"
+        ValueError, match=r"reports a chunk of \(1, 2\).* returns a tensor of \(2, 2\)"
     ):
         alone(Halves(full, sizes=(1, 2)))
     assert not is_tensor_leaf(Halves), "the class itself is not a tensor"
@@ -484,7 +484,7 @@ def refused():
         "memory of this tensor": freed,
         "memory": shortened,
         "transform": torch._to_functional_tensor(torch.ones(2)),
-        "not there": torch._efficientzerotensor(3),
+        "is missing": torch._efficientzerotensor(3),
     }
 
 

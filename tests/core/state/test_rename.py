@@ -47,7 +47,7 @@ def test_two_names_that_would_become_one_are_a_problem() -> None:
 
 def test_a_rule_that_matches_nothing_is_a_problem() -> None:
     _, problems = renamed({"enc.*": "b.*"}, "encoder.w")
-    assert problems == ("rename: 'enc.*' matches no saved name: mend or remove the rule",)
+    assert problems == ("rename: 'enc.*' matches no saved name: change or remove the rule",)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_what_many_names_have_in_common_is_one_problem() -> None:
     _, problems = renamed({"a.*": "x.*", "*": "y.*"}, *names)
     (problem,) = problems
     assert problem == (
-        "rename: 'a.0' is matched by ['*', 'a.*'], which disagree, as are 99 other names: make "
-        "the patterns such that one matches"
+        "rename: 'a.0' is matched by ['*', 'a.*'], which disagree, as are 99 other names: change "
+        "the patterns so that only one matches"
     )
 
 

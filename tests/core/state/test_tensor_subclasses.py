@@ -105,7 +105,7 @@ def test_tensors_of_another_make_are_refused_with_the_remedy() -> None:
     quantized, plain = {"m": {"w": Quantized.of(weights())}}, {"m": {"w": weights()}}
     message = problems_of(save(plain), quantized)
     assert "m.w: saved as a tensor, the state has a subclass_tensors.Quantized" in message
-    assert "load into a plain tensor and convert that then" in message
+    assert "load into a plain tensor, then convert that" in message
     message = problems_of(save(quantized), plain)
     assert "m.w: saved as the parts of a subclass_tensors.Quantized, the state has a ten" in message
     message = problems_of(save(quantized), {"m": {"w": Pair(weights(), weights())}})
@@ -236,7 +236,7 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
         "optim.state.model.weight.momentum: saved as the parts of a subclass_tensors.Codes"
         in message
     )
-    assert "let the optimizer make its state before the load" in message
+    assert "let the optimizer create its state before the load" in message
     assert not sgd.state
 
 
@@ -247,17 +247,17 @@ def test_a_class_that_the_optimizer_does_not_show_is_not_looked_up() -> None:
         ({"context": None}, "__tensor_unflatten__ of Codes raised TypeError"),
         ({"context": [5]}, None),
         ({"shape": (8, 4)}, r"saved with shape \(8, 4\), the state has \(4, 8\)"),
-        ({"shape": (-1,)}, "not what dist_ckpt writes"),
-        ({"shape": "x"}, "not what dist_ckpt writes"),
+        ({"shape": (-1,)}, "not a valid record"),
+        ({"shape": "x"}, "not a valid record"),
         ({"dtype": torch.int8}, "saved with dtype"),
-        ({"exact": False}, "none here to fill"),
-        ({"exact": 1}, "not what dist_ckpt writes"),
-        ({"dtype": "x"}, "not what dist_ckpt writes"),
-        ({"more": 1}, "not what dist_ckpt writes"),
+        ({"exact": False}, "the state has none to fill"),
+        ({"exact": 1}, "not a valid record"),
+        ({"dtype": "x"}, "not a valid record"),
+        ({"more": 1}, "not a valid record"),
         ({"shape": (1 << 70,)}, "__tensor_unflatten__ of Codes raised|shape|not what"),
-        ({"class": "subclass_tensors.Pair"}, "none here to fill|raised KeyError"),
-        ({"class": "os.system"}, "none here to fill"),
-        ({"class": ["x"]}, "not what dist_ckpt writes"),
+        ({"class": "subclass_tensors.Pair"}, "the state has none to fill|raised KeyError"),
+        ({"class": "os.system"}, "the state has none to fill"),
+        ({"class": ["x"]}, "not a valid record"),
     ],
     ids=str,
 )
@@ -342,7 +342,7 @@ def test_a_record_that_lacks_something_is_a_problem(missing: str) -> None:
     record: Any = written.values[name]
     written.change(name, {key: value for key, value in record.items() if key != missing})
     (problem,) = fresh_problems(written)
-    assert f"{MOMENTUM}: what was saved under '__class__' is not what dist_ckpt wri" in problem
+    assert f"{MOMENTUM}: the saved '__class__' is not a valid rec" in problem
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_a_record_that_lacks_something_is_a_problem(missing: str) -> None:
 )
 def test_a_record_that_is_no_mapping_is_said_to_be_none(record: Any) -> None:
     (problem,) = fresh_problems(saved_with(__class__=record))
-    assert f"{MOMENTUM}: what was saved under '__class__' is not what dist_ckpt wri" in problem
+    assert f"{MOMENTUM}: the saved '__class__' is not a valid rec" in problem
 
 
 class Importing(torch.optim.SGD):

@@ -82,7 +82,7 @@ def test_policies_are_error_drop_or_a_function(wrapper, policy):
 
 def test_a_per_rank_value_holds_no_other_wrapper():
     for inner in (PerRank(1), RNG()):
-        with pytest.raises(TypeError, match="put that into the state as it is"):
+        with pytest.raises(TypeError, match="put that into the state itself"):
             PerRank(inner)
 
 

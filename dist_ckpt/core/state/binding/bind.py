@@ -1,15 +1,15 @@
 """The loading side of a state: which live memory each saved name goes to.
 
-    survey(state) -> Template           what the state asks for (template.py)
+    read_template(state) -> Template    the names and memory of the state (template.py)
     bind(template, saved) -> Binding    decides by names and kinds; every problem is listed
-    binding.wanted -> load plan         all ranks agree that there is no problem
-    binding.allocate() -> targets       memory that does not exist yet; the reader fills all
-    binding.settle()                    what shares memory gets what was read for it
-    binding.place()                     plain values and new tensors go where they belong
+    binding.wanted -> load plan         all ranks agree that no rank has a problem
+    binding.allocate() -> targets       new memory; the reader fills all targets
+    binding.settle()                    tensors that share memory are filled
+    binding.place()                     plain values and new tensors are assigned
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
-`bind` changes nothing that the user holds, and no optimizer state is made before `allocate`,
-which makes memory that `place` hangs in.
+`bind` changes no object of the user. Optimizer state is created by `allocate`, and assigned by
+`place`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dist_ckpt.core.state.binding.targets.load_values import (
     ConstantValue,
     NewContainer,
     Value,
-    filled,
-    taken,
+    fill_container,
+    fill_mapping,
 )
 from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.tree.containers import entries_of, join, kind_of
@@ -68,11 +68,11 @@ def bind(
     keys: Mapping[str, Sequence[Key]] | None = None,
     cast: Selection | None = None,
 ) -> Binding:
-    """Decide what goes where. What does not fit is not raised, but in `Binding.problems`.
+    """Decide where everything goes. Problems are not raised, but listed in `Binding.problems`.
 
-    `cast` are the names whose values may be converted into another dtype; None for none. `keys` are
-    the keys of all ranks' per-rank templates; None where this rank is alone. Raises CorruptError if
-    a value is in none of the files.
+    `cast` are the names whose values may be converted to another dtype; None for none. `keys` are
+    the keys of all ranks' per-rank templates; None for a single process. Raises CorruptError if a
+    value is in none of the files.
     """
     requests = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
@@ -81,15 +81,16 @@ def bind(
 
 
 class Binding:
-    """Where everything goes, on this rank.
+    """The destination of everything, on this rank.
 
-    `problems`: shape, dtype, kind, coverage; under `strict` also missing names. `missing`:
-    names that the state asks for and the checkpoint lacks. `unclaimed`: saved names that this
-    rank's state does not ask for, as the catalog has them; those that no rank asks for are
-    unexpected (`unexpected_problem` words the error). `dropped`: what a policy or a rename left
-    out. `unmatched`: the problems of patterns that match no name. `makes_memory`: whether
-    `allocate` makes tensors, or only says where those of the state are; `places`, `loads_objects`:
-    whether the methods `place` and `load_objects` have anything to do.
+    - `problems`: shape, dtype, kind, coverage; under `strict` also missing names.
+    - `missing`: names of the state that the checkpoint lacks.
+    - `unclaimed`: saved names, as in the catalog, that this rank's state does not have. If no rank
+      has them, they are unexpected (see `unexpected_problem`).
+    - `dropped`: names that a policy or a rename left out.
+    - `unmatched`: the problems of patterns that match no name.
+    - `makes_memory`: True if `allocate` makes tensors, not only returns those of the state.
+    - `places`, `loads_objects`: True if the methods `place` and `load_objects` have work.
     """
 
     def __init__(self, requests: BindContext) -> None:
@@ -107,15 +108,15 @@ class Binding:
         self.unmatched = () if saved.problems else requests.unmatched()
         self.problems = (*saved.problems, *requests.problems)
         if saved.problems:
-            # A rename that makes no sense: what is at which name will only be known without it.
+            # With an invalid rename the names are unknown.
             self.unclaimed = ()
         elif requests.strict and self.missing:
             self._explain_missing()
         if not self.problems:
-            self.problems = tuple(self._strange_generators())
+            self.problems = tuple(self._generator_problems())
 
-    def _strange_generators(self) -> Iterator[str]:
-        """Yield what cannot be set: where all else fits, for it may need a function of the user."""
+    def _generator_problems(self) -> Iterator[str]:
+        """Yield the problems of generators. Only without other problems: it may call user code."""
         for name, generators, saved in self._requests.generators:
             try:
                 generators.check(saved())
@@ -123,25 +124,25 @@ class Binding:
                 yield f"{name}: {error}"
 
     def _explain_missing(self) -> None:
-        """Report missing names, and those which are only called otherwise as that alone."""
+        """Report missing names. Those saved with another prefix are reported as that alone."""
         saved = self._requests.saved
-        taken = saved.leaves.keys() - set(self.unclaimed)
-        # Rules for names that the user's own rename has made would say nothing of what to add.
+        claimed = saved.leaves.keys() - set(self.unclaimed)
+        # After the user's own rename, rules for the new names would not help.
         free = self.unclaimed if saved.is_as_saved() else ()
-        rules, found = rules_for(self.missing, free, taken)
-        if found:
-            self.problems += (misnamed_problem([*found], rules),)
-            self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in found.values())
-        # A group of parameters that are called otherwise is missing, though it is there.
-        known = {*found, *(name for name in self.missing if found and name in saved.leaves)}
+        rules, misnamed = rules_for(self.missing, free, claimed)
+        if misnamed:
+            self.problems += (misnamed_problem([*misnamed], rules),)
+            self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in misnamed.values())
+        # A saved group whose parameters have other names is missing too.
+        explained = {*misnamed, *(n for n in self.missing if misnamed and n in saved.leaves)}
         lacking: dict[tuple[str, ...] | None, list[str]] = {}
         for name in self.missing:
-            if name not in known:
+            if name not in explained:
                 lacking.setdefault(self._requests.looked_in(name), []).append(name)
         frozen = frozen_names(self._requests.template.root) if lacking else frozenset()
         self.problems += tuple(
-            missing_problem(some, where, are_frozen=frozen.issuperset(some))
-            for where, some in lacking.items()
+            missing_problem(names, paths, are_frozen=frozen.issuperset(names))
+            for paths, names in lacking.items()
         )
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
@@ -150,16 +151,16 @@ class Binding:
             return self._requests.targets.allocate()
 
     def settle(self) -> None:
-        """Fill the tensors that share memory, once all is read, and wait for accelerators.
+        """Fill the tensors that share memory, after all reads, and wait for accelerators.
 
-        Raises IncompatibleError if what was saved differs where they share it.
+        Raises IncompatibleError if their saved values differ in the shared memory.
         """
         self._requests.targets.settle()
 
     def place(self) -> None:
-        """Put plain values and new tensors where they belong; those of modules first.
+        """Assign plain values and new tensors; those of modules first.
 
-        These by their names in order, as in `load_objects`: a class may have its own way to load.
+        Modules in the order of their names, as in `load_objects`: a class may load in its own way.
         """
         for _, assign in sorted(self._requests.assigns, key=itemgetter(0)):
             assign()
@@ -167,9 +168,10 @@ class Binding:
             effect()
 
     def load_objects(self) -> None:
-        """Call load_state_dict and set_extra_state of the state's objects; generators last.
+        """Call load_state_dict and set_extra_state of the state's objects; set generators last.
 
-        By their names in order: there may be collectives in it, and ranks' keys may not be in one.
+        In the order of their names: user code may have collectives, and the order of ranks' keys
+        may differ.
         """
         for _, load in sorted(self._requests.loads, key=itemgetter(0)):
             load()
@@ -180,37 +182,37 @@ class Binding:
 def missing_problem(
     names: Sequence[str], looked_in: Sequence[str] | None = None, *, are_frozen: bool = False
 ) -> str:
-    """Word the error about names that the state asks for and the checkpoint lacks.
+    """Return the error text for names of the state that the checkpoint lacks.
 
-    Of several sources `looked_in` are those in which they were looked for; None if there is one.
+    `looked_in` are the paths of the sources that may have them; None for a single source.
     `are_frozen`: all of them are parameters that require no gradient.
     """
-    who = "the checkpoint lacks"
+    fact = "the checkpoint lacks"
     if looked_in is not None:
-        who = f"{' and '.join(looked_in)} lack{'s' * (len(looked_in) == 1)}"
-    remedy = f"remove {_them(names)} from the state or `exclude` what it shall not restore"
-    told = _counted(names)
+        fact = f"{' and '.join(looked_in)} lack{'s' * (len(looked_in) == 1)}"
+    remedy = f"remove {_them(names)} from the state or `exclude` {_them(names)} from the load"
+    text = _counted(names)
     if are_frozen:
-        told += f", which require{'s' * (len(names) == 1)} no gradient"
+        text += f", which require{'s' * (len(names) == 1)} no gradient"
         remedy += ", load with include_frozen=False if it was saved with that"
     if looked_in == ():
-        who, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
-    return f"{who} {told}: {remedy}, or load with strict=False"
+        fact, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
+    return f"{fact} {text}: {remedy}, or load with strict=False"
 
 
 def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
-    """Word the error about names that the checkpoint has with another prefix."""
+    """Return the error text for names that the checkpoint has with another prefix."""
     return (
-        f"the checkpoint has another prefix for {_counted(names)}, as a module has inside and "
-        f"outside of a wrapper or a list: load with rename={dict(rules)!r}"
+        f"the checkpoint has another prefix for {_counted(names)}, as if the module was inside a "
+        f"wrapper or a list: load with rename={dict(rules)!r}"
     )
 
 
 def unexpected_problem(names: Sequence[str], holder: str = "the checkpoint") -> str:
-    """Word the error about saved names that no rank asks for."""
+    """Return the error text for saved names that are not in the state of any rank."""
     return (
-        f"the state does not ask for {_counted(names)}, which {holder} holds: put None or "
-        "{} there to take what was saved, say with `include` what to load (such as "
+        f"the state does not ask for {_counted(names)}, which {holder} holds: set None or "
+        "{} there to load the saved value, choose with `include` what to load (such as "
         "include=['model']), or load with strict=False"
     )
 
@@ -221,12 +223,12 @@ def _counted(names: Sequence[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.partition(".")[0], []).append(name)
-    some = [_some(group) for group in groups.values()]
-    more = f", and more in {len(some) - MAX_LISTED} others" if len(some) > MAX_LISTED else ""
-    return f"{len(names)} names: {', '.join(some[:MAX_LISTED])}{more}"
+    texts = [_group_text(group) for group in groups.values()]
+    more = f", and more in {len(texts) - MAX_LISTED} others" if len(texts) > MAX_LISTED else ""
+    return f"{len(names)} names: {', '.join(texts[:MAX_LISTED])}{more}"
 
 
-def _some(group: Sequence[str]) -> str:
+def _group_text(group: Sequence[str]) -> str:
     above = group[0].partition(".")[0]
     return group[0] + f" and {len(group) - 1} more in {above!r}" * (len(group) > 1)
 
@@ -235,19 +237,19 @@ def _them(names: Sequence[str]) -> str:
     return "them" if len(names) > 1 else "it"
 
 
-# --- one walk over a template: each leaf asks for what was saved under its name ---------------
+# --- one walk over a template: each leaf requests the saved value of its name ----------------
 
 
 def _bind_root(requests: BindContext, root: Branch) -> None:
     value = _branch(requests, "", root) if root.children else requests.subtree("")
-    if isinstance(value, NewContainer):  # an empty state takes all
-        value = partial(filled, root.kind, root.live, value.items)
+    if isinstance(value, NewContainer):  # an empty state loads everything
+        value = partial(fill_container, root.kind, root.live, value.items)
     if value is not None:
         requests.effects.append(value)
 
 
 def _bind(requests: BindContext, name: str, tree: Tree) -> Value | None:
-    """Bind what is at a name; return what to put there instead, or None to leave it."""
+    """Bind a node; return its new value, or None to leave it unchanged."""
     match tree:
         case Branch():
             return _branch(requests, name, tree)
@@ -274,8 +276,8 @@ def _branch(requests: BindContext, name: str, tree: Branch) -> Value | None:
     requests.split(name)
     requests.check_keys(name, tree.children)
     bound = {key: _bind(requests, join(name, key), child) for key, child in tree.children.items()}
-    found = {key: value for key, value in bound.items() if value is not None}
-    return partial(filled, tree.kind, tree.live, found) if found else None
+    values = {key: value for key, value in bound.items() if value is not None}
+    return partial(fill_container, tree.kind, tree.live, values) if values else None
 
 
 def _tensor(requests: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
@@ -288,7 +290,7 @@ def _tensor(requests: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
 def _plain(requests: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
         saved = None if requests.is_missing(name) else requests.subtree(name)
-        return None if saved is None else partial(taken, live, saved)
+        return None if saved is None else partial(fill_mapping, live, saved)
     if not requests.selected(name) and not requests.chosen(name):
         return None
     value = requests.value(name) if requests.selected(name) else None
@@ -310,7 +312,7 @@ def _per_rank(requests: BindContext, name: str, leaf: PerRankLeaf) -> None:
     if saved is None:
         return
     if isinstance(wrapper, RNG):
-        # It is looked at before anything is set, and a function of the user may not be pure.
+        # Cached: it is read before anything is set, and a user function may not be pure.
         requests.generators.append((name, wrapper, cache(saved)))
     elif has_state(wrapper.value):
         _load(requests, name, wrapper.value, saved)
@@ -319,9 +321,9 @@ def _per_rank(requests: BindContext, name: str, leaf: PerRankLeaf) -> None:
 
 
 def _object(requests: BindContext, name: str, leaf: ObjectLeaf) -> None:
-    """Ask for all of an object's state: it says itself what it takes of it."""
+    """Request all of an object's state: its class decides what it loads."""
     if requests.selected(name) and requests.saved.keys_of(name) is not None:
-        remedy = "load it in a dc.PerRank as it was saved in"
+        remedy = "load it in a dc.PerRank, as it was saved"
         requests.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
     if requests.is_missing(name) or (state := requests.subtree(name, leaf.content)) is None:
@@ -331,19 +333,21 @@ def _object(requests: BindContext, name: str, leaf: ObjectLeaf) -> None:
         leaf for leaf in saved if leaf in requests.saved.leaves and not requests.selected(leaf)
     ]
     left_out += [out for out in requests.saved.left_out if out.startswith(f"{name}.")]
-    what = f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
+    fact = f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
     if left_out:
-        requests.problems.append(f"{what}{left_out[0]!r} is left out: exclude all of it")
-    first, *others = dict.fromkeys(map(requests.saved.where, requests.saved.below(name))) or [""]
-    if others:
+        requests.problems.append(f"{fact}{left_out[0]!r} is left out: exclude all of it")
+    sources = dict.fromkeys(map(requests.saved.source_text, requests.saved.below(name)))
+    first, *further = sources or [""]
+    if further:
         requests.problems.append(
-            f"{what}some of it is found{first}, and some{others[0]}: exclude it from one of the two"
+            f"{fact}some of it is found{first}, and some{further[0]}: exclude it from one of the "
+            "two"
         )
     try:
         saved_by = requests.saved.catalog_of(saved[0]).world_size
         check_ranks(leaf.owner, saved_by, requests.template.world_size)
         if isinstance(leaf.owner, DataPosition):
-            leaf.owner.check(state())  # it has no tensors: all of it is known
+            leaf.owner.check(state())  # it has no tensors, so nothing is left to read
     except IncompatibleError as error:
         requests.problems.append(f"{name}: {error}")
     _load(requests, name, leaf.owner, state)

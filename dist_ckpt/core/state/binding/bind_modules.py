@@ -16,7 +16,7 @@ from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_tensor
 
 
 def bind_module(requests: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
-    """Ask for what a module's state dict holds. Modules are closed."""
+    """Request the values of a module's state dict. Modules are closed."""
     state = leaf.state
     assigned = _bind_live(requests, fqn, state)
     further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
@@ -29,13 +29,13 @@ def bind_module(requests: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
 
 
 def _bind_live(requests: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
-    """Ask for the live tensors; return what is to be put in the place of those on meta."""
-    made: dict[int, object] = {}
+    """Request the live tensors; return the new tensors in place of those on meta."""
+    created: dict[int, object] = {}
     assigned: dict[str, object] = {}
     tied = _tied_to_saved(requests, fqn, state)
-    for name in (one for one in state.live if one not in tied):
+    for name in (name for name in state.live if name not in tied):
         full, live = join(fqn, name), state.live[name]
-        # The live tensor, not what the state dict returned: a hook may have copied that.
+        # The live tensor, not that of the state dict: a hook may have copied it.
         own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(own, SubclassLeaf):
             requests.subclass_tensor(full, own)
@@ -45,29 +45,26 @@ def _bind_live(requests: BindContext, fqn: str, state: ModuleState) -> dict[str,
         if not is_meta(live):
             requests.targets.fill(full, own)
             continue
-        # Tied parameters stay one object, which has been made if another of its names came first.
-        own = replace(own, value=made.get(id(live), live))
-        assigned[name] = made[id(live)] = requests.targets.fill(full, own)
+        # Tied parameters stay one object, which exists if another of its names came first.
+        own = replace(own, value=created.get(id(live), live))
+        assigned[name] = created[id(live)] = requests.targets.fill(full, own)
     for name in tied:
         requests.restored[join(fqn, name)] = None
-        if (twin := made.get(id(state.live[name]))) is not None:
+        if (twin := created.get(id(state.live[name]))) is not None:
             assigned[name] = twin
     return assigned
 
 
 def _tied_to_saved(requests: BindContext, fqn: str, state: ModuleState) -> set[str]:
-    """Return the names of tensors that are saved under another of their names, but not under this.
-
-    Others save tied tensors under one of their names: with that all of them are filled.
-    """
+    """Return the names of tied tensors that are saved only under another of their names."""
     names: dict[int, list[str]] = {}
     for name, live in state.live.items():
         names.setdefault(id(live), []).append(name)
     if len(names) == len(state.live):
         return set()
     tied: set[str] = set()
-    for some in names.values():
-        selected = [name for name in some if requests.selected(join(fqn, name))]
+    for twins in names.values():
+        selected = [name for name in twins if requests.selected(join(fqn, name))]
         lacking = [name for name in selected if not requests.has(join(fqn, name))]
         if any(requests.saved.tensor(join(fqn, name)) for name in selected):
             tied.update(lacking)
@@ -92,13 +89,13 @@ def _load(
     part: ModulePart,
     extras: Mapping[str, Value],
 ) -> None:
-    """Let `load_state_dict` have what is no live tensor, and all if it does more than fill them."""
+    """Call `load_state_dict` with values that are not live tensors, or with all if it does more."""
     live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}
     restored = any(join(fqn, name) in requests.restored for name in live)
     whole = part.loads_itself() and (restored or extras)
 
     def load() -> None:
-        # What is filled already is the module's own: to copy it onto itself does nothing.
+        # Live tensors are filled already: copying one onto itself does nothing.
         values: dict[str, object] = {}
         values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
         values.update((name, extra()) for name, extra in extras.items())

@@ -1,4 +1,4 @@
-"""What a load asks of a checkpoint, name by name: values, tensors, and what to do with them."""
+"""The requests of a load to a checkpoint, name by name: values, tensors, and their use."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from dist_ckpt.errors import CheckpointError
 
 
 class BindContext:
-    """What one rank asks for. Each method claims the saved names that it serves.
+    """The requests of one rank. Each method claims the saved names that it serves.
 
-    Once all is read `assigns` fill meta modules, `effects` what else there is; `loads` call objects
-    and `generators`, given with their names, are set last, to what was saved of them.
+    After the read, `assigns` fill meta modules, `effects` everything else, and `loads` call
+    objects. `generators`, with their names, are set last, to their saved states.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class BindContext:
         self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
-        # It looks at every tensor of the state: once at most, and seldom at all.
+        # It reads every tensor of the state, so it runs once at most, and only if needed.
         self._live_mesh = cache(template.mesh)
 
     # --- names -------------------------------------------------------------------------------
 
     def looked_in(self, name: str) -> tuple[str, ...] | None:
-        """Return the paths of the sources that may have a name; None if there is one source."""
+        """Return the paths of the sources that may have a name; None for a single source."""
         scopes = self._selection
         return scopes.looked_in(name) if isinstance(scopes, Scopes) else None
 
     def selected(self, name: str) -> bool:
-        """Say whether `include` and `exclude` leave a name in."""
+        """Return True if `include` and `exclude` leave a name in."""
         return name in self._selection
 
     def unmatched(self) -> tuple[str, ...]:
         """Return the problem of each pattern that matches no name, saved or of this state."""
 
-        def names() -> Iterator[str]:  # nobody looks at them where there is no pattern
+        def names() -> Iterator[str]:  # lazy: without patterns it is not used
             yield from self.saved.leaves
             yield from self.template.names()
 
@@ -96,21 +96,21 @@ class BindContext:
         )
 
     def unclaimed(self) -> tuple[str, ...]:
-        """Return the saved names that the state does not ask for, as the catalog has them."""
+        """Return the saved names that the state does not have, as in the catalog."""
         leaves = self.saved.leaves.items()
         return tuple(f for name, f in leaves if f not in self.claimed and self.selected(name))
 
     def chosen(self, name: str) -> list[str]:
-        """Return the saved leaves at and below a name that are selected."""
+        """Return the selected saved leaves at and below a name."""
         own = [name] if name in self.saved.leaves else []
         return [leaf for leaf in (*own, *self.saved.below(name)) if self.selected(leaf)]
 
     def has(self, name: str) -> bool:
-        """Say whether anything is saved at or below a name."""
+        """Return True if anything is saved at or below a name."""
         return name in self._split or self.saved.holds(name)
 
     def is_missing(self, name: str) -> bool:
-        """Say whether nothing is saved at or below a name, which then is missing if selected."""
+        """Return True if nothing is saved at or below a name; if selected it is then missing."""
         if self.has(name):
             return False
         if self.selected(name):
@@ -118,14 +118,11 @@ class BindContext:
         return True
 
     def is_container(self, name: str) -> bool:
-        """Say whether a container with tensors was saved under a name."""
+        """Return True if a container with tensors was saved under a name."""
         return name not in self._split and name not in self.saved.leaves and self.has(name)
 
     def takes(self, name: str) -> bool:
-        """Ask for a tensor: say whether the name is selected and was saved as one.
-
-        What else it is, or that it misses, is reported.
-        """
+        """Request a tensor; return True if it is selected and saved as one. Others are reported."""
         if name not in self._selection:
             return False
         if self.saved.tensor(name) is None:
@@ -134,8 +131,8 @@ class BindContext:
         self.restore(name)
         return True
 
-    def report_mismatch(self, name: str, asked: str, remedy: str = "make them alike") -> None:
-        """Report that a name is missing, or is not what the state has there."""
+    def report_mismatch(self, name: str, wanted: str, remedy: str = "make them alike") -> None:
+        """Report a name that is missing, or that was saved as another kind than in the state."""
         kind = "a value without tensors" if name in self._split else self.saved.kind_of(name)
         if kind is None:
             self.missing[name] = None
@@ -143,30 +140,30 @@ class BindContext:
         for leaf in (name, *self.saved.below(name)):
             self.claim(leaf)
         self.problems.append(
-            f"{name}: saved as {kind}{self.saved.where(name)}, the state has {asked}: {remedy}, "
-            "put None there to take what was saved, or exclude the name"
+            f"{name}: saved as {kind}{self.saved.source_text(name)}, the state has {wanted}: "
+            f"{remedy}, set None there to load the saved value, or exclude the name"
         )
 
     def claim(self, name: str) -> None:
-        """Note that a saved name is asked for."""
+        """Record that a saved name is requested."""
         if name in self.saved.leaves:
             self.claimed.add(self.saved.leaves[name])
 
     def restore(self, name: str) -> None:
-        """Note that a saved name is asked for and comes back."""
+        """Record that a saved name is requested and will be loaded."""
         self.claim(name)
         self.restored[name] = None
 
     # --- values ------------------------------------------------------------------------------
 
     def value(self, name: str) -> ConstantValue | None:
-        """Ask for a value; None if the name is no value."""
+        """Request a value; None if the name is not a value."""
         if (value := self.peek(name)) is not None:
             self.restore(name)
         return value
 
     def peek(self, name: str) -> ConstantValue | None:
-        """Look at a value that is only to be compared with."""
+        """Return a value that is only compared, without a request."""
         if name in self._split:
             return ConstantValue(self._split[name])
         return ConstantValue(self.saved.value(name)) if self.saved.is_value(name) else None
@@ -186,7 +183,7 @@ class BindContext:
                 )
 
     def split(self, name: str) -> None:
-        """Treat a saved value that is a container as what it holds, where the state has tensors."""
+        """Treat a saved value that is a container as its items, if the state has tensors there."""
         if name in self._split:
             value = self._split.pop(name)
         elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.main:
@@ -199,39 +196,39 @@ class BindContext:
             self._split.update((join(name, key), item) for key, item in entries.items())
 
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
-        """Return the key and the name of each child of what is saved under a name."""
+        """Return the key and the name of each child below a saved name."""
         parts = [n for n in self._split if n.startswith(f"{name}.")]
         return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
 
     def params(self, group: str) -> Sequence[str]:
-        """Return the parameters' names of an optimizer's group, as saved; torch's are numbers."""
+        """Return the saved names of the parameters of an optimizer's group; torch's are numbers."""
         value = self._split.get(group)
         if isinstance(value, dict) and isinstance(value.get("params"), list):
             return [str(name) for name in value["params"] if type(name) in (str, int)]
         if group in self.saved.params:
             return self.saved.params[group]
-        # A group with tensors that was saved as a dict is a container; so is any that DCP saved.
+        # A group that was saved as a dict with tensors is a container, as is every group of DCP.
         own = f"{group}.params"
         names = self.saved.value(own) if self.saved.is_value(own) else None
-        told = names if isinstance(names, list) else ()
-        return [str(name) for name in told if type(name) in (str, int)]
+        params = names if isinstance(names, list) else ()
+        return [str(name) for name in params if type(name) in (str, int)]
 
-    # --- tensors that are made of others -----------------------------------------------------
+    # --- tensor subclasses -------------------------------------------------------------------
 
     def subclass_tensor(self, name: str, leaf: SubclassLeaf) -> None:
-        """Ask for what a tensor is made of, to be filled in place.
+        """Request the inner tensors of a tensor subclass, to be filled in place.
 
-        It must have been saved from one that was made alike.
+        The saved tensor must have been made in the same way.
         """
         own = class_name(leaf.value)
         if is_meta(leaf.value) and self.chosen(name):
             self.problems.append(
-                f"{name}: a {own} without data, which only its class could give it: materialize "
-                "it (`to_empty`), or convert the model once it has memory, before the load"
+                f"{name}: a {own} without data, which only its class could allocate: materialize "
+                "it (`to_empty`), or convert the model after that, before the load"
             )
             return
         if name in self.saved.leaves and self.selected(name):
-            self.report_mismatch(name, f"a {own}", "load into a plain tensor and convert that then")
+            self.report_mismatch(name, f"a {own}", "load into a plain tensor, then convert that")
             return
         for attribute, inner in leaf.inner.items():
             full = join(name, attribute)
@@ -241,19 +238,20 @@ class BindContext:
                 self.targets.fill(full, inner, as_bits=True)
         self._check_record(name, leaf)
 
-    def _new_subclass_tensor(self, name: str, beside: PlacementHint) -> Value | None:
-        """Ask for a compound tensor that this load makes."""
+    def _new_subclass_tensor(self, name: str, hint: PlacementHint) -> Value | None:
         parts = [*self.saved.below(name)]
         if len(self.chosen(name)) < len(parts):
             return None
         if self.template.rules is not None:
-            self.problems.append(f"{name}: a ShardingConfig says nothing of such state: exclude it")
+            self.problems.append(
+                f"{name}: a ShardingConfig has no rules for such state: exclude it"
+            )
             return None
         for part in parts:
             self.restore(part)
-            self.peek(part)  # a file that cannot be read is no problem of the class
+            self.peek(part)  # errors of its file are not errors of the class
         try:
-            return new_subclass_tensor(self.saved, self.targets, name, beside)
+            return new_subclass_tensor(self.saved, self.targets, name, hint)
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
@@ -263,17 +261,17 @@ class BindContext:
         if not self.selected(full):
             return
         if (record := self.value(full)) is None:
-            self.report_mismatch(full, "what a tensor is made of")
-        elif found := difference(record.value, leaf.record):
+            self.report_mismatch(full, "the record of a tensor subclass")
+        elif problem := difference(record.value, leaf.record):
             self.problems.append(
-                f"{name}: a {class_name(leaf.value)} {found}{self.saved.where(name)}: convert the "
-                "state in the way in which the saved one was, or exclude the name"
+                f"{name}: a {class_name(leaf.value)} {problem}{self.saved.source_text(name)}: "
+                "convert the state in the same way as the saved one, or exclude the name"
             )
 
     # --- per-rank values ---------------------------------------------------------------------
 
     def per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
-        """Ask for the value of this rank's key, by the policy of the wrapper."""
+        """Request the value of this rank's key, by the policy of the wrapper."""
         saved = self.saved.keys_of(name)
         if saved is None:
             self.report_mismatch(name, f"a {type(wrapper).__name__}")
@@ -288,11 +286,11 @@ class BindContext:
             self.dropped.append(name)
         elif policy == "error":
             self.problems.append(
-                f"{name}: saved{self.saved.where(name)} for the keys {_listed([*keys])} "
+                f"{name}: saved{self.saved.source_text(name)} for the keys {_listed([*keys])} "
                 f"(mesh {mesh_text(self.saved.catalog_of(name).mesh)}), the state has "
-                f"{_listed(now)} (mesh {mesh_text(self._live_mesh())}): what belongs to one rank "
-                'has no meaning for another; choose on_reshard="drop" or a function for it, or '
-                "exclude it"
+                f"{_listed(now)} (mesh {mesh_text(self._live_mesh())}): the value of one rank has "
+                'no meaning for another; choose on_reshard="drop" or a function for it, or exclude '
+                "it"
             )
         else:
             self.restore(name)
@@ -300,7 +298,7 @@ class BindContext:
         return None
 
     def open_per_rank(self, name: str) -> ConstantValue | None:
-        """Ask for a per-rank value where the state says nothing of it, if the keys are ranks."""
+        """Request a per-rank value without a wrapper in the state, if the keys are ranks."""
         saved = self.saved.keys_of(name)
         assert saved is not None
         ranks = set(range(self.template.world_size))
@@ -320,40 +318,40 @@ class BindContext:
     # --- whole subtrees ----------------------------------------------------------------------
 
     def parts(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
-        """Ask for what an object tells of itself; `trees` are what it tells now."""
-        found: dict[str, Value] = {}
+        """Request the entries of an object; `trees` are its current ones."""
+        values: dict[str, Value] = {}
         for key, tree in trees.items():
             name = join(fqn, key)
             if not self.is_missing(name) and (value := self.subtree(name, tree)) is not None:
-                found[str(key)] = value
-        return found
+                values[str(key)] = value
+        return values
 
     def subtree(
-        self, name: str, tree: Tree | None = None, beside: PlacementHint | None = None
+        self, name: str, tree: Tree | None = None, hint: PlacementHint | None = None
     ) -> Value | None:
-        """Ask for all that is saved at and below a name, as new containers of the saved kinds.
+        """Request everything saved at and below a name, as new containers of the saved kinds.
 
-        A tensor of `tree` that fits is filled in place and put there; else a new one is, whole in
-        host memory or as `beside` says. None if nothing of it is selected.
+        A tensor of `tree` that fits is filled in place. Otherwise a new tensor is created, whole in
+        host memory or like the parameter of `hint`. None if nothing of it is selected.
         """
         while isinstance(tree, ObjectLeaf):
             tree = tree.content
         if isinstance(tree, SubclassLeaf):
             self.subclass_tensor(name, tree)
             return ConstantValue(tree.value)
-        if beside is not None and self.saved.is_wrapper_subclass(name):
-            return self._new_subclass_tensor(name, beside)
-        own = self._leaf(name, tree, beside)
+        if hint is not None and self.saved.is_wrapper_subclass(name):
+            return self._new_subclass_tensor(name, hint)
+        own = self._leaf(name, tree, hint)
         children = children_of(tree)
-        found: dict[PathKey, Value] = {}
+        items: dict[PathKey, Value] = {}
         for key, child in self.saved.children(name):
-            if (value := self.subtree(child, children.get(key), beside)) is not None:
-                found[key] = value
+            if (value := self.subtree(child, children.get(key), hint)) is not None:
+                items[key] = value
         kind = self.saved.kinds.get(name)
-        if found:
+        if items:
             before = (entries_of(own.value) if isinstance(own, ConstantValue) else None) or {}
-            known = {key: ConstantValue(value) for key, value in before.items()}
-            return NewContainer(kind or "dict", {**known, **found})
+            constants = {key: ConstantValue(value) for key, value in before.items()}
+            return NewContainer(kind or "dict", {**constants, **items})
         if (
             own is None
             and kind is not None
@@ -363,14 +361,14 @@ class BindContext:
             return NewContainer(kind, {})
         return own
 
-    def _leaf(self, name: str, leaf: Tree | None, beside: PlacementHint | None) -> Value | None:
+    def _leaf(self, name: str, leaf: Tree | None, hint: PlacementHint | None) -> Value | None:
         if not self.selected(name):
             return None
         if self.saved.tensor(name) is not None:
             self.restore(name)
             if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
                 return ConstantValue(self.targets.fill(name, leaf))
-            return self.targets.whole(name) if beside is None else self.targets.beside(name, beside)
+            return self.targets.whole(name) if hint is None else self.targets.like(name, hint)
         if self.saved.keys_of(name) is not None:
             if isinstance(leaf, PerRankLeaf):
                 return self.per_rank(name, leaf.wrapper)

@@ -1,4 +1,4 @@
-"""What a load's state asks for, read before anything is known of the checkpoint."""
+"""The template of a load: the names and memory of the state, without the checkpoint."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from dist_ckpt.core.state.wrappers import key_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """What a state asks for. `keys` are its per-rank values' names and this rank's keys.
+    """The state to load into. `keys` are the names of its per-rank values, with this rank's keys.
 
-    A load gathers `keys` of all ranks, so that `bind` can tell whether the set of keys of a name
-    is the one that was saved. `parameters` are the names of each optimizer's parameters by id();
-    `group_ranks[r]` is the global rank of rank r of the group.
+    A load gathers `keys` of all ranks, so that `bind` can compare the keys of a name with the saved
+    ones. `parameters` are the names of each optimizer's parameters by id(). `group_ranks[r]` is the
+    global rank of rank r of the group.
     """
 
     root: Branch
@@ -49,13 +49,13 @@ class Template:
     group_ranks: tuple[int, ...]
 
     def names(self) -> Iterator[str]:
-        """Yield the names that a load may choose among; of an optimizer's groups each option."""
+        """Yield the names that a load may choose from; of an optimizer's groups each option."""
         return choices(self.root, self._of_optimizer)
 
     def _of_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
-        groups = enumerate(leaf.held.groups)
+        groups = enumerate(leaf.state.groups)
         options = (join(join(fqn, GROUPS), f"{n}.{key}") for n, group in groups for key in group)
-        return [*options, *state_names(leaf.held, self.parameters[fqn], fqn)]
+        return [*options, *state_names(leaf.state, self.parameters[fqn], fqn)]
 
     def mesh(self) -> tuple[tuple[str, int], ...]:
         """Return the job's mesh, as far as the state shows it."""
@@ -63,10 +63,10 @@ class Template:
         for fqn, leaf in walk(self.root):
             if isinstance(leaf, TensorLeaf):
                 try:
-                    held = describe_target(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+                    local = describe_target(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
                 except (TypeError, ValueError):
-                    continue  # reported where the tensor is asked for
-                views.append(held.view)
+                    continue  # `bind` reports it
+                views.append(local.view)
         return mesh_of(self.rules, views)
 
 
@@ -97,15 +97,14 @@ def read_template(
 
 
 def _check_names(root: Branch, rank: int) -> dict[str, Key]:
-    """Return the keys of this rank's per-rank values. ValueError if a name means two things."""
     seen: set[str] = set()
     keys: dict[str, Key] = {}
     for fqn, tree in walk(root):
         if isinstance(tree, ObjectLeaf):
-            continue  # what it holds comes under the same name
+            continue  # its content has the same name
         if fqn in seen:
             raise ValueError(
-                f"{fqn}: two paths of the state have this name once their keys are joined with "
+                f"{fqn}: two paths of the state have this name when their keys are joined with "
                 "dots: rename one of the keys"
             )
         seen.add(fqn)

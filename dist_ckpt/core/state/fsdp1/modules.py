@@ -1,7 +1,7 @@
 """Modules under FSDP1: each parameter by its own name, as this rank's part of it.
 
-Torch's `state_dict` of such a module gathers all of it on every rank. Here nothing is moved: what
-FSDP1 keeps of a parameter is a `FlatShard` over its memory, which a save reads and a load fills.
+Torch's `state_dict` of such a module gathers all of it on every rank. Here no data moves: FSDP1's
+part of a parameter is a `FlatShard` over its memory, which a save reads and a load fills.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dist_ckpt.core.state.fsdp1.private_names import (
     FlatParameter,
     Original,
     cast_buffers,
+    find_state_dict_change,
     flat_parameters,
     has_fsdp1,
     is_flattened,
     own_tensors,
     plain_names,
-    what_changes_state_dict,
 )
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.wrappers import FlatShard
 
-# torch's name of what `get_extra_state` returns, in every state dict
+# torch's name for the result of `get_extra_state`, in every state dict
 EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterPart(FlatShard):
-    """What this rank has of a parameter that is in a flat one."""
+    """This rank's part of a parameter that is in a flat one."""
 
     tensor: torch.Tensor
     flat: FlatParameter
@@ -42,23 +42,23 @@ class ParameterPart(FlatShard):
 
     @property
     def shape(self) -> Shape:
-        """The shape of what an optimizer of the parameter itself has."""
+        """The shape that an optimizer of the parameter itself has."""
         return self.original.shape if not self.flat.is_cut else (self.original.numel,)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether an optimizer may step on it."""
+        """True if an optimizer may step on it."""
         own = self.original.parameter
         return (self.flat.parameter if own is None else own).requires_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatModule:
-    """A module with flat parameters: what `ModuleState` has of any module, and how it is filled.
+    """A module with flat parameters: the same as in `ModuleState`, and how a load fills it.
 
-    `cast` are buffers of a lower precision than they were made with, each with the copy in the
-    first precision that is stored and loaded in their place. `extras` are the modules whose
-    `get_extra_state` gave an entry.
+    `cast` are buffers in a lower precision than they were created with. Each has a copy in its
+    first precision, which is stored and loaded in its place. `extras` are the modules whose
+    `get_extra_state` returned an entry.
     """
 
     entries: Mapping[str, object]
@@ -69,16 +69,16 @@ class FlatModule:
 
     def parts(self) -> Mapping[int, tuple[ParameterPart, ...]]:
         """Return the parts of each parameter that an optimizer may have, by its id()."""
-        found: dict[int, dict[int, ParameterPart]] = {}
+        by_parameter: dict[int, dict[int, ParameterPart]] = {}
         for value in self.live.values():
             if isinstance(value, ParameterPart):
                 own = value.original.parameter
                 key = id(value.flat.parameter if own is None else own)
-                found.setdefault(key, {})[id(value)] = value
-        return {key: tuple(parts.values()) for key, parts in found.items()}
+                by_parameter.setdefault(key, {})[id(value)] = value
+        return {key: tuple(parts.values()) for key, parts in by_parameter.items()}
 
     def settle(self) -> None:
-        """Bring what FSDP1 has made of its parameters and buffers up to what was loaded."""
+        """Update FSDP1's copies of parameters and buffers after a load."""
         for buffer, stored in self.cast:
             with torch.no_grad():
                 buffer.copy_(stored)
@@ -86,15 +86,15 @@ class FlatModule:
             parameter.forget_gathered()
 
     def set_extra_state(self, values: Mapping[str, Any]) -> None:
-        """Do what `load_state_dict` does with extra state, by the names of the entries."""
+        """Set extra state by the names of the entries, as `load_state_dict` does."""
         for name, value in values.items():
             self.extras[name].set_extra_state(value)
 
 
 def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
-    """Read a module with FSDP1 in it; None if there is none. No collectives, nothing is copied.
+    """Read a module with FSDP1 in it; None without FSDP1. No collectives, no copies.
 
-    Raises TypeError or ValueError for what cannot be read so, with the remedy.
+    Raises TypeError or ValueError, with the remedy, for modules that cannot be read so.
     """
     if not has_fsdp1(module):
         return None
@@ -111,17 +111,17 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
 
 
 def check_whole(value: object, *path: str) -> None:
-    """Refuse a flat part of a parameter where the module that keeps it is not at hand."""
+    """Refuse a flat part of a parameter without the module that has it."""
     if is_flattened(value):
         raise ValueError(
-            f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: put that "
-            "module itself into the state"
+            f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: add that "
+            "module itself to the state"
         )
 
 
 _OTHER_WAYS = (
-    "use `fully_shard`, or put into the state what "
-    "`torch.distributed.checkpoint.state_dict.get_state_dict` returns"
+    "use `fully_shard`, or save the result of "
+    "`torch.distributed.checkpoint.state_dict.get_state_dict`"
 )
 
 
@@ -130,10 +130,12 @@ def _read(
 ) -> FlatModule:
     parts: dict[int, dict[str, ParameterPart]] = {}
     for flat in parameters:
-        for one in flat.originals:
-            tensor = flat.shard[one.offset : one.offset + one.numel]
-            part = ParameterPart(tensor, one.shape, one.start, flat=flat, original=one)
-            for owner, name in one.places:
+        for original in flat.originals:
+            tensor = flat.shard[original.offset : original.offset + original.numel]
+            part = ParameterPart(
+                tensor, original.shape, original.start, flat=flat, original=original
+            )
+            for owner, name in original.owners:
                 parts.setdefault(id(owner), {})[name] = part
     rows = {id(flat.parameter) for flat in parameters}
     cast = {
@@ -146,11 +148,11 @@ def _read(
     extras: dict[str, nn.Module] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         _check_own(owner)
-        held: Mapping[str, torch.Tensor | ParameterPart] = {
+        tensors: Mapping[str, torch.Tensor | ParameterPart] = {
             **own_tensors(owner),
             **parts.get(id(owner), {}),
         }
-        for key, value in held.items():
+        for key, value in tensors.items():
             for name in () if id(value) in rows else plain_names(module, join(prefix, key)):
                 entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
@@ -161,9 +163,8 @@ def _read(
 
 
 def _check_own(module: nn.Module) -> None:
-    """Refuse a module whose state dict is more than its tensors and its extra state."""
-    if what := what_changes_state_dict(module):
+    if change := find_state_dict_change(module):
         raise TypeError(
-            f"{type(module).__name__} has {what}, and to run it would gather all parameters on "
+            f"{type(module).__name__} has {change}, and running it would gather all parameters on "
             f"every rank: {_OTHER_WAYS}"
         )

@@ -1,8 +1,8 @@
 """Optimizers over FSDP1's flat parameters, seen as optimizers over the parameters in them.
 
-With `use_orig_params=True` an optimizer has each parameter, as the elements that this rank has of
-it; else it has the flat parameters, and one state for all that is in one. Either way a checkpoint
-has the state of each parameter under its name, as from any other optimizer.
+With `use_orig_params=True` an optimizer has this rank's elements of each parameter. Otherwise it
+has the flat parameters, and one state for all parameters in one. In both cases a checkpoint has the
+state of each parameter under its name, as from any other optimizer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ByParameter = Mapping[int, tuple[ParameterPart, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlatOptimizer(OptimizerState):
-    """What an optimizer over flat parameters holds, by the parts of the parameters in them.
+    """The state of an optimizer over flat parameters, by the parts of the parameters in them.
 
-    `own` is what it holds itself, and `parts` are by its parameters. The tensors of `state` are
-    those of the optimizer, so that they are filled in place; all else that a load puts there, and
-    into the groups, `write_back` hands on.
+    `own` is the real state, and `parts` are by its parameters. The tensors of `state` are those of
+    the optimizer, so that they are filled in place. `write_back` copies all other loaded values,
+    and the groups, to the optimizer.
     """
 
     own: OptimizerState
@@ -51,16 +51,16 @@ class FlatOptimizer(OptimizerState):
     fqn: str
 
     @staticmethod
-    def over(own: OptimizerState, of: ByParameter, fqn: str) -> FlatOptimizer:
-        """See what an optimizer holds in this way. Raises ValueError for what cannot be cut."""
+    def over(own: OptimizerState, by_parameter: ByParameter, fqn: str) -> FlatOptimizer:
+        """Return this view of an optimizer. Raises ValueError for state that cannot be cut."""
         parts = {
-            parameter: of[id(parameter)]
+            parameter: by_parameter[id(parameter)]
             for group in own.groups
             for parameter in group["params"]
-            if id(parameter) in of
+            if id(parameter) in by_parameter
         }
         groups = [
-            {**group, "params": [one for p in group["params"] for one in parts.get(p, (p,))]}
+            {**group, "params": [part for p in group["params"] for part in parts.get(p, (p,))]}
             for group in own.groups
         ]
         flat = FlatOptimizer(
@@ -78,7 +78,7 @@ class FlatOptimizer(OptimizerState):
                 continue
             for part in parts[parameter]:
                 if part.original.parameter is not None and not part.original.numel:
-                    continue  # what it has, such as a count of steps, is about no element
+                    continue  # its state, such as a count of steps, is about no element
                 flat.state[part] = {
                     key: flat._cut(value, part, key) for key, value in entries.items()
                 }
@@ -89,39 +89,39 @@ class FlatOptimizer(OptimizerState):
         return [parts for parts in self.parts.values() if parts[0].original.parameter is None]
 
     def write_back(self) -> None:
-        """Hand what was loaded on to the optimizer.
-
-        Raises IncompatibleError where parameters have one state together and were saved with
-        several.
-        """
+        """Copy loaded values to the optimizer. IncompatibleError if parts of one state differ."""
         for group, seen in zip(self.own.groups, self.groups, strict=True):
             group.update((key, value) for key, value in seen.items() if key != "params")
         real = self.own.state
-        others = {key: own for key, own in self.state.items() if not isinstance(key, ParameterPart)}
-        for parameter in [key for key in real if key not in self.parts and key not in others]:
+        whole = {key: own for key, own in self.state.items() if not isinstance(key, ParameterPart)}
+        for parameter in [key for key in real if key not in self.parts and key not in whole]:
             del real[parameter]
-        real.update(others)
+        real.update(whole)
         for parameter, parts in self.parts.items():
             if not any(self.state.get(part) for part in parts):
                 real.pop(parameter, None)
             # FSDP1 gives no gradient, and so an optimizer no state, to parts without elements.
             elif parameter in real or any(part.original.numel for part in parts):
-                found = self._joined(parameter, parts)
+                entries = self._joined(parameter, parts)
                 real[parameter].clear()
-                real[parameter].update(found)
+                real[parameter].update(entries)
             for part in parts:
                 self.state.pop(part, None)
 
     def _cut(self, value: object, part: ParameterPart, key: str) -> object:
-        """Return what a part has of an entry of the state of a parameter."""
-        one, own = part.original, part.original.parameter is not None
-        shape = part.shape if own else tuple(part.flat.shard.shape)
+        """Return a part's share of an entry in the state of a parameter."""
+        original, has_own = part.original, part.original.parameter is not None
+        shape = part.shape if has_own else tuple(part.flat.shard.shape)
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-            local = value if own else value.detach()[one.offset : one.offset + one.numel]
-            return FlatShard(local, one.shape, one.start)
+            local = (
+                value
+                if has_own
+                else value.detach()[original.offset : original.offset + original.numel]
+            )
+            return FlatShard(local, original.shape, original.start)
         if isinstance(value, torch.Tensor) and not value.ndim:
-            # Each name its own: they may have been saved with several.
-            return value if own else value.detach().clone()
+            # A copy for each name: they may have been saved with several.
+            return value if has_own else value.detach().clone()
         if isinstance(read_value(value, key), PlainLeaf):
             return value
         raise ValueError(
@@ -130,7 +130,6 @@ class FlatOptimizer(OptimizerState):
         )
 
     def _joined(self, parameter: torch.Tensor, parts: Sequence[ParameterPart]) -> dict[str, object]:
-        """Return the entries of a parameter's state, out of those of its parts."""
         states = [self.state.get(part, {}) for part in parts]
         if any(state.keys() != states[0].keys() for state in states):
             raise self._differ("state")
@@ -154,9 +153,9 @@ class FlatOptimizer(OptimizerState):
             return before.copy_(first)
         return first
 
-    def _differ(self, what: str) -> IncompatibleError:
+    def _differ(self, label: str) -> IncompatibleError:
         return IncompatibleError(
-            f"{self.fqn}: parameters that were saved with another {what} each are in one flat "
+            f"{self.fqn}: parameters that were saved with another {label} each are in one flat "
             "parameter here, which has one for all: wrap the model with use_orig_params=True"
         )
 
@@ -164,20 +163,19 @@ class FlatOptimizer(OptimizerState):
 def with_original_params(root: Branch) -> Branch:
     """Return a state in which optimizers over flat parameters are `FlatOptimizer`s.
 
-    Raises ValueError where the module that has a flat parameter is not in the state, or is twice.
+    Raises ValueError if the module of a flat parameter is not in the state, or is in it twice.
     """
     parts: dict[int, tuple[ParameterPart, ...]] = {}
     is_over_flat = False
     for fqn, leaf in walk(root, tensors=False):
         if isinstance(leaf, OptimizerLeaf):
-            is_over_flat = is_over_flat or any(map(is_flattened, leaf.held.parameters()))
+            is_over_flat = is_over_flat or any(map(is_flattened, leaf.state.parameters()))
         elif isinstance(leaf, ModuleLeaf):
             flats = (part.flat for part in leaf.state.parts if part.flat is not None)
-            for key, found in (pair for flat in flats for pair in flat.parts().items()):
-                if parts.setdefault(key, found) is not found:
+            for key, flat_parts in (pair for flat in flats for pair in flat.parts().items()):
+                if parts.setdefault(key, flat_parts) is not flat_parts:
                     raise ValueError(
-                        f"{fqn}: its FullyShardedDataParallel is in the state twice: put it there "
-                        "once"
+                        f"{fqn}: its FullyShardedDataParallel is in the state twice: add it once"
                     )
     if not is_over_flat:
         return root
@@ -198,21 +196,21 @@ def _replaced(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
 
 
 def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
-    parameters = leaf.held.parameters()
+    parameters = leaf.state.parameters()
     for parameter in parameters:
         if is_flattened(parameter) and id(parameter) not in parts:
             raise ValueError(
                 f"{fqn}: a parameter of shape {tuple(parameter.shape)} is a flat part of one of "
-                "FullyShardedDataParallel: put that module itself into the state too"
+                "FullyShardedDataParallel: add that module itself to the state too"
             )
     if not any(id(parameter) in parts for parameter in parameters):
         return leaf
     _check_further(leaf, fqn)
-    flat, names = FlatOptimizer.over(leaf.held, parts, fqn), leaf.names
+    flat, names = FlatOptimizer.over(leaf.state, parts, fqn), leaf.names
     if names is not None and flat.in_one():
         raise ValueError(
             f"{fqn}: dc.Named names a flat parameter of FullyShardedDataParallel, which is several "
-            "in one: leave dc.Named away, the module gives their names"
+            "in one: remove dc.Named, the module gives their names"
         )
     if names is not None:
         names = {
@@ -224,13 +222,13 @@ def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
 
 
 def _check_further(leaf: OptimizerLeaf, fqn: str) -> None:
-    """Raise ValueError for tensors besides the state: nothing says of which parameter they are."""
+    """Raise ValueError for tensors outside the state: their parameters are unknown."""
     for key, tree in leaf.further.items():
         if _has_tensors(tree):
             raise ValueError(
-                f"{join(fqn, key)}: {type(leaf.held.optimizer).__name__} tells tensors besides its "
-                "state, which cannot be cut into those of the parameters in FSDP1's flat ones: use "
-                "`fully_shard`"
+                f"{join(fqn, key)}: {type(leaf.state.optimizer).__name__} returns tensors besides "
+                "its state, which cannot be cut into those of the parameters in FSDP1's flat ones: "
+                "use `fully_shard`"
             )
 
 
@@ -241,7 +239,6 @@ def _has_tensors(tree: Tree) -> bool:
 
 
 def _own(value: object, part: ParameterPart) -> object:
-    """Return an entry as an optimizer of the parameter itself has it."""
     if not isinstance(value, FlatShard):
         return value
     tensor = value.tensor
@@ -249,20 +246,20 @@ def _own(value: object, part: ParameterPart) -> object:
 
 
 def _row(values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: Any) -> torch.Tensor:
-    """Return the tensor in which FSDP1 has the entries of parts in one row."""
+    """Return FSDP1's tensor with the entries of all parts in one row."""
     like = parts[0].flat.shard
     if isinstance(before, torch.Tensor) and before.shape == like.shape:
         row = before
     else:
         row = torch.zeros_like(like, dtype=values[0].tensor.dtype)
     for value, part in zip(values, parts, strict=True):
-        place = row[part.original.offset : part.original.offset + part.original.numel]
-        if place.data_ptr() != value.tensor.data_ptr():
-            place.copy_(value.tensor)
+        target = row[part.original.offset : part.original.offset + part.original.numel]
+        if target.data_ptr() != value.tensor.data_ptr():
+            target.copy_(value.tensor)
     return row
 
 
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return one == other
+def _equal(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return first == second

@@ -1,17 +1,17 @@
-"""How `FullyShardedDataParallel` (FSDP1) keeps parameters: the private names of it that we use.
+"""Private names of `FullyShardedDataParallel` (FSDP1), to read its parameters.
 
 | of             | name                                   | for                                    |
 | -------------- | -------------------------------------- | -------------------------------------- |
 | the wrapper    | `_handle`                              | its flat parameter, if it has one      |
-| the wrapper    | `_buffer_name_to_orig_dtype`           | what `buffer_dtype` has cast           |
+| the wrapper    | `_buffer_name_to_orig_dtype`           | the buffers that `buffer_dtype` cast   |
 | the handle     | `flat_param`                           | the parameters in one row              |
 | the handle     | `uses_sharded_strategy`                | whether each rank has a part of it     |
-| the handle     | `_training_state`                      | whether it is gathered just now        |
+| the handle     | `_training_state`                      | whether it is gathered now             |
 | the handle     | `_unsharded_flat_param_for_skipped_views` | whether a forward left it gathered  |
-| the handle     | `reshard`, `post_reshard`              | to let go of what is gathered          |
+| the handle     | `reshard`, `post_reshard`              | to free the gathered parameter         |
 | the handle     | `_prefetched`                          | the same                               |
 | flat parameter | `_local_shard`                         | this rank's part, from the first step  |
-| flat parameter | `_full_param_padded`                   | what is gathered                       |
+| flat parameter | `_full_param_padded`                   | the gathered parameter                 |
 | flat parameter | `_full_prec_full_param_padded`         | the same, in full precision            |
 | flat parameter | `_params`, `_param_infos`, `_shapes`   | which parameters are in it             |
 | flat parameter | `_shared_param_infos`                  | other names of them                    |
@@ -20,14 +20,14 @@
 | flat parameter | `_contiguities`                        | whether it is in row-major order       |
 | a parameter    | `_fsdp_flattened`                      | whether it is a flat one, or in one    |
 | torch          | `fsdp._common_utils.clean_tensor_name` | the prefixes of wrappers               |
-| any module     | `_non_persistent_buffers_set`          | what is in no state dict               |
-| any module     | `_modules`                             | what is in it                          |
-| any module     | `_save_to_state_dict`                  | what changes a state dict              |
+| any module     | `_non_persistent_buffers_set`          | buffers outside the state dict         |
+| any module     | `_modules`                             | its children                           |
+| any module     | `_save_to_state_dict`                  | changes of the state dict              |
 | any module     | `_state_dict_hooks`                    | the same                               |
 | any module     | `_state_dict_pre_hooks`                | the same                               |
 
-`tests/core/state/test_fsdp1_private_names.py` says which of them a new version of torch has moved.
-One that is missing is an AttributeError.
+`tests/core/state/test_fsdp1_private_names.py` reports names that a new version of torch has moved.
+A missing one is an AttributeError.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dist_ckpt.core.runtime.torch_private import module_fqns
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Original:
-    """A parameter of the user's model, and which of its elements this rank has.
+    """A parameter of the user's model, and its elements on this rank.
 
-    `places` are the modules that have it and its name there: several if it is tied. The elements
+    `owners` are the modules that have it, with its name there: several if it is tied. The elements
     from `start` on, in row-major order, are the `numel` from `offset` on of the rank's shard.
-    `parameter` is what an optimizer has of it; None if that has the flat parameter.
+    `parameter` is the optimizer's parameter; None if that is the flat one.
     """
 
-    places: tuple[tuple[nn.Module, str], ...]
+    owners: tuple[tuple[nn.Module, str], ...]
     shape: tuple[int, ...]
     start: int
     offset: int
@@ -63,10 +63,10 @@ class Original:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatParameter:
-    """Several parameters in one row, of which this rank has a `shard`, padded.
+    """Several parameters in one row, of which this rank has a padded `shard`.
 
-    The shard is what optimizers step on, in full precision, on the host if it is offloaded. It
-    stays the same memory. Without a cut every rank has all of it.
+    Optimizers step on the shard, in full precision, on the host if it is offloaded. Its memory
+    never moves. Unless it is cut, every rank has all of it.
     """
 
     parameter: nn.Parameter
@@ -76,22 +76,22 @@ class FlatParameter:
     handle: Any
 
     def forget_gathered(self) -> None:
-        """Let go of what a forward has gathered: the next one would take it for the present."""
+        """Free the parameter that a forward has gathered: the next one would take it as current."""
         flat = self.handle.flat_param
         if not self.is_cut or not hasattr(flat, "_local_shard"):
             return
         self.handle.reshard(free_unsharded_flat_param=True)
         self.handle.post_reshard()
         self.handle._prefetched = False
-        # The line above frees one of the two, whichever the module's mode says.
+        # The line above frees only one of the two, depending on the module's mode.
         for name in ("_full_param_padded", "_full_prec_full_param_padded"):
             if hasattr(flat, name):
                 getattr(flat, name).untyped_storage().resize_(0)
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Say whether FSDP1 has wrapped a module or one in it."""
-    # Every save asks this of every module: `modules()` takes several times as long.
+    """Return True if FSDP1 has wrapped a module or one in it."""
+    # Every save checks every module: `modules()` takes several times as long.
     waiting: list[nn.Module | None] = [module]
     while waiting:
         if (part := waiting.pop()) is not None:
@@ -102,7 +102,7 @@ def has_fsdp1(module: nn.Module) -> bool:
 
 
 def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a module by itself, without those in it, has registered for its state dict."""
+    """Return the tensors in a module's state dict, without those of its children."""
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     left_out = module._non_persistent_buffers_set
     return {
@@ -112,16 +112,16 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_names(module: nn.Module, own_name: str) -> set[str]:
-    """Return what a name in a module is without all wrappers."""
-    # Where a checkpoint wrapper is around FSDP1, torch leaves FSDP1's prefix in.
+    """Return the names of a name in a module without all wrappers."""
+    # If a checkpoint wrapper is around FSDP1, torch leaves FSDP1's prefix in.
     return {clean_tensor_name(name) for name in module_fqns(module, own_name)}
 
 
-def what_changes_state_dict(module: nn.Module) -> str | None:
-    """Return, in words, what of the user's makes a module's state dict another; None if nothing."""
+def find_state_dict_change(module: nn.Module) -> str | None:
+    """Return a description of user code that changes a module's state dict; None without any."""
     for name in ("state_dict", "_save_to_state_dict"):
         if getattr(type(module), name) is not getattr(nn.Module, name):
-            return f"a `{name}` of its own"
+            return f"its own `{name}`"
     for hook in (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()):
         if not str(getattr(hook, "__module__", None)).startswith("torch."):
             return f"the hook {getattr(hook, '__qualname__', hook)} on its state dict"
@@ -129,30 +129,30 @@ def what_changes_state_dict(module: nn.Module) -> str | None:
 
 
 def is_flattened(value: object) -> bool:
-    """Say whether a parameter is a flat one, or a view of one."""
+    """Return True if a parameter is a flat one, or a view of one."""
     return bool(getattr(value, "_fsdp_flattened", False))
 
 
 def flat_parameters(module: nn.Module) -> list[FlatParameter]:
     """Return the flat parameters in a module.
 
-    Raises ValueError if one is gathered at the moment, or is not where FSDP1 has put it, TypeError
-    for parameters whose elements do not lie in row-major order.
+    Raises ValueError if one is gathered at the moment, or not in FSDP1's memory; TypeError for
+    parameters whose elements are not in row-major order.
     """
     return [_flat_parameter(part._handle) for part in _wrappers(module) if part._handle is not None]
 
 
 def cast_buffers(module: nn.Module) -> Mapping[int, torch.dtype]:
-    """Return the dtypes that buffers had before FSDP1 has cast them, by the buffer's id()."""
-    found: dict[int, torch.dtype] = {}
+    """Return the dtypes of buffers before FSDP1 has cast them, by the buffer's id()."""
+    originals: dict[int, torch.dtype] = {}
     for part in _wrappers(module):
         if part.mixed_precision.buffer_dtype is not None:
             dtypes = part._buffer_name_to_orig_dtype
             for name, buffer in part.named_buffers():
                 dtype = dtypes.get(clean_tensor_name(name), buffer.dtype)
                 if dtype != buffer.dtype:
-                    found[id(buffer)] = dtype
-    return found
+                    originals[id(buffer)] = dtype
+    return originals
 
 
 def _wrappers(module: nn.Module) -> Iterator[Any]:
@@ -169,14 +169,14 @@ def _flat_parameter(handle: Any) -> FlatParameter:
     # Until the first forward the flat parameter is the shard itself.
     shard = getattr(flat, "_local_shard", flat).detach()
     originals = tuple(_originals(flat))
-    if shard.ndim != 1 or any(one.offset + one.numel > len(shard) for one in originals):
+    if shard.ndim != 1 or any(part.offset + part.numel > len(shard) for part in originals):
         raise ValueError(
             f"a flat parameter has a shard of shape {tuple(shard.shape)} here, which is shorter "
-            "than what FSDP1 says of it: leave its parameters to FSDP1"
+            "than FSDP1's records of it: do not replace its parameters"
         )
     if handle._unsharded_flat_param_for_skipped_views is None:
-        for one in originals:
-            _check_place(one, shard)
+        for original in originals:
+            _check_memory(original, shard)
     return FlatParameter(flat, shard, bool(handle.uses_sharded_strategy), originals, handle)
 
 
@@ -185,7 +185,7 @@ def _originals(flat: Any) -> Iterator[Original]:
     for shared in flat._shared_param_infos:
         first = id(shared.prim_module), shared.prim_param_name
         tied.setdefault(first, []).append((shared.module, shared.param_name))
-    # Before torch noted it, elements were always put there in row-major order.
+    # Before torch recorded it, elements were always in row-major order.
     contiguous = getattr(flat, "_contiguities", [True] * len(flat._shapes))
     for number, info in enumerate(flat._param_infos):
         if flat._param_extensions[number] is not None:
@@ -199,9 +199,9 @@ def _originals(flat: Any) -> Iterator[Original]:
                 "and FSDP1 keeps its elements in the order of memory: make it contiguous before "
                 "it is wrapped, or use `fully_shard`"
             )
-        here, place = flat._shard_param_infos[number], (info.module, info.param_name)
+        here, owner = flat._shard_param_infos[number], (info.module, info.param_name)
         yield Original(
-            places=(place, *tied.get((id(info.module), info.param_name), ())),
+            owners=(owner, *tied.get((id(info.module), info.param_name), ())),
             shape=tuple(flat._shapes[number]),
             start=here.intra_param_start_idx if here.in_shard else 0,
             offset=here.offset_in_shard if here.in_shard else 0,
@@ -210,13 +210,14 @@ def _originals(flat: Any) -> Iterator[Original]:
         )
 
 
-def _check_place(one: Original, shard: torch.Tensor) -> None:
-    """Refuse a parameter that was given other memory: FSDP1 takes that over in a forward."""
-    if one.parameter is None or not one.numel:
+def _check_memory(original: Original, shard: torch.Tensor) -> None:
+    """Refuse a parameter with other memory: FSDP1 would copy it only in the next forward."""
+    parameter = original.parameter
+    if parameter is None or not original.numel:
         return
-    here = shard[one.offset : one.offset + one.numel]
-    if (one.parameter.data_ptr(), one.parameter.numel()) != (here.data_ptr(), one.numel):
+    here = shard[original.offset : original.offset + original.numel]
+    if (parameter.data_ptr(), parameter.numel()) != (here.data_ptr(), original.numel):
         raise ValueError(
-            f"{one.places[0][1]} of shape {one.shape} was given memory outside of FSDP1's shard "
+            f"{original.owners[0][1]} of shape {original.shape} has memory outside FSDP1's shard "
             "(`.data = ...`): copy into the parameter instead, or run a forward first"
         )

@@ -1,1 +1,1 @@
-"""What an optimizer holds, under its parameters' names."""
+"""The state of optimizers, under the names of their parameters."""

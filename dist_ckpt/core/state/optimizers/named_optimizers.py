@@ -1,12 +1,12 @@
-"""The optimizer adapter: what an optimizer holds, under its parameters' names.
+"""The state of an optimizer, under the names of its parameters.
 
-Torch's helpers are not used: they take a real step on an optimizer without state, cast fp32
-moments to the parameter's dtype, and fail on state that only some parameters have. Reading here
-looks, and creates nothing.
+Torch's helpers are not used. They take a real step on an optimizer without state, cast fp32 moments
+to the parameter's dtype, and fail on state that only some parameters have. Reading here creates
+nothing.
 
-Names come from the modules of the same state, by the identity of the parameter, and are those that
-the parameters have in the checkpoint: `model.layers.0.weight`, whatever other modules there are.
-Of tied parameters the first name counts.
+Names come from the modules of the same state, by the identity of the parameter. They are the names
+in the checkpoint: `model.layers.0.weight`, whatever other modules the state has. A tied parameter
+has its first name.
 """
 
 from __future__ import annotations
@@ -29,19 +29,16 @@ from dist_ckpt.core.state.tree.leaves import (
 )
 from dist_ckpt.core.state.tree.read_tree import read_value
 
-# What says which parameters a group has, in other words than ours.
+# Keys of a group that describe its parameters in torch's way.
 LOCAL_KEYS = frozenset({"params", "param_names"})
 
-# Where the modules of a state have each parameter, by its id(): component, module, name in it.
+# For each parameter, by its id(), in the modules of a state: component, module, name in it.
 Places = Mapping[int, Sequence[tuple[str, str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """`stored`: the name in the checkpoint. `rule`: what a ShardingConfig's patterns see.
-
-    `own`: the name in its module alone, as torch's helpers have it.
-    """
+    """`stored`: the name in the checkpoint; `rule`: that of patterns; `own`: that in its module."""
 
     stored: str
     rule: str
@@ -51,8 +48,8 @@ class ParameterName:
 def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    Raises ValueError for a parameter without a name or with two, and for an optimizer that keeps
-    another which neither it nor the state tells of.
+    Raises ValueError for a parameter without a name or with two, and for an optimizer with an inner
+    one that neither it nor the state reports.
     """
     optimizers: dict[str, OptimizerLeaf] = {}
     places: dict[int, list[tuple[str, str, str]]] = {}
@@ -65,37 +62,37 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
             elif isinstance(leaf, ModuleLeaf):
                 for key, name in leaf.state.names_of_parameters().items():
                     places.setdefault(key, []).append((str(component), fqn, name))
-    all_of_them = {id(leaf.held.optimizer) for leaf in optimizers.values()}
+    all_of_them = {id(leaf.state.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
-        check_reported(leaf.held.optimizer, fqn, all_of_them)
+        check_reported(leaf.state.optimizer, fqn, all_of_them)
     return {fqn: _names(leaf, fqn, places) for fqn, leaf in optimizers.items()}
 
 
 def _names(leaf: OptimizerLeaf, fqn: str, places: Places) -> dict[int, ParameterName]:
     if leaf.names is None:
-        names = _by_module(leaf.held, fqn, places)
+        names = _by_module(leaf.state, fqn, places)
     else:
         names = {key: ParameterName(name, name, name) for key, name in leaf.names.items()}
-    taken: dict[str, str] = {}
-    for parameter, where in _parameters(leaf.held):
+    positions: dict[str, str] = {}
+    for parameter, position in _parameters(leaf.state):
         if id(parameter) not in names:
-            raise ValueError(f"{fqn}: {where} has no name in dc.Named: add it to `names`")
+            raise ValueError(f"{fqn}: {position} has no name in dc.Named: add it to `names`")
         name = names[id(parameter)].stored
-        if taken.setdefault(name, where) != where:
+        if positions.setdefault(name, position) != position:
             raise ValueError(
-                f"{fqn}: {taken[name]} and {where} are both called {name!r}: give them "
+                f"{fqn}: {positions[name]} and {position} are both called {name!r}: give them "
                 "different names"
             )
     return names
 
 
-def _by_module(held: OptimizerState, fqn: str, places: Places) -> dict[int, ParameterName]:
+def _by_module(state: OptimizerState, fqn: str, places: Places) -> dict[int, ParameterName]:
     names = {}
-    for parameter, where in _parameters(held):
-        found = places.get(id(parameter), [])
-        if len(found) != 1:
-            raise ValueError(f"{fqn}: {where} {_found(found)}{_REMEDY}")
-        component, module, name = found[0]
+    for parameter, position in _parameters(state):
+        matches = places.get(id(parameter), [])
+        if len(matches) != 1:
+            raise ValueError(f"{fqn}: {position} {_names_text(matches)}{_REMEDY}")
+        component, module, name = matches[0]
         stored = join(module, name)
         rule = stored.removeprefix(f"{component}.")
         names[id(parameter)] = ParameterName(stored, rule, own=name)
@@ -105,38 +102,39 @@ def _by_module(held: OptimizerState, fqn: str, places: Places) -> dict[int, Para
 _REMEDY = "put that module into the state once, or pass dc.Named(optimizer, names)"
 
 
-def _found(places: Sequence[tuple[str, str, str]]) -> str:
+def _names_text(places: Sequence[tuple[str, str, str]]) -> str:
     if not places:
         return "is in no module of the state: "
     names = " and ".join(repr(join(module, name)) for _, module, name in places)
     return f"has unrelated names in the state, {names}: "
 
 
-def _parameters(held: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
-    """Yield each parameter, and where it is in words."""
-    for number, group in enumerate(held.groups):
-        for position, parameter in enumerate(group["params"]):
-            where = f"parameter {position} of group {number}, shape {tuple(parameter.shape)},"
-            yield parameter, where
+def _parameters(state: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
+    for number, group in enumerate(state.groups):
+        for index, parameter in enumerate(group["params"]):
+            text = f"parameter {index} of group {number}, shape {tuple(parameter.shape)},"
+            yield parameter, text
 
 
-def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> Branch:
+def states_branch(
+    optimizer: OptimizerState, names: Mapping[int, ParameterName], fqn: str
+) -> Branch:
     """Return the state in an optimizer as a branch; `fqn` is the optimizer's name.
 
     Raises ValueError for state that belongs to no parameter of a group.
     """
-    parameters = held.parameters()
-    shared = held.shared()
-    strange = set(map(id, held.state)) - set(map(id, parameters)) - set(map(id, shared))
-    if strange:
+    parameters = optimizer.parameters()
+    shared = optimizer.shared()
+    stray = set(map(id, optimizer.state)) - set(map(id, parameters)) - set(map(id, shared))
+    if stray:
         raise ValueError(
-            f"{fqn}: the optimizer has state for {len(strange)} keys that are no parameters of its "
+            f"{fqn}: the optimizer has state for {len(stray)} keys that are not parameters of its "
             "groups: remove it from `state`"
         )
     above = join(fqn, STATE)
     state: dict[PathKey, Tree] = {}
     for parameter in parameters:
-        entries = held.state.get(parameter)
+        entries = optimizer.state.get(parameter)
         if entries:
             name = names[id(parameter)]
             under = name.rule, tuple(parameter.shape)
@@ -146,15 +144,12 @@ def states_branch(held: OptimizerState, names: Mapping[int, ParameterName], fqn:
     return Branch("dict", None, state)
 
 
-def state_names(held: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
-    """Return the name of an optimizer's state, and of what is in it; `fqn` is the optimizer's.
-
-    Of a parameter it is there before there is any state: patterns are about what may come, too.
-    """
+def state_names(state: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
+    """Return the name of an optimizer's state and all names in it, for later state too."""
     above = join(fqn, STATE)
-    own = {join(above, names[id(one)].stored): held.state.get(one, ()) for one in held.parameters()}
+    own = {join(above, names[id(p)].stored): state.state.get(p, ()) for p in state.parameters()}
     entries = (join(name, key) for name, keys in own.items() for key in keys)
-    return [above, *own, *entries, *(join(above, key) for key in held.shared())]
+    return [above, *own, *entries, *(join(above, key) for key in state.shared())]
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:
@@ -166,7 +161,7 @@ def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shap
 
 
 def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
-    """Return what a parameter group holds besides its parameters."""
+    """Return the options of a parameter group as a branch."""
     options: dict[PathKey, Tree] = {
         key: read_value(value, join(fqn, key))
         for key, value in group.items()

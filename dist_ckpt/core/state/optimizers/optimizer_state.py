@@ -1,9 +1,9 @@
-"""What an optimizer holds: its groups, its parameters' state, and what its class tells besides.
+"""The state of an optimizer: its groups, its parameters' state, and further entries.
 
-Torch's own `state_dict` tells no more than `state` and `param_groups`, so an optimizer that has it
-is read and filled directly. One with methods of its own, or with hooks around them, may tell more,
-or keep it elsewhere: it is asked, and its `load_state_dict` gets back what it told. One that keeps
-what nothing tells is refused.
+Torch's own `state_dict` returns only `state` and `param_groups`, so an optimizer with that method
+is read and filled directly. An optimizer with its own methods, or with hooks, may return more, or
+keep it elsewhere: its `state_dict` is called, and its `load_state_dict` gets the same form back. An
+optimizer with state that no method returns is refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PARAMS = "params"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """What an optimizer holds. `groups` have the parameters themselves, `state` is by parameter.
+    """The state of an optimizer. `groups` have the parameters themselves, `state` is by parameter.
 
-    What an optimizer keeps for all parameters together may be in `state` too, under a text.
-    Both are the optimizer's own, for a load to change, where `told` is None. Else they are copies
-    of what `state_dict` returned: after a load has changed them, `state_dict()` of this is what
-    `load_state_dict` takes. `partition` are the id()s of the parameters whose state is on this
-    rank, None for all. `defaults` are the hyperparameters of its class.
+    `state` may also have entries for all parameters together, under a text. Without `reported` both
+    are the optimizer's own, for a load to change. Otherwise they are copies of the result of
+    `state_dict`: after a load, `load_state_dict` takes the `state_dict()` of this object.
+    `partition` are the id()s of the parameters whose state is on this rank, None for all.
+    `defaults` are the hyperparameters of its class.
     """
 
     optimizer: Optimizer
@@ -43,44 +43,44 @@ class OptimizerState:
     state: MutableMapping[Any, Any]
     defaults: Mapping[str, object]
     partition: frozenset[int] | None = None
-    told: Mapping[str, Any] | None = None
+    reported: Mapping[str, Any] | None = None
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups."""
         return [parameter for group in self.groups for parameter in group[_PARAMS]]
 
     def keeps(self, parameter: torch.Tensor) -> bool:
-        """Say whether the state of a parameter is on this rank."""
+        """Return True if the state of a parameter is on this rank."""
         return self.partition is None or id(parameter) in self.partition
 
     def shared(self) -> dict[PathKey, object]:
-        """Return the state that is under no parameter."""
+        """Return the state that is not under a parameter."""
         return {key: value for key, value in self.state.items() if isinstance(key, str)}
 
     def further(self) -> dict[PathKey, object]:
-        """Return what was told besides the groups and the parameters' state."""
+        """Return the reported entries besides the groups and the parameters' state."""
         return {
-            key: value for key, value in (self.told or {}).items() if key not in (STATE, GROUPS)
+            key: value for key, value in (self.reported or {}).items() if key not in (STATE, GROUPS)
         }
 
     def state_dict(self, further: Mapping[str, object]) -> dict[str, object]:
-        """Return this in the form in which it was told, for `load_state_dict`."""
-        assert self.told is not None
+        """Return this state in the reported form, for `load_state_dict`."""
+        assert self.reported is not None
         ids: dict[int, int | str] = {}
         groups = []
-        for told, group in zip(self.told[GROUPS], self.groups, strict=True):
-            ids.update(zip(map(id, group[_PARAMS]), told[_PARAMS], strict=True))
-            groups.append({**group, _PARAMS: told[_PARAMS]})
-        # Of its own containers: the class may change those that it gets.
+        for former, group in zip(self.reported[GROUPS], self.groups, strict=True):
+            ids.update(zip(map(id, group[_PARAMS]), former[_PARAMS], strict=True))
+            groups.append({**group, _PARAMS: former[_PARAMS]})
+        # New containers: the class may change those that it gets.
         state = {
             key if isinstance(key, str) else ids[id(key)]: copy(entries)
             for key, entries in self.state.items()
         }
-        return {**self.told, STATE: state, GROUPS: groups, **further}
+        return {**self.reported, STATE: state, GROUPS: groups, **further}
 
 
 def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
-    """Return what an optimizer holds, without its methods; None if it has methods of its own.
+    """Read an optimizer without its methods; None if its class defines them, or has hooks.
 
     Raises ValueError for a ZeroRedundancyOptimizer that cannot be read.
     """
@@ -94,67 +94,65 @@ def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
 
 
 def reported_state(
-    optimizer: Optimizer, told: object, *, live: bool = False
+    optimizer: Optimizer, reported: object, *, live: bool = False
 ) -> OptimizerState | None:
-    """Return what `state_dict` told, by parameter; None if it is of another form than torch's.
+    """Return the result of `state_dict` by parameter; None if it is not in torch's form.
 
-    In torch's form `state` is by what the groups call their parameters, in their order. `live`
-    keeps the entries of a parameter in the dict that was told, which may be the optimizer's.
+    In torch's form the keys of `state` are those of the groups' parameters, in their order. With
+    `live` the entries of a parameter stay in the reported dict, which may be the optimizer's.
     """
-    parameters = _called(told, optimizer)
+    parameters = _parameters_by_key(reported, optimizer)
     if parameters is None:
         return None
-    assert isinstance(told, Mapping)
+    assert isinstance(reported, Mapping)
     state: defaultdict[torch.Tensor | str, Any] = defaultdict(dict)
-    for key, entries in told[STATE].items():
+    for key, entries in reported[STATE].items():
         if key not in parameters and not isinstance(key, str):
             return None
         state[parameters.get(key, key)] = entries if live else copy(entries)
     groups = [
         {**group, _PARAMS: own[_PARAMS]}
-        for group, own in zip(told[GROUPS], optimizer.param_groups, strict=True)
+        for group, own in zip(reported[GROUPS], optimizer.param_groups, strict=True)
     ]
-    return OptimizerState(optimizer, groups, state, defaults_of(optimizer), told=told)
+    return OptimizerState(optimizer, groups, state, defaults_of(optimizer), reported=reported)
 
 
-def check_reported(optimizer: Optimizer, fqn: str, beside: Container[int]) -> None:
-    """Raise ValueError for an optimizer that keeps another of whose state nothing tells.
-
-    `beside` are the id()s of the optimizers that the state holds besides.
-    """
-    for name, inner in _untold(optimizer):
-        if id(inner) not in beside:
+def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> None:
+    """Raise ValueError for an inner optimizer that is neither reported nor in `listed`, by id()."""
+    for name, inner in _unreported(optimizer):
+        if id(inner) not in listed:
             raise ValueError(
-                f"{fqn}: {_class(optimizer)} keeps a {_class(inner)} in `{name}`, of whose state "
-                "its state_dict() tells nothing: put that optimizer into the state as well"
+                f"{fqn}: {_class(optimizer)} keeps a {_class(inner)} in `{name}`, whose state is "
+                "missing in its state_dict(): add that optimizer to the state too"
             )
 
 
 def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
-    """Raise TypeError if state in a form of the class's own could not be given back.
+    """Raise TypeError if state in the class's own form could not be loaded back.
 
-    It comes back whole: what is under no parameter's name cannot lie as the parameter does.
+    Such state returns as a whole. Without a parameter's name it cannot be sharded like the
+    parameter.
     """
     parameters = (p for group in getattr(optimizer, GROUPS, ()) for p in group[_PARAMS])
     kind = next((type(p).__name__ for p in parameters if type(p) not in PLAIN), None)
     if kind is not None:
         raise TypeError(
-            f"{fqn}: state_dict() of {_class(optimizer)} has a form of its own, in which parameters"
-            f" have no names, and here they are {kind}s: let it return torch's form, in which "
-            "'state' is by the numbers in 'param_groups', or save what it wraps instead"
+            f"{fqn}: state_dict() of {_class(optimizer)} is not in torch's form, so its parameters "
+            f"have no names, and here they are {kind}s: let it return torch's form, in which "
+            "'state' is by the numbers in 'param_groups', or save the inner optimizer instead"
         )
 
 
 def defaults_of(optimizer: Optimizer) -> Mapping[str, object]:
-    """Return the hyperparameters of an optimizer's class; of a wrapper without, what is within."""
+    """Return the hyperparameters of an optimizer's class, or of those in a wrapper without any."""
     own = getattr(optimizer, "defaults", None)
     if own is not None and not _is_zero(optimizer):
         return dict(own)
-    return {key: value for _, one in _inner(optimizer) for key, value in defaults_of(one).items()}
+    return {k: value for _, inner in _inner(optimizer) for k, value in defaults_of(inner).items()}
 
 
-def _untold(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizers within one, unless it says itself what its state dict is."""
+def _unreported(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """Yield inner optimizers, unless the outer one defines its state dict itself."""
     if _is_zero(optimizer) or _overrides(optimizer, Optimizer, "state_dict"):
         return
     if any(getattr(optimizer, name, None) for name in SAVE_HOOKS):
@@ -165,13 +163,13 @@ def _untold(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def _is_zero(optimizer: Optimizer) -> bool:
-    # Not imported for it: that takes a second, and who has one has imported it.
+    # Not imported: that takes a second, and users of the class have imported it.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _partitioned(optimizer: Any, fqn: str) -> OptimizerState:
-    """Read a ZeroRedundancyOptimizer: the optimizer within has this rank's parameters and state.
+    """Read a ZeroRedundancyOptimizer: its inner optimizer has this rank's parameters and state.
 
     Its `state_dict` would need a collective that gathers all of it on one rank.
     """
@@ -179,14 +177,14 @@ def _partitioned(optimizer: Any, fqn: str) -> OptimizerState:
     if not isinstance(inner, Optimizer):
         raise ValueError(
             f"{fqn}: with overlap_with_ddp=True a {_class(optimizer)} has no optimizer on this "
-            "rank that could be read: make it with overlap_with_ddp=False"
+            "rank that could be read: create it with overlap_with_ddp=False"
         )
     base = sys.modules["torch.distributed.optim"].ZeroRedundancyOptimizer
-    for one, known in ((optimizer, base), (inner, Optimizer)):
-        if _has_own_methods(one, known) or any(_untold(one)):
+    for part, expected in ((optimizer, base), (inner, Optimizer)):
+        if _has_own_methods(part, expected) or any(_unreported(part)):
             raise ValueError(
-                f"{fqn}: {_class(one)} has a state_dict or load_state_dict of its own, or hooks, "
-                "or an optimizer within, which does not work with a partition: use "
+                f"{fqn}: {_class(part)} overrides state_dict or load_state_dict, has hooks, or "
+                "has an inner optimizer, which does not work with a partition: use "
                 "ZeroRedundancyOptimizer over an optimizer without them"
             )
     return OptimizerState(
@@ -199,7 +197,7 @@ def _partitioned(optimizer: Any, fqn: str) -> OptimizerState:
 
 
 def _has_own_methods(optimizer: Optimizer, base: type) -> bool:
-    """Say whether more than the methods of `base` make or take a state dict."""
+    """Return True if more than the methods of `base` make or load a state dict."""
     return (
         _overrides(optimizer, base, "state_dict")
         or _overrides(optimizer, base, "load_state_dict")
@@ -214,21 +212,20 @@ def _overrides(optimizer: Optimizer, base: type, method: str) -> bool:
 
 
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizers in an optimizer's attributes, and in the containers there."""
     for name, value in vars(optimizer).items():
         items: Iterable[object] = (value,)
         if isinstance(value, Mapping):
             items = value.values()
         elif isinstance(value, list | tuple):
             items = value
-        yield from ((name, one) for one in items if isinstance(one, Optimizer))
+        yield from ((name, item) for item in items if isinstance(item, Optimizer))
 
 
-def _called(told: object, optimizer: Optimizer) -> dict[Any, torch.Tensor] | None:
-    """Return the parameters by what a state dict in torch's form calls them, or None."""
-    if not isinstance(told, Mapping) or not isinstance(told.get(STATE), Mapping):
+def _parameters_by_key(reported: object, optimizer: Optimizer) -> dict[Any, torch.Tensor] | None:
+    """Return the parameters by their keys in a state dict of torch's form, or None."""
+    if not isinstance(reported, Mapping) or not isinstance(reported.get(STATE), Mapping):
         return None
-    groups, own = told.get(GROUPS), getattr(optimizer, GROUPS, None)
+    groups, own = reported.get(GROUPS), getattr(optimizer, GROUPS, None)
     if not isinstance(groups, list) or not isinstance(own, list) or len(groups) != len(own):
         return None
     parameters: dict[Any, torch.Tensor] = {}
@@ -236,8 +233,8 @@ def _called(told: object, optimizer: Optimizer) -> dict[Any, torch.Tensor] | Non
         if not _is_group(group) or len(group[_PARAMS]) != len(its[_PARAMS]):
             return None
         parameters.update(zip(group[_PARAMS], its[_PARAMS], strict=True))
-    entries = (told[STATE].get(key, {}) for key in parameters)
-    return parameters if all(isinstance(one, dict) for one in entries) else None
+    entries = (reported[STATE].get(key, {}) for key in parameters)
+    return parameters if all(isinstance(entry, dict) for entry in entries) else None
 
 
 def _is_group(group: object) -> TypeGuard[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""DTensor in our words: its placements, its mesh, and which boxes of the whole its memory is."""
+"""DTensors as plans see them: placements, mesh, and the boxes that are in local memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def local_of(value: DTensor) -> torch.Tensor:
 
 
 def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with another local tensor of the same size. Nothing is communicated."""
+    """Return a DTensor with another local tensor of the same size, without communication."""
     return DTensor.from_local(
         local,
         value.device_mesh,
@@ -38,7 +38,7 @@ def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def placement_of(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
-    """Return a placement as plans have it. Raises ValueError or TypeError for any other."""
+    """Return a placement as plans have it. ValueError or TypeError for any other."""
     match placement:
         case Replicate():
             return plan.Replicate()
@@ -59,8 +59,8 @@ def placement_of(placement: Placement, value: DTensor, fqn: str) -> plan.Placeme
 
 
 def mesh_within(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
-    """Return the mesh in ranks of the group, or None: a mesh that we are not on may not say."""
-    # Two slices of one mesh are equal though their ranks differ: which it is depends on our rank.
+    """Return the mesh in ranks of the group; None if a mesh without this rank hides its ranks."""
+    # Slices of one mesh compare equal although their ranks differ: the own rank selects one.
     own_rank = dist.get_rank() if dist.is_initialized() else -1
     try:
         return _mesh_in(mesh, own_rank, group)
@@ -76,10 +76,10 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
     except RuntimeError:
         return None
     numbers = {rank: number for number, rank in enumerate(group)}
-    if strange := [rank for rank in ranks if rank not in numbers]:
+    if outside := [rank for rank in ranks if rank not in numbers]:
         raise ValueError(
-            f"its mesh has the global ranks {strange[:8]}, which are not in the group: call with "
-            "a group that holds the whole mesh"
+            f"its mesh has the global ranks {outside[:8]}, which are not in the group: call with "
+            "a group that has the whole mesh"
         )
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
@@ -88,24 +88,24 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
 def local_cells(
     view: plan.MeshPlaced, rank: int, local: torch.Tensor, value: DTensor, fqn: str
 ) -> tuple[plan.View, tuple[Cell, ...]]:
-    """Return the view of a DTensor, and which cells of it a local tensor on a rank of its mesh is.
+    """Return the view of a DTensor, and the cells of it in the local tensor of a rank.
 
-    Placements may stand for two views: the local shape says which. Raises ValueError if it fits
-    neither, or both. Ranks that can read the placements in two ways say which cells they mean.
+    Placements may have two meanings: the local shape decides. Raises ValueError if it fits neither,
+    or both. Ranks whose placements have two meanings report their cells.
     """
     shape = tuple(value.shape)
     possible = readings(view, shape, as_defined=cuts_strided_alike())
-    what = f"{fqn}: a DTensor of shape {shape} under {value.placements}"
+    label = f"{fqn}: a DTensor of shape {shape} under {value.placements}"
     all_cells = [cells_of(reading, rank, shape) for reading in possible]
     fitting = {cells for cells in all_cells if _extent(cells, local) == tuple(local.shape)}
     if not fitting:
         raise ValueError(
-            f"{what} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} here, "
-            "which is not what its placements give: use dist_ckpt.LocalShard for such parts"
+            f"{label} on {value.device_mesh} has a local tensor of shape {tuple(local.shape)} "
+            "here, which does not fit its placements: use dist_ckpt.LocalShard for such parts"
         )
     if len(fitting) > 1:
         raise ValueError(
-            f"{what} can be read in two ways here: choose sizes that divide evenly over the mesh, "
+            f"{label} can be read in two ways here: choose sizes that divide evenly over the mesh, "
             "or use dist_ckpt.LocalShard"
         )
     cells = fitting.pop()
@@ -113,20 +113,19 @@ def local_cells(
 
 
 def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:
-    """Return the parts of a dimension that the boxes take, ascending: offset and size of each."""
     boxes = [cell for cell in cells if isinstance(cell, Region)]
     return dict(sorted((box.offset[dim], box.shape[dim]) for box in boxes))
 
 
 def _extent(cells: Sequence[Cell], local: torch.Tensor) -> Shape:
-    """Return the shape of the boxes put together; where nothing is held, any empty one is right."""
+    """Return the shape of the boxes put together; without boxes any empty shape is right."""
     if not cells and not local.numel():
         return tuple(local.shape)
     return tuple(sum(_runs(cells, dim).values()) for dim in range(local.ndim))
 
 
 def boxes_in(local: torch.Tensor, cells: Sequence[Cell]) -> Iterator[torch.Tensor]:
-    """Return the part of the local tensor that each box is."""
+    """Yield the part of the local tensor for each box."""
     starts = []
     for dim in range(local.ndim):
         runs = _runs(cells, dim)

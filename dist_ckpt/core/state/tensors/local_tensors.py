@@ -1,4 +1,4 @@
-"""Local tensors: those whose memory is their value, their dtypes, and arrays seen as tensors."""
+"""Local tensors whose memory is their value, their dtypes, and arrays as tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Exactly these: a subclass may be anything.
+# Exactly these: a subclass may differ in any way.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _NAMES = {
@@ -25,9 +25,9 @@ _NAMES = {
 
 
 def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
-    """Return a tensor whose memory is its value, detached; refuse every other by name.
+    """Return a tensor whose memory is its value, detached; refuse all others.
 
-    Raises TypeError for its class or layout, ValueError if its memory is gone.
+    Raises TypeError for the class or layout, ValueError if the memory was freed.
     """
     if type(tensor) not in PLAIN and isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
@@ -38,17 +38,17 @@ def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
         tensor = torch.Tensor.as_subclass(tensor, torch.Tensor)
     if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
         raise ValueError(
-            f"{fqn}: the memory of this tensor is not there: it was freed (a resharded or "
-            "offloaded parameter), or belongs to a torch transform; take its state when it is whole"
+            f"{fqn}: the memory of this tensor is missing: it was freed (a resharded or offloaded "
+            "parameter), or belongs to a torch transform; save the tensor when it is whole"
         )
     return tensor
 
 
 def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
-    """Say whether a leaf is a tensor in one run of host memory that `plain` takes as it is.
+    """Return True if a leaf is a tensor in one run of host memory that `plain` accepts.
 
-    Most are, and to see it takes a fraction of what it takes to find out what is wrong. No says
-    nothing. Its dtype may still be one that cannot be stored.
+    Most are, and this check is much faster than finding out what is wrong. False proves nothing.
+    The dtype may still be one that cannot be stored.
     """
     if type(value) not in PLAIN:
         return False
@@ -57,9 +57,9 @@ def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
         return False
     try:
         start = value.storage_offset() * value.itemsize
-        is_there = value.data_ptr() != 0
+        has_memory = value.data_ptr() != 0
         return (
-            is_there
+            has_memory
             and value.is_contiguous()
             and value.untyped_storage().nbytes() >= start + value.nbytes
         )
@@ -86,25 +86,25 @@ def _remedy(tensor: torch.Tensor) -> str | None:
 
 
 def _remedy_of_class(tensor: torch.Tensor) -> str | None:
-    """Say what to do about a subclass that is more than a name for a plain tensor."""
+    """Return the remedy for a subclass that is more than a name for a plain tensor."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            "its memory is not its value; store the plain tensors that it is made of, or give the "
+            "its memory is not its value; store the plain tensors in it, or give the "
             "class `__tensor_flatten__` and `__tensor_unflatten__`"
         )
     for name, value in vars(tensor).items():
-        if not _is_beside_the_value(value):
+        if not _is_setting(value):
             return (
-                f"its {name!r} is a {class_name(value)}, which would be lost; store that beside "
-                "its `as_subclass(torch.Tensor)`"
+                f"its {name!r} is a {class_name(value)}, which would be lost; store that, and its "
+                "`as_subclass(torch.Tensor)`"
             )
     return None
 
 
-def _is_beside_the_value(value: object) -> bool:
-    """Say whether an attribute of a tensor may be left out: settings and hooks, no data."""
+def _is_setting(value: object) -> bool:
+    """Return True for an attribute of a tensor that may be left out: a setting or a hook."""
     if isinstance(value, tuple | list):
-        return all(map(_is_beside_the_value, value))
+        return all(map(_is_setting, value))
     return (value is None) or isinstance(value, _SETTINGS)
 
 
@@ -124,7 +124,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def dtype_name(dtype: torch.dtype, fqn: str) -> str:
-    """Return our name of a torch dtype. Raises TypeError if it cannot be stored."""
+    """Return the name of a torch dtype in checkpoints. TypeError if it cannot be stored."""
     name = _NAMES.get(dtype)
     if name is None:
         raise TypeError(
@@ -135,7 +135,7 @@ def dtype_name(dtype: torch.dtype, fqn: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of one of our names. Raises IncompatibleError if torch lacks it."""
+    """Return the torch dtype of a name in checkpoints. IncompatibleError if torch lacks it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise IncompatibleError(f"torch {torch.__version__} has no dtype {name}: upgrade torch")
@@ -145,8 +145,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
     """Return a tensor over a numpy array's memory.
 
-    Where it need not be writable, arrays that torch cannot see are copied. Raises TypeError for
-    a class or dtype that torch lacks, ValueError if it must be writable and cannot be.
+    Unless it must be writable, arrays that torch cannot see are copied. Raises TypeError for a
+    class or dtype that torch lacks, ValueError if it must be writable and cannot be.
     """
     if type(array).__name__ not in ("ndarray", "memmap"):
         raise TypeError(f"{fqn}: {class_name(array)} is more than an array: store its parts")
@@ -166,14 +166,11 @@ def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return the array over a CPU tensor's memory.
-
-    ValueError for a dtype that numpy lacks: nobody can have saved an array of that.
-    """
+    """Return the array over a CPU tensor's memory. ValueError for a dtype that numpy lacks."""
     try:
         return tensor.numpy()
     except TypeError:
-        raise ValueError(f"a numpy array of dtype {tensor.dtype}, which there is not") from None
+        raise ValueError(f"numpy has no arrays of dtype {tensor.dtype}") from None
 
 
 def class_name(value: object) -> str:
@@ -187,6 +184,6 @@ def full_name(cls: type) -> str:
 
 
 def is_array(value: object) -> TypeGuard[np.ndarray]:
-    """Say whether a value is a numpy array, without importing numpy."""
+    """Return True if a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)

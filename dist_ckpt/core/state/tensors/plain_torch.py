@@ -1,4 +1,4 @@
-"""Plain data that needs torch or numpy: from stand-ins to the real thing, and back."""
+"""Plain data that needs torch or numpy: from placeholders to the real objects, and back."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from dist_ckpt.errors import IncompatibleError
 
 
 def make(value: Placeholder) -> object:
-    """Return what a stand-in stands for; see `objects_file.decode`.
+    """Return the object of a placeholder; see `objects_file.decode`.
 
-    Raises ValueError for data that is damaged, IncompatibleError for what is lacking here.
+    Raises ValueError for damaged data, IncompatibleError for types that are missing here.
     """
     match value:
         case DTypeValue(name):
@@ -40,7 +40,7 @@ def make(value: Placeholder) -> object:
             try:
                 return torch.device(name)
             except RuntimeError as error:
-                raise ValueError(f"{name!r} is no device: {error}") from None
+                raise ValueError(f"{name!r} is not a device: {error}") from None
         case Size(shape):
             return torch.Size(shape)
         case NumpyScalar(code, data):
@@ -52,8 +52,8 @@ def make(value: Placeholder) -> object:
 def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
     """Return plain data with `ArrayValue` in place of each tensor and numpy array.
 
-    Raises TypeError for a tensor that has no bytes of its own, such as a DTensor, ValueError for
-    one without data and for what contains itself.
+    Raises TypeError for a tensor without bytes, such as a DTensor; ValueError for one without data,
+    and for a container that contains itself.
     """
     if depth > MAX_DEPTH:
         raise ValueError(
@@ -84,7 +84,7 @@ def _placeholder(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"
 def _array(value: ArrayValue) -> object:
     tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="cpu")
     if value.data:
-        # A copy, so that it can be written to.
+        # A copy, so that it is writable.
         raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
         tensor = raw.view(tensor.dtype).reshape(value.shape)
     return as_numpy(tensor) if value.kind == "numpy" else tensor
@@ -97,5 +97,5 @@ def _numpy_scalar(code: str, data: bytes) -> object:
         raise IncompatibleError("the checkpoint holds numpy scalars: install numpy") from None
     try:
         return numpy.frombuffer(data, dtype=code)[0]
-    except TypeError as error:  # such as of a unit of time that there is not
-        raise ValueError(f"{code!r} is no dtype of numpy's: {error}") from None
+    except TypeError as error:  # such as an unknown unit of time
+        raise ValueError(f"{code!r} is not a dtype of numpy: {error}") from None

@@ -1,11 +1,11 @@
-"""A leaf of the state -> what this rank holds. Only here and in `dtensors.py` is torch's sharding.
+"""A tensor leaf of the state -> the part of it on this rank. Torch's sharding is read here.
 
 `describe` for a save and `describe_target` for a load recognise, in this order: numpy arrays; our
-wrappers; DTensor, whose regions we compute ourselves; ShardedTensor; other classes with torch's
-`__create_chunk_list__` and `__get_tensor_shard__`; what is a Tensor in all but its class, with
-strided layout. Others are refused; what is made of other tensors `tensor_subclasses.py` takes apart
-before. For a new one see `_held`, `is_tensor_leaf`, `is_meta` as well; for a new parallelism
-`planning/mesh.py`, `planning/save/ownership.py` and who looks at the `View`s of `planning/plan.py`.
+wrappers; DTensor; ShardedTensor; other classes with torch's `__create_chunk_list__` and
+`__get_tensor_shard__`; strided tensors of any class. Others are refused. `tensor_subclasses.py`
+splits tensors made of others before. For a new class change `_local_tensor`, `is_tensor_leaf` and
+`is_meta`. For a new parallelism change `planning/mesh.py`, `planning/save/ownership.py` and the
+users of the `View`s in `planning/plan.py`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
-    """One tensor as this rank holds it: `parts[i]` is the local memory of `cells[i]`.
+    """One tensor as it is on this rank: `parts[i]` is the local memory of `cells[i]`.
 
     A part has the shape of its Region; that of an ElementRange has one dimension. It shares memory
-    with the leaf, so a load writes into it. No cell is empty but the one of an empty tensor, and
-    there are none on a rank outside the tensor's mesh.
+    with the leaf, so a load writes into it. Only the cell of an empty tensor is empty. A rank
+    outside the tensor's mesh has no cells.
     """
 
     dtype: str
@@ -61,7 +61,7 @@ class LocalTensor:
 
 
 class _Chunked(Protocol):
-    """What third-party classes offer torch's own checkpoints, and so us."""
+    """The methods of third-party classes for torch's own checkpoints, used here too."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -72,35 +72,35 @@ class _Chunked(Protocol):
 
 
 def is_tensor_leaf(value: object) -> bool:
-    """Say whether `describe` is responsible for this value; it may still refuse it by name."""
+    """Return True if `describe` is responsible for this value; it may still refuse it."""
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
 def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
-    """Return what this rank would save of a leaf.
+    """Return the part of a leaf that this rank would save.
 
-    `group[r]` is the global rank of rank r of the group, `rank` our own in it. Moves no data.
-    Raises TypeError for a class that cannot be stored, ValueError for a tensor that has no data
-    (meta, freed) or lies on ranks outside the group; both name `fqn` and the remedy.
+    `group[r]` is the global rank of rank r of the group, `rank` is this rank in it. Moves no data.
+    Raises TypeError for a class that cannot be stored, ValueError for a tensor without data (meta,
+    freed) or on ranks outside the group. Both have `fqn` and the remedy.
     """
-    held = _held(value, fqn, rank, tuple(group), writable=False)
-    for part in held.parts:
+    local = _local_tensor(value, fqn, rank, tuple(group), writable=False)
+    for part in local.parts:
         if part.is_meta:
             raise ValueError(
                 f"{fqn}: a meta tensor has no data to save: materialize it first "
                 "(`to_empty` and initialise, or load a checkpoint)"
             )
-    return held
+    return local
 
 
 def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
-    """Return what a load would fill of a leaf; like `describe`, but it must be writable.
+    """Return the part of a leaf that a load would fill; like `describe`, but writable.
 
-    Memory that overlaps itself (`expand`) is refused. So are meta tensors: who wants them
-    replaced asks `is_meta` first and describes what `materialize` returns.
+    Memory that overlaps itself (`expand`) is refused. So are meta tensors: to replace one, check
+    `is_meta`, and describe the result of `materialize`.
     """
-    held = _held(value, fqn, rank, tuple(group), writable=True)
-    for part in held.parts:
+    local = _local_tensor(value, fqn, rank, tuple(group), writable=True)
+    for part in local.parts:
         if part.is_meta:
             raise ValueError(f"{fqn}: a meta tensor has no memory to load into: materialize it")
         if overlaps_itself(part):
@@ -108,11 +108,11 @@ def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int])
                 f"{fqn}: shape {tuple(part.shape)} with strides {part.stride()} overlaps itself, "
                 "as after `expand`: load into a `clone()` of it"
             )
-    return held
+    return local
 
 
 def is_meta(value: object) -> bool:
-    """Say whether a leaf has a shape but no data."""
+    """Return True if a leaf has a shape but no data."""
     if type(value) in PLAIN:
         return bool(value.is_meta)  # type: ignore[attr-defined]
     match value:
@@ -121,7 +121,7 @@ def is_meta(value: object) -> bool:
         case DTensor():
             return bool(local_of(value).is_meta)
         case ShardedTensor():
-            # It answers itself, and only where it has one shard.
+            # Its own answer works only with exactly one shard.
             return False
         case torch.Tensor():
             return bool(value.is_meta)
@@ -131,57 +131,53 @@ def is_meta(value: object) -> bool:
 def materialize(value: object) -> object:
     """Return a leaf like this meta one with memory to load into.
 
-    A tensor on the CPU, a DTensor on its mesh's device, a wrapper around a CPU tensor; a
+    It is a tensor on the CPU, a DTensor on its mesh's device, or a wrapper around a CPU tensor. A
     Parameter stays one. The content is undefined.
     """
     if isinstance(value, LocalShard | FlatShard):
         return replace(value, tensor=_empty_like(value.tensor, value.tensor.dtype))
     assert isinstance(value, torch.Tensor)
-    made = _empty_like(value, value.dtype)
+    tensor = _empty_like(value, value.dtype)
     if isinstance(value, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
-    return made
+        return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
+    return tensor
 
 
 def empty_like_saved(value: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a new tensor with the layout and device of `value`, but of a saved dtype.
+    """Return a new tensor like `value`, of a saved dtype, without grad, for new optimizer state.
 
-    For optimizer state that a load has to create: no Parameter, no grad. The device is as for
-    `materialize` where `value` is meta. The content is undefined.
+    The device is as in `materialize`; the content is undefined.
     """
     return _empty_like(value, torch_dtype(dtype))
 
 
 def device_of(value: torch.Tensor) -> torch.device:
-    """Return where the memory of a tensor is, or that of its local part."""
+    """Return the device of a tensor's memory, or of its local part."""
     return local_of(value).device if isinstance(value, DTensor) else value.device
 
 
-def tie_key(held: LocalTensor) -> Hashable | None:
-    """Return a key that two leaves share if they are the same memory, seen the same way.
-
-    None where that cannot be said: nothing held, empty, or meta.
-    """
-    if not held.parts:
+def tie_key(local: LocalTensor) -> Hashable | None:
+    """Return a key that equal views of one memory share; None if not here, empty, or meta."""
+    if not local.parts:
         return None
     parts = []
-    for part in held.parts:
+    for part in local.parts:
         if part.is_meta or not part.numel():
             return None
-        seen = (part.shape, part.stride(), part.is_conj(), part.is_neg())
-        parts.append((part.device, part.data_ptr(), *seen))
-    return held.dtype, held.shape, held.view, *parts
+        layout = (part.shape, part.stride(), part.is_conj(), part.is_neg())
+        parts.append((part.device, part.data_ptr(), *layout))
+    return local.dtype, local.shape, local.view, *parts
 
 
-# --- one leaf after another ------------------------------------------------------------------
+# --- the classes of leaves -------------------------------------------------------------------
 
 
-def _held(
+def _local_tensor(
     value: object, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
 ) -> LocalTensor:
     if type(value) not in PLAIN and is_array(value):
         value = from_numpy(value, fqn, writable=writable)
-    if type(value) in PLAIN:  # most are, and the questions below take longer than the answer
+    if type(value) in PLAIN:  # most are, and the checks below are slow
         return _whole(value, fqn)  # type: ignore[arg-type]
     if isinstance(value, LocalShard | FlatShard):
         return _wrapped(value, fqn)
@@ -270,8 +266,8 @@ def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
             local = plain(value.__get_tensor_shard__(index), fqn)
             if local.shape != chunk.sizes:
                 raise ValueError(
-                    f"{fqn}: {class_name(value)} says that it holds {tuple(chunk.sizes)} at "
-                    f"{tuple(chunk.offsets)}, but gives a tensor of {tuple(local.shape)}"
+                    f"{fqn}: {class_name(value)} reports a chunk of {tuple(chunk.sizes)} at "
+                    f"{tuple(chunk.offsets)}, but returns a tensor of {tuple(local.shape)}"
                 )
             shards.append((tuple(chunk.offsets), local))
     return shards
@@ -280,9 +276,9 @@ def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
 def _parts(
     fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
 ) -> LocalTensor:
-    """Return what a rank holds that has these boxes, given by where they begin.
+    """Return the local tensor of these boxes, given by their offsets.
 
-    `dtype` counts only where there are none: torch's LocalShardsWrapper says float32 always.
+    `dtype` counts only without boxes: torch's LocalShardsWrapper always reports float32.
     """
     shards = list(shards)
     dtype = shards[0][1].dtype if shards else dtype
@@ -294,7 +290,7 @@ def _parts(
     for cell in cells:
         if len(cell.shape) != len(shape) or not Region.whole(shape).covers(cell):
             raise ValueError(
-                f"{fqn}: a shard of shape {cell.shape} at {cell.offset} does not lie in the whole "
+                f"{fqn}: a shard of shape {cell.shape} at {cell.offset} is outside of the whole "
                 f"tensor's shape {shape}: wrap it in dist_ckpt.LocalShard with the true shape"
             )
     name = dtype_name(dtype, fqn)

@@ -1,9 +1,9 @@
-"""Tensors that are made of others: quantized weights, the state of 8-bit optimizers.
+"""Tensor subclasses made of other tensors: quantized weights, state of 8-bit optimizers.
 
-We call them compound; torch, traceable wrapper subclasses: `__tensor_flatten__` names the
-attributes that are tensors and gives what else there is, the context; `__tensor_unflatten__` makes
-one again. A checkpoint has each inner tensor under a name of its own, `<fqn>.<attribute>`, and in
-`<fqn>.__class__` a record of what they are parts of, which a load compares with the live tensor's.
+Torch calls them traceable wrapper subclasses. `__tensor_flatten__` returns the attributes that are
+tensors, and the rest as a context; `__tensor_unflatten__` creates the tensor again. A checkpoint
+stores each inner tensor under `<fqn>.<attribute>`. A record in `<fqn>.__class__` describes the
+outer one, and a load compares it with that of the live tensor.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from dist_ckpt.core.state.wrappers import LocalShard
 
 
 def is_wrapper_subclass(value: object) -> TypeGuard[torch.Tensor]:
-    """Say whether a value is a tensor that is made of others, and is not known by another name."""
+    """Return True for a tensor that is made of others and is not read in another way."""
     return (
         is_wrapper_subclass_type(type(value))
-        # The sizes of these are symbols, which are made of the values of their inner tensors.
+        # The sizes of nested tensors are symbols, which depend on values of the inner tensors.
         and not value.is_nested  # type: ignore[attr-defined]
     )
 
 
 def is_wrapper_subclass_type(cls: object) -> TypeGuard[type[torch.Tensor]]:
-    """Say whether the tensors of a class are made of others."""
+    """Return True if the tensors of a class are made of others."""
     return (
         isinstance(cls, type)
         and issubclass(cls, torch.Tensor)
@@ -50,29 +50,28 @@ def is_wrapper_subclass_type(cls: object) -> TypeGuard[type[torch.Tensor]]:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the tensor that a compound one stands for, or the value itself if it is more.
+    """Return the single tensor that a subclass wraps (float8 all-gather), else the value itself.
 
-    Such a one (that of float8 all-gather) holds one tensor of its own shape and dtype. What it
-    stands for is stored under its name, and loads into a model without it.
+    It has the same shape and dtype, is stored under its name, and loads without the subclass.
     """
     while type(value) not in PLAIN and is_wrapper_subclass(value):
         names = list(_flattened(value)[0])
         alike = [name for name in names if _is_alike(getattr(value, name, None), value)]
-        if len(alike) != 1 or (len(names) > 1 and _names_kept(value) != alike):
+        if len(alike) != 1 or (len(names) > 1 and _stored_names(value) != alike):
             return value
         value = getattr(value, alike[0])
     return value
 
 
 def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
-    """Return what a tensor is made of, by attribute. Raises TypeError if that is no tensor."""
+    """Return the inner tensors by attribute. Raises TypeError if one is not a tensor."""
     inner = {}
     for name in _flattened(value)[0]:
         tensor = getattr(value, name, None)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{fqn}: {class_name(value)} names {name!r} in `__tensor_flatten__`, which is a "
-                f"{class_name(tensor)}: mend the class, or store its tensors in a dict"
+                f"{class_name(tensor)}: fix the class, or store its tensors in a dict"
             )
         inner[name] = tensor
     return inner
@@ -81,10 +80,10 @@ def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
 def flatten_context_of(
     value: torch.Tensor, fqn: str, shape: Shape | None = None
 ) -> dict[str, object]:
-    """Return what a checkpoint says of a tensor beside its inner ones: plain data.
+    """Return the record of a tensor subclass, as plain data.
 
-    `shape` is that of the whole, if the value is a part. `exact` says whether `context` is the
-    context itself, so that one could be made of it.
+    `shape` is that of the whole, if the value is a part. `exact` is True if `context` is the
+    context itself, so that a tensor can be created from it.
     """
     context = _flattened(value)[1]
     described = _described(context, f"{fqn}: the context of {class_name(value)}")
@@ -99,7 +98,7 @@ def flatten_context_of(
 
 
 def resized(context: object, shape: Shape, new: Shape) -> object:
-    """Return a described context with the size of another part of the whole, where it has one."""
+    """Return a described context with the sizes of another part of the whole."""
     if isinstance(context, torch.Size):
         return torch.Size(new) if tuple(context) == shape else context
     if type(context) is dict:
@@ -111,18 +110,18 @@ def resized(context: object, shape: Shape, new: Shape) -> object:
 
 
 def difference(saved: object, own: object, name: str = "") -> str | None:
-    """Say in what a saved record and one's own differ, or None if they are alike."""
+    """Return the difference of a saved record and the state's own, or None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
         for key in {**own, **saved}:
-            found = difference(saved.get(key), own.get(key), join(name, key))
-            if found is not None:
-                return found
+            problem = difference(saved.get(key), own.get(key), join(name, key))
+            if problem is not None:
+                return problem
         return None
     return None if _are_alike(saved, own) else f"saved with {name} {saved!r}, the state has {own!r}"
 
 
 def _are_alike(saved: object, own: object) -> bool:
-    """Compare plain values: a NaN is like another one, and a list is not like a tuple."""
+    """Compare plain values: a NaN equals another one, and a list does not equal a tuple."""
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
         return saved.keys() == own.keys() and all(_are_alike(saved[k], own[k]) for k in saved)
     if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
@@ -145,28 +144,27 @@ def _is_alike(inner: object, outer: torch.Tensor) -> bool:
     return inner.dtype == outer.dtype and inner.shape == outer.shape
 
 
-def _names_kept(value: torch.Tensor) -> list[str]:
-    """Return the inner tensors that a state dict would have: what `detach` drops is a cache."""
-    kept = value.detach()
-    return list(_flattened(kept)[0]) if is_wrapper_subclass(kept) else []
+def _stored_names(value: torch.Tensor) -> list[str]:
+    """Return the inner tensors that a state dict would have: `detach` drops a cache."""
+    detached = value.detach()
+    return list(_flattened(detached)[0]) if is_wrapper_subclass(detached) else []
 
 
-def _described(value: object, what: str) -> object:
-    """Return a context in words that can be stored and compared; nothing of it is looked up."""
+def _described(value: object, label: str) -> object:
     if type(value) is dict:
-        return {key: _described(item, what) for key, item in value.items()}
+        return {key: _described(item, label) for key, item in value.items()}
     if type(value) in (list, tuple):
         assert isinstance(value, list | tuple)
-        return type(value)([_described(item, what) for item in value])
+        return type(value)([_described(item, label) for item in value])
     if (named := _fields_of(value)) is not None:
-        return {"class": class_name(value), **{k: _described(v, what) for k, v in named.items()}}
+        return {"class": class_name(value), **{k: _described(v, label) for k, v in named.items()}}
     if (text := _text_of(value)) is not None:
         return text
     try:
-        check_plain(value, what)
+        check_plain(value, label)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{what} has a {class_name(value)}, which cannot be compared: make it a "
+            f"{label} has a {class_name(value)}, which cannot be compared: make it a "
             "dataclass, or store the inner tensors in a dict"
         ) from error
     return value
@@ -187,7 +185,7 @@ def _text_of(value: object) -> str | None:
     if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.device):
-        return "a device"  # where a tensor is, is no part of what it is
+        return "a device"  # the device is not part of the value
     if isinstance(value, torch.layout | torch.memory_format):
         return str(value)
     return None
@@ -195,30 +193,29 @@ def _text_of(value: object) -> str | None:
 
 # --- cut over ranks --------------------------------------------------------------------------
 #
-# Nothing says how the tensors in one are cut along with it: `__tensor_flatten__` has no sizes of
-# the whole. So an inner tensor is cut like the whole if it has its shape; in blocks if each of its
-# dimensions divides that of the local tensor, as the scales of rows do; and where its shape leaves
-# it open, the class is asked: it cuts a tensor of its own, and what comes out shows which of the
-# inner ones are cut, and which are tables that every rank has. What cannot be told so is stored for
-# each shard, and loads only where the whole is cut in the same way.
+# `__tensor_flatten__` has no sizes of the whole, so the cut of the inner tensors is derived. An
+# inner tensor is cut like the whole if it has its shape. It is cut in blocks if each of its
+# dimensions divides that of the local tensor, as the scales of rows do. If the shape leaves it
+# open, a slice of the local tensor shows which inner tensors are cut, and which are tables that
+# every rank has. Any other is stored for each shard, and loads only with the same cut.
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """Which box of the tensor of `shape` a rank has."""
+    """The box that a rank has of a tensor of `shape`."""
 
     shape: Shape
     box: Region
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions of which it has not all."""
+        """The dimensions that are not complete in the box."""
         sizes = zip(self.shape, self.box.shape, strict=True)
         return tuple(dim for dim, (whole, part) in enumerate(sizes) if whole != part)
 
 
 def local_box(value: DTensor, fqn: str) -> LocalBox:
-    """Return which box of a DTensor this rank has. Raises TypeError if it is more than one."""
+    """Return the box that this rank has of a DTensor. TypeError if it is more than one."""
     shape = tuple(value.shape)
     ranks: list[int] = value.device_mesh.mesh.flatten().tolist()
     mesh = mesh_within(value.device_mesh, tuple(ranks), fqn)
@@ -229,7 +226,7 @@ def local_box(value: DTensor, fqn: str) -> LocalBox:
     _, cells = local_cells(view, rank, local_tensor(value), value, fqn)
     if len(cells) > 1:
         raise TypeError(
-            f"{fqn}: the compound tensor on this rank is {len(cells)} boxes of the whole under "
+            f"{fqn}: the tensor subclass on this rank is {len(cells)} boxes of the whole under "
             f"{value.placements}: choose sizes that divide evenly over the mesh"
         )
     for cell in cells:
@@ -241,21 +238,21 @@ def local_box(value: DTensor, fqn: str) -> LocalBox:
 def inner_shards(
     value: DTensor, local: torch.Tensor, fqn: str
 ) -> tuple[dict[str, LocalShard], dict[str, object] | None]:
-    """Return what this rank has of each tensor in a DTensor of compound ones.
+    """Return this rank's shard of each inner tensor of a DTensor of tensor subclasses.
 
-    And what the record says of those that are stored for each shard, if there are any.
+    The second result is the record of those that are stored for each shard, None without any.
     """
     cut = local_box(value, fqn)
     inner = inner_tensors(local, fqn)
     tables = _tables(local, cut, inner)
     shards, single = {}, []
     for name, tensor in inner.items():
-        found = inner_cut(cut, tuple(tensor.shape), is_table=tables.get(name))
-        if found is not None:
-            shards[name] = LocalShard(tensor, found.shape, found.box.offset)
+        box = inner_cut(cut, tuple(tensor.shape), is_table=tables.get(name))
+        if box is not None:
+            shards[name] = LocalShard(tensor, box.shape, box.box.offset)
             continue
         single.append(name)
-        number, count = _place_of(value)
+        number, count = _shard_position(value)
         shape, offset = (count, *tensor.shape), (number, *(0 for _ in tensor.shape))
         shards[name] = LocalShard(tensor.detach().unsqueeze(0), shape, offset)
     if not single:
@@ -265,17 +262,17 @@ def inner_shards(
 
 
 def inner_cut(cut: LocalBox, shape: Shape, *, is_table: bool | None) -> LocalBox | None:
-    """Return which box an inner tensor of a local `shape` is, or None if that cannot be told.
+    """Return the box of an inner tensor of a local `shape`, or None if it is unknown.
 
-    `is_table` says whether every rank has all of it, where the shape leaves that open; None if
-    that is not known.
+    `is_table` is True if every rank has all of it, where the shape leaves that open; None if
+    unknown.
     """
     if not cut.dims or is_table:
         return LocalBox(shape, Region.whole(shape))
     if shape == cut.box.shape:
         return cut
-    if len(shape) == len(cut.shape) and (found := _in_blocks(cut, shape)):
-        return found
+    if len(shape) == len(cut.shape) and (box := _in_blocks(cut, shape)):
+        return box
     return _in_runs(cut, shape) if is_table is False else None
 
 
@@ -288,7 +285,7 @@ def _in_blocks(cut: LocalBox, shape: Shape) -> LocalBox | None:
             sizes.append(size)
             offset.append(0)
             continue
-        # One element for all that a rank has of a dimension may be one for all of the whole.
+        # One element for the rank's part of a dimension may be one for all of the whole.
         if part % max(size, 1) or (size < 2 and size != part):
             return None
         block = part // max(size, 1) or 1
@@ -300,7 +297,7 @@ def _in_blocks(cut: LocalBox, shape: Shape) -> LocalBox | None:
 
 
 def _in_runs(cut: LocalBox, shape: Shape) -> LocalBox | None:
-    """Return the box of a tensor with an element for each run of the whole's row-major ones."""
+    """Return the box of a tensor with an element for each run of the whole's row-major elements."""
     if len(shape) != 1 or cut.dims != (0,) or not prod(shape):
         return None
     start = cut.box.offset[0] * prod(cut.shape[1:])
@@ -313,18 +310,18 @@ def _in_runs(cut: LocalBox, shape: Shape) -> LocalBox | None:
 def _tables(
     local: torch.Tensor, cut: LocalBox, inner: Mapping[str, torch.Tensor]
 ) -> dict[str, bool]:
-    """Ask the class which inner tensors are cut with it, by a few rows: those that are not."""
+    """Slice a few rows to find inner tensors that are not cut with the whole."""
     if cut.dims != (0,):
         return {}
     rows, row = cut.box.shape[0], prod(cut.shape[1:])
     runs = {rows * row // t.numel() for t in inner.values() if t.ndim == 1 and t.numel()}
     for count in sorted({run // gcd(run, row) for run in runs if run}):
-        if 0 < count < rows and (some := _rows_of(local, count)):
-            # One element may be of all that this rank has, or of the whole.
+        if 0 < count < rows and (sliced := _rows_of(local, count)):
+            # A single element may be for this rank's part, or for the whole.
             return {
-                name: some[name].shape == tensor.shape
+                name: sliced[name].shape == tensor.shape
                 for name, tensor in inner.items()
-                if tensor.numel() > 1 and name in some
+                if tensor.numel() > 1 and name in sliced
             }
     return {}
 
@@ -332,14 +329,13 @@ def _tables(
 def _rows_of(local: torch.Tensor, count: int) -> dict[str, torch.Tensor] | None:
     try:
         with torch.no_grad():
-            some = local[:count]
+            rows = local[:count]
     except (AssertionError, RuntimeError, TypeError, ValueError):
-        return None  # it cannot be cut there
-    return inner_tensors(some, "") if type(some) is type(local) else None
+        return None  # it cannot be cut
+    return inner_tensors(rows, "") if type(rows) is type(local) else None
 
 
-def _place_of(value: DTensor) -> tuple[int, int]:
-    """Return the number of this rank's shard, and how many there are."""
+def _shard_position(value: DTensor) -> tuple[int, int]:
     number, count = 0, 1
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None

@@ -1,4 +1,4 @@
-"""The containers of a state: their kinds, and how one is made again. Pure."""
+"""The containers of a state: their kinds, and how they are created. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dist_ckpt.errors import IncompatibleError
 
 PathKey = str | int
 
-# What is saved, and what is loaded into. Its keys are `PathKey`s, which `read_tree` checks, but are
-# not typed so: to a type checker no `dict[str, Any]` is a mapping with keys `str | int`,
-# and no `dict[str, nn.Module]` is one that anything may be put into.
+# The object of a save or a load. Its keys are `PathKey`s, which `read_tree` checks. They have no
+# such type here: for a type checker a `dict[str, Any]` is not a mapping with keys `str | int`, and
+# a `dict[str, nn.Module]` does not accept other values.
 State = Mapping[Any, object]
 MutableState = MutableMapping[Any, Any]
 
-# Of containers in containers, in a state and in a checkpoint.
+# The limit of containers in containers, in a state and in a checkpoint.
 MAX_DEPTH = 100
 
-# Under a compound tensor's name: what its inner tensors are parts of. No attribute of an object
-# that is a tensor can have this name.
+# The key of the record under the name of a tensor subclass. No attribute that is a tensor can have
+# this name.
 RECORD = "__class__"
 
 _MAPPING = "dict"
@@ -46,7 +46,7 @@ def kind_of(value: object) -> str | None:
 
 
 def is_mapping(kind: str) -> bool:
-    """Say whether a kind of container has keys of its own."""
+    """Return True if a kind of container has keys."""
     return kind not in ("list", "tuple")
 
 
@@ -60,14 +60,14 @@ def check_kind(kind: str) -> None:
 
 
 def container(kind: str, items: Iterable[tuple[PathKey, object]]) -> object:
-    """Return a new container of a kind that `check_kind` has passed."""
+    """Return a new container of a kind that `check_kind` has accepted."""
     if kind.startswith(_DEFAULT):
         return defaultdict(FACTORIES[kind.removeprefix(_DEFAULT)], items)
     return _TYPES[kind](items if is_mapping(kind) else (value for _, value in items))
 
 
 def entries_of(value: object) -> Mapping[PathKey, object] | None:
-    """Return what a container holds by its keys, or None for anything else."""
+    """Return the values of a container by key, or None for anything else."""
     if kind_of(value) is None:
         return None
     assert isinstance(value, Mapping | list | tuple)
@@ -75,12 +75,12 @@ def entries_of(value: object) -> Mapping[PathKey, object] | None:
 
 
 def whole_of(name: str, values: Container[str]) -> str | None:
-    """Return the compound tensor that a name is a part of, the outermost; None if it is of none.
+    """Return the outermost tensor subclass that has a name as its part; None without one.
 
-    `values` are the names of a checkpoint's values, by which it tells what is compound.
+    `values` are the names of a checkpoint's values: tensor subclasses have a record there.
     """
     _, *above = names_above(name)
-    return next((one for one in reversed(above) if join(one, RECORD) in values), None)
+    return next((outer for outer in reversed(above) if join(outer, RECORD) in values), None)
 
 
 def join(fqn: str, key: PathKey) -> str:

@@ -1,7 +1,7 @@
-"""The state as a tree of leaves: what every key of it is.
+"""The state as a tree of leaves: the type of every key.
 
-`read_tree.py` makes it; both sides of a checkpoint walk it: `state/inventory_builder.py` to store
-the leaves, `state/binding/bind.py` to find where they go.
+`read_tree.py` makes the tree. `state/inventory_builder.py` stores the leaves, and
+`state/binding/bind.py` finds the saved value of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A container that holds tensors. `live` is the user's own; None if it is made by us."""
+    """A container with tensors in it. `live` is the user's own; None if it is not the user's."""
 
     kind: str
     live: object
@@ -32,8 +32,8 @@ class Branch:
 class TensorLeaf:
     """A tensor, a local part of one, or a numpy array.
 
-    One that is stored under a parameter names that in `under`, as rules of a ShardingConfig see
-    it, with the parameter's local shape.
+    If it is stored under a parameter, `under` has that parameter's name, as rules of a
+    ShardingConfig see it, and its local shape.
     """
 
     value: object
@@ -42,7 +42,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubclassLeaf:
-    """A tensor that is made of others: these by attribute, and the record of what it is."""
+    """A tensor that is made of others: these by attribute, and the record that describes it."""
 
     value: torch.Tensor
     inner: Mapping[str, TensorLeaf | SubclassLeaf]
@@ -51,7 +51,7 @@ class SubclassLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainLeaf:
-    """Anything else: plain data, or what a save has to refuse."""
+    """Anything else: plain data, or a value that a save refuses."""
 
     value: object
 
@@ -65,7 +65,7 @@ class PerRankLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleLeaf:
-    """A module, and what each entry of its state dict is."""
+    """A module, and the leaves of its state dict."""
 
     state: ModuleState
     children: Mapping[PathKey, Tree]
@@ -73,20 +73,20 @@ class ModuleLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerLeaf:
-    """An optimizer, with the names that the user gave its parameters, by id().
+    """An optimizer, with the user's names of its parameters, by id().
 
-    `further` is what its `state_dict` tells besides the groups and the parameters' state. One over
-    FSDP1's flat parameters is replaced by a view of it (`state/fsdp1/optimizers.py`).
+    `further` are the entries of its `state_dict` besides the groups and the parameters' state. An
+    optimizer over FSDP1's flat parameters is replaced by a view (`state/fsdp1/optimizers.py`).
     """
 
-    held: OptimizerState
+    state: OptimizerState
     names: Mapping[int, str] | None
     further: Mapping[PathKey, Tree]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectLeaf:
-    """An object with `load_state_dict`, and what its `state_dict` returned."""
+    """An object with `load_state_dict`, and the result of its `state_dict`."""
 
     owner: object
     content: Tree
@@ -105,10 +105,7 @@ Tree = (
 
 
 def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[str, Tree]]:
-    """Yield everything in a state, or at and below `fqn`, containers first: its name, and itself.
-
-    Most are `TensorLeaf`s: who asks for none of them gets the others in a fraction of the time.
-    """
+    """Yield the name and node of everything at and below `fqn`; without `tensors` much faster."""
     if fqn:
         yield fqn, tree
     if isinstance(tree, ObjectLeaf):
@@ -122,7 +119,7 @@ def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[s
 
 
 def without_frozen(selection: Selection, root: Tree) -> Selection:
-    """Return a selection that knows which parameters of a state require no gradient, if it asks."""
+    """Return the selection, with the names of frozen parameters if it needs them."""
     if selection.include_frozen:
         return selection
     knows = bool(_trained(root))
@@ -144,12 +141,12 @@ def _trained(root: Tree) -> dict[str, bool]:
     return named
 
 
-# The names that a selection may choose among in the optimizer of a name.
+# Returns the names of an optimizer that a selection may choose from.
 OfOptimizer = Callable[[str, OptimizerLeaf], Iterable[str]]
 
 
 def choices(tree: Tree, of_optimizer: OfOptimizer, fqn: str = "") -> Iterator[str]:
-    """Yield the names that a selection may choose among, at and below `fqn`."""
+    """Yield the names that a selection may choose from, at and below `fqn`."""
     if fqn:
         yield fqn
     if isinstance(tree, OptimizerLeaf):
@@ -160,36 +157,36 @@ def choices(tree: Tree, of_optimizer: OfOptimizer, fqn: str = "") -> Iterator[st
 
 
 def selected(tree: Tree, fqn: str, selection: Selection, of_optimizer: OfOptimizer) -> Tree | None:
-    """Return what a selection leaves of a tree, None if that is nothing.
+    """Return the part of a tree that a selection chooses, None if nothing.
 
-    Objects, and tensors that are made of others, are left in or out as a whole; an optimizer stays
-    if any of it does. ValueError where a list would lose an item.
+    Objects and tensor subclasses are chosen as a whole; an optimizer stays if any part of it does.
+    ValueError if a list would lose an item.
     """
     if isinstance(tree, OptimizerLeaf):
         names = (fqn, *of_optimizer(fqn, tree))
         return tree if any(name in selection for name in names) else None
     if not isinstance(tree, Branch | ModuleLeaf):
         return tree if fqn in selection else None
-    kept = {
+    chosen = {
         key: child
         for key, own in tree.children.items()
         if (child := selected(own, join(fqn, key), selection, of_optimizer)) is not None
     }
-    if not kept and (tree.children or fqn not in selection):
+    if not chosen and (tree.children or fqn not in selection):
         return None
     if isinstance(tree, ModuleLeaf):
-        return ModuleLeaf(tree.state, kept)
-    if not is_mapping(tree.kind) and len(kept) < len(tree.children):
-        lost = next(key for key in tree.children if key not in kept)
+        return ModuleLeaf(tree.state, chosen)
+    if not is_mapping(tree.kind) and len(chosen) < len(tree.children):
+        lost = next(key for key in tree.children if key not in chosen)
         raise ValueError(
-            f"{join(fqn, lost)}: an item of a {tree.kind} cannot be left out of a save, as the "
-            f"others would move: leave all of {fqn!r} out, or make it a dict"
+            f"{join(fqn, lost)}: an item of a {tree.kind} cannot be left out of a save, because "
+            f"the others would move: leave all of {fqn!r} out, or make it a dict"
         )
-    return Branch(tree.kind, tree.live, kept)
+    return Branch(tree.kind, tree.live, chosen)
 
 
 def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
-    """Return what is below the name of a leaf or branch; of an object, what is in its content."""
+    """Return the children of a leaf or branch by key; for an object, those of its content."""
     match tree:
         case Branch() | ModuleLeaf():
             return tree.children

@@ -1,7 +1,7 @@
-"""How a state becomes a tree: every value of it is asked, in a fixed order of classes.
+"""Read a state as a tree: every value is classified, in a fixed order of classes.
 
-Reading calls `state_dict` of each object and module once, by their names in order, and changes
-nothing. So it does of an optimizer with methods of its own; others are read as they are.
+Reading calls `state_dict` of each object and module once, in the order of their names, and changes
+nothing. An optimizer with its own methods is read by them; all others are read directly.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dist_ckpt.errors import CheckpointError
 
 
 def read_state(state: State) -> Branch:
-    """Read a state. Raises TypeError or ValueError for what is no state at all."""
+    """Read a state. TypeError if it is not a mapping, TypeError or ValueError for its values."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"the state is a {type(state).__name__}: give a mapping such as "
@@ -66,19 +66,13 @@ def read_state(state: State) -> Branch:
 
 
 def read_value(value: object, fqn: str, above: tuple[int, ...] = ()) -> Tree:
-    """Read what is at one name of a state.
-
-    `above` are the id()s of what it lies in, so that a cycle is refused.
-    """
+    """Read the value at a name; `above` are the id()s of its containers, to refuse a cycle."""
     leaf = _leaf(value, fqn)
     return leaf if leaf is not None else _read_further(value, fqn, above)
 
 
 def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
-    """Read a tensor; one that is made of others is taken apart. Raises TypeError if it cannot be.
-
-    One on the meta device stays what it is: only its own class could give it memory.
-    """
+    """Read a tensor; a tensor subclass is split, unless it is on the meta device, or TypeError."""
     if isinstance(value, DTensor):
         local = local_tensor(value)
         return TensorLeaf(value) if type(local) in PLAIN else _read_sharded(value, local, fqn)
@@ -92,7 +86,6 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
 
 
 def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf | SubclassLeaf:
-    """Read a DTensor of which this rank has a tensor of another class."""
     if is_wrapper_subclass(local) and local.is_meta:
         inner = inner_tensors(local, fqn)
         return SubclassLeaf(value, {name: TensorLeaf(t) for name, t in inner.items()}, {})
@@ -107,7 +100,7 @@ def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf |
 
 
 def has_state(value: object) -> bool:
-    """Say whether a value is an object with `state_dict` and `load_state_dict`."""
+    """Return True for an object with `state_dict` and `load_state_dict`."""
     return not isinstance(value, type) and all(
         callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
     )
@@ -123,24 +116,21 @@ def state_of(value: object, fqn: str) -> object:
 
 
 @contextmanager
-def calling_user_code(fqn: str, owner: object, what: str) -> Iterator[None]:
-    """Run code of the user's: what it raises becomes a CheckpointError that says where it was.
-
-    `owner` is the object or the class that the code belongs to.
-    """
+def calling_user_code(fqn: str, owner: object, method: str) -> Iterator[None]:
+    """Run code of the user's `owner`; errors become a CheckpointError with name and method."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # anything may come out of it
+    except Exception as error:  # user code may raise anything
         cls = owner if isinstance(owner, type) else type(owner)
         raise CheckpointError(
-            f"{fqn}: {what} of {cls.__name__} raised {type(error).__name__} ({error}): "
-            "mend it and call again"
+            f"{fqn}: {method} of {cls.__name__} raised {type(error).__name__} ({error}): "
+            "fix it and call again"
         ) from error
 
 
-# A container of these alone is plain at a glance, however long.
+# A container of only these is plain without a walk, however long it is.
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -193,12 +183,12 @@ def _children(
 ) -> dict[PathKey, Tree]:
     for key in entries:
         _check_key(key, fqn or "the state")
-    leaves = {  # most are tensors: without a name and a look for each
+    leaves = {  # most are tensors, which need no name here
         key: TensorLeaf(child) if type(child) is torch.Tensor else _leaf(child, join(fqn, key))
         for key, child in entries.items()
     }
-    # What is not yet read may be code of the user's with collectives in it: it runs in one order on
-    # all ranks, whatever the order of their keys.
+    # The rest may run user code with collectives, so it runs in one order on all ranks, whatever
+    # the order of their keys.
     further = {
         key: _read_further(entries[key], join(fqn, key), above)
         for key in sorted((key for key, leaf in leaves.items() if leaf is None), key=str)
@@ -206,17 +196,17 @@ def _children(
     return {key: further[key] if leaf is None else leaf for key, leaf in leaves.items()}
 
 
-def _check_key(key: object, where: str) -> None:
+def _check_key(key: object, parent: str) -> None:
     if type(key) is not str and type(key) is not int:
         raise TypeError(
-            f"{where} has the key {key!r} of class {type(key).__name__}: use str or int keys"
+            f"{parent} has the key {key!r} of class {type(key).__name__}: use str or int keys"
         )
     if isinstance(key, int) and not -(1 << 63) <= key < 1 << 64:
-        raise ValueError(f"{where} has the key {f'{key:#x}'[:40]}, outside of 64 bits: use a str")
+        raise ValueError(f"{parent} has the key {f'{key:#x}'[:40]}, outside of 64 bits: use a str")
     if key == "":
-        raise ValueError(f"{where} has an empty key: give it a name")
+        raise ValueError(f"{parent} has an empty key: give it a name")
     if isinstance(key, str) and not is_text(key):
-        raise ValueError(f"{where} has the key {key!r}, which is no text: rename it")
+        raise ValueError(f"{parent} has the key {key!r}, which is not valid text: rename it")
 
 
 def _read_modules(
@@ -249,7 +239,7 @@ def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> Module
         if name not in state.live:
             children[name] = read_value(value, join(fqn, name), above)
         else:
-            plain = type(value) in PLAIN  # most are: no name is made for them
+            plain = type(value) in PLAIN  # most are, and need no name here
             children[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
     return ModuleLeaf(state, children)
 
@@ -262,19 +252,19 @@ def _read_optimizer(
     )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{fqn}: Named holds a {type(optimizer).__name__}: give it an optimizer")
-    held = direct_state(optimizer, fqn)
-    if held is not None:
-        return OptimizerLeaf(held, names, {})
-    told = state_of(optimizer, fqn)
-    held = reported_state(optimizer, told)
-    if held is None:
+    state = direct_state(optimizer, fqn)
+    if state is not None:
+        return OptimizerLeaf(state, names, {})
+    reported = state_of(optimizer, fqn)
+    state = reported_state(optimizer, reported)
+    if state is None:
         check_unnamed(optimizer, fqn)
     try:
-        if held is None:
-            return ObjectLeaf(optimizer, read_value(told, fqn, above))
-        return OptimizerLeaf(held, names, _children(held.further(), fqn, above))
+        if state is None:
+            return ObjectLeaf(optimizer, read_value(reported, fqn, above))
+        return OptimizerLeaf(state, names, _children(state.further(), fqn, above))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{error}: so state_dict() of {type(optimizer).__name__} returns it; put an object into"
-            " the state whose state_dict and load_state_dict call the optimizer's and convert it"
+            f"{error}: state_dict() of {type(optimizer).__name__} returns it; save a wrapper object"
+            " whose state_dict and load_state_dict call the optimizer's and convert the value"
         ) from error

@@ -1,1 +1,1 @@
-"""What one or several checkpoints offer, under the state's names. Pure."""
+"""One or several checkpoints, under the names of the state. Pure."""

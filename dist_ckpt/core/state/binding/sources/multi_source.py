@@ -1,7 +1,7 @@
 """Several checkpoints seen as one: each name comes from the first source that has it. Pure.
 
-What belongs together comes from one source: the parts of a compound tensor, a parameter group, and
-what an optimizer keeps for one parameter.
+Names that belong together come from one source: the parts of a tensor subclass, a parameter group,
+and an optimizer's state of one parameter.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ _GROUPS = ".param_groups"
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """What one source may give: what a checkpoint holds, seen through the source's rename.
+    """A checkpoint, by number, seen through a source's rename; several sources may be of one."""
 
-    `place` is the number of that checkpoint: several sources may be of one.
-    """
-
-    place: int
+    number: int
     saved: SavedTree
     scope: Scope
 
 
 def merge_sources(offers: Sequence[SourceView], paths: Sequence[str]) -> SavedTree:
-    """Return what several sources hold together. `paths` are those of the checkpoints.
+    """Return several sources as one tree. `paths` are those of the checkpoints.
 
-    Of the sources of one key the first that has a name gives it. That sources of two keys have one
-    is in `problems`, as what is wrong with any source. What they leave out is in `left_out`.
+    Among the sources of one key the first that has a name provides it. A name in the sources of two
+    keys is in `problems`, as are the problems of each source. Names that sources leave out are in
+    `left_out`.
     """
-    catalogs = {offer.place: offer.saved.catalog for offer in offers}
-    origins = tuple(SourceCatalog(path, catalogs[place]) for place, path in enumerate(paths))
-    taken = _Allocation()
-    won = [taken.take(offer) for offer in offers]
-    leaves = {name: tagged(one.place, fqn) for one in won for name, fqn in one.leaves.items()}
+    catalogs = {offer.number: offer.saved.catalog for offer in offers}
+    origins = tuple(SourceCatalog(path, catalogs[number]) for number, path in enumerate(paths))
+    allocation = _Allocation()
+    won = [allocation.take(offer) for offer in offers]
+    leaves = {
+        name: tagged(names.number, fqn) for names in won for name, fqn in names.leaves.items()
+    }
     kinds, entries = _containers(won)
     problems = [f"{o.scope.path}: {problem}" for o in offers for problem in o.saved.problems]
     first = offers[0].saved
-    mains = {o.place: o.saved.main for o in offers}
+    mains = {o.number: o.saved.main for o in offers}
     return replace(
         first,
         catalog=_catalog_of(origins),
         leaves=leaves,
         kinds=kinds,
         entries=entries,
-        params={group: params for one in won for group, params in one.params.items()},
-        numpy=frozenset(name for one in won for name in one.saved.numpy & one.leaves.keys()),
+        params={group: params for names in won for group, params in names.params.items()},
+        numpy=frozenset(name for names in won for name in names.saved.numpy & names.leaves.keys()),
         main={tagged(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
-        read=_reader({offer.place: offer.saved.read for offer in offers}),
+        read=_reader({offer.number: offer.saved.read for offer in offers}),
         dropped=tuple(dict.fromkeys(name for o in offers for name in o.saved.dropped)),
-        problems=(*problems, *taken.clashes()),
+        problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
         origins=origins,
         unmatched=tuple(problem for offer in offers for problem in _unmatched(offer))
@@ -70,14 +70,14 @@ def merge_sources(offers: Sequence[SourceView], paths: Sequence[str]) -> SavedTr
     )
 
 
-# --- who gives what --------------------------------------------------------------------------
+# --- the source of each name -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _SourceNames:
-    """What one source gives: leaves by their names here; `alive` are also the names above them."""
+    """The names that one source provides, by their names here; `alive` has those above too."""
 
-    place: int
+    number: int
     saved: SavedTree
     leaves: Mapping[str, str]
     params: Mapping[str, Sequence[str]]
@@ -86,9 +86,9 @@ class _SourceNames:
 
 @dataclass(slots=True)
 class _Allocation:
-    """What the sources so far give: each unit, and all names above one, with the key they are of.
+    """The units that the sources so far provide, and all names above one, with their key.
 
-    `groups` are how many parameter groups each key's sources give, and of which parameters.
+    `groups` are the parameters of each key's parameter groups, and `numbers` the next free number.
     """
 
     units: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class _Allocation:
     clashing: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def take(self, offer: SourceView) -> _SourceNames:
-        """Return what one more source gives, and note it."""
+        """Return the names that one more source provides, and record them."""
         key, saved = offer.scope.key, self._regrouped(offer)
         units = _units(saved)
         won: dict[str, str] = {}
@@ -107,7 +107,7 @@ class _Allocation:
             if not offer.scope.gives(name):
                 continue
             unit = _unit_of(name, units)
-            other = self._holder(unit)
+            other = self._key_of(unit)
             if other is None:
                 won[name] = unit
             elif other != key:
@@ -122,50 +122,52 @@ class _Allocation:
             self.numbers[key, _optimizer_of(group)] = _number_of(group) + 1
         leaves = {name: saved.leaves[name] for name in won if name in saved.leaves}
         alive = frozenset(above for name in won for above in names_above(name))
-        return _SourceNames(offer.place, saved, leaves, params, alive)
+        return _SourceNames(offer.number, saved, leaves, params, alive)
 
     def clashes(self) -> Iterator[str]:
-        """Yield what is wrong where the sources of two keys have one name."""
-        for (one, other), names in self.clashing.items():
+        """Yield a problem for names in the sources of two keys."""
+        for (key, other), names in self.clashing.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield (
-                f"{names[0]}{more}: the sources of {one!r} and of {other!r} both have it: leave it "
+                f"{names[0]}{more}: the sources of {key!r} and of {other!r} both have it: leave it "
                 "to one of the two with `exclude`, or give one key both in a list, of which the "
                 "first that has a name wins"
             )
 
-    def _holder(self, unit: str) -> str | None:
-        """Return the key of who gives a unit, one above it, or one below it; None if nobody."""
+    def _key_of(self, unit: str) -> str | None:
+        """Return the key that provides a unit, one above it, or one below it; None if none."""
         if unit in self.above:
             return self.above[unit]
         return next((self.units[name] for name in names_above(unit) if name in self.units), None)
 
     def _regrouped(self, offer: SourceView) -> SavedTree:
-        """Give parameter groups numbers behind those of earlier sources, less their parameters.
+        """Renumber parameter groups after those of earlier sources, without their parameters.
 
-        Which of a source's groups has a number says nothing of the groups of another.
+        The number of a group in one source says nothing about the groups of another.
         """
         saved, key = offer.saved, offer.scope.key
         moved: dict[str, str | None] = {}
-        behind: dict[str, Sequence[str]] = {}  # apart: a new number may be the old one of another
+        behind: dict[
+            str, Sequence[str]
+        ] = {}  # separate: a new number may be the old one of another
         for group in sorted(saved.params, key=_number_of):
             optimizer = _optimizer_of(group)
             if (key, optimizer) not in self.groups:
                 continue
             moved[group] = None
-            known = set(self.groups[key, optimizer])
-            left = [name for name in saved.params[group] if name not in known]
-            if left and offer.scope.gives(group):
+            former = set(self.groups[key, optimizer])
+            remaining = [name for name in saved.params[group] if name not in former]
+            if remaining and offer.scope.gives(group):
                 number = self.numbers[key, optimizer]
                 self.numbers[key, optimizer] = number + 1
                 moved[group] = f"{optimizer}{_GROUPS}.{number}"
-                behind[f"{optimizer}{_GROUPS}.{number}"] = left
-        kept = {group: names for group, names in saved.params.items() if group not in moved}
-        return _moved(replace(saved, params=kept | behind), moved) if moved else saved
+                behind[f"{optimizer}{_GROUPS}.{number}"] = remaining
+        same = {group: names for group, names in saved.params.items() if group not in moved}
+        return _moved(replace(saved, params=same | behind), moved) if moved else saved
 
 
 def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
-    """Give groups, and what is below them, other numbers; None leaves one out."""
+    """Give groups, and names below them, other numbers; None leaves one out."""
 
     def new(name: str) -> str | None:
         for above in names_above(name):
@@ -196,7 +198,6 @@ def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
 
 
 def _units(saved: SavedTree) -> frozenset[str]:
-    """Return the names at and below which all comes from one source."""
     compounds = (n.removesuffix(f".{RECORD}") for n in saved.leaves if n.endswith(f".{RECORD}"))
     return frozenset((*compounds, *saved.params, *_states(saved)))
 
@@ -208,11 +209,11 @@ def _states(saved: SavedTree) -> Iterator[str]:
 
 
 def _unit_of(name: str, units: frozenset[str]) -> str:
-    found = name
+    unit = name
     for above in names_above(name) if units else ():
         if above in units:
-            found = above
-    return found
+            unit = above
+    return unit
 
 
 def _optimizer_of(group: str) -> str:
@@ -230,7 +231,7 @@ def _left_out(offer: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
             yield name
 
 
-# --- what is wrong under `strict` ------------------------------------------------------------
+# --- problems under `strict` -----------------------------------------------------------------
 
 
 def _unmatched(offer: SourceView) -> tuple[str, ...]:
@@ -241,15 +242,15 @@ def _unmatched(offer: SourceView) -> tuple[str, ...]:
 
 def _empty_keys(offers: Iterable[SourceView]) -> Iterator[str]:
     paths: dict[str, list[str]] = {}
-    found: set[str] = set()
+    existing: set[str] = set()
     for offer in offers:
         key = offer.scope.key
         paths.setdefault(key, []).append(offer.scope.path)
         if not key or offer.saved.holds(key):
-            found.add(key)
+            existing.add(key)
     for key, here in paths.items():
-        if key not in found:
-            yield f"{key}: nothing is saved under this key in {' or '.join(here)}: mend the key"
+        if key not in existing:
+            yield f"{key}: nothing is saved under this key in {' or '.join(here)}: change the key"
 
 
 # --- one catalog, one tree -------------------------------------------------------------------
@@ -258,18 +259,17 @@ def _empty_keys(offers: Iterable[SourceView]) -> Iterator[str]:
 def _containers(
     won: Sequence[_SourceNames],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
-    """Return the kind and the entries of each container that holds something that is given."""
     kinds: dict[str, str] = {}
     entries: dict[str, dict[str, PathKey]] = {}
-    for one in won:
-        for name, kind in one.saved.kinds.items():
-            if name and name not in one.alive:
+    for names in won:
+        for name, kind in names.saved.kinds.items():
+            if name and name not in names.alive:
                 continue
             if kinds.setdefault(name, kind) != kind:
                 kinds[name] = "dict"
             children = entries.setdefault(name, {})
-            for key, child in one.saved.entries.get(name, ()):
-                if child in one.alive:
+            for key, child in names.saved.entries.get(name, ()):
+                if child in names.alive:
                     children.setdefault(child, key)
     return kinds, {
         name: _in_order(kinds[name], [(key, child) for child, key in children.items()])
@@ -278,12 +278,12 @@ def _containers(
 
 
 def _in_order(kind: str, entries: list[tuple[PathKey, str]]) -> Sequence[tuple[PathKey, str]]:
-    """Return the items of a sequence in their order, whoever gives them."""
+    """Return the items of a sequence in their order, whatever their sources."""
     return entries if is_mapping(kind) else sorted(entries, key=lambda entry: int(entry[0]))
 
 
 def _catalog_of(origins: Sequence[SourceCatalog]) -> Catalog:
-    """Return one catalog of all that the checkpoints hold. Ranks tell whose file it is, too."""
+    """Return one catalog of all checkpoints. Its numbers of ranks encode the checkpoint too."""
     layouts: list[Layout] = []
     tensors: dict[str, TensorRecord] = {}
     aliases: dict[str, str] = {}
@@ -293,7 +293,7 @@ def _catalog_of(origins: Sequence[SourceCatalog]) -> Catalog:
     for number, origin in enumerate(origins):
         catalog, records = origin.catalog, dict[int, TensorRecord]()
         for fqn, record in catalog.tensors.items():
-            if id(record) not in records:  # tensors that are alike mostly share one
+            if id(record) not in records:  # equal tensors mostly share a record
                 records[id(record)] = replace(record, layout=record.layout + len(layouts))
             tensors[tagged(number, fqn)] = records[id(record)]
         layouts += catalog.layouts
@@ -304,8 +304,8 @@ def _catalog_of(origins: Sequence[SourceCatalog]) -> Catalog:
         for fqn, rank in catalog.values.items():
             values[tagged(number, fqn)] = rank * len(origins) + number
         for fqn, keys in catalog.per_rank.items():
-            told = ((key, rank * len(origins) + number) for key, rank in keys)
-            per_rank[tagged(number, fqn)] = tuple(told)
+            numbers = ((key, rank * len(origins) + number) for key, rank in keys)
+            per_rank[tagged(number, fqn)] = tuple(numbers)
     return replace(
         origins[0].catalog,
         layouts=tuple(layouts),
@@ -318,16 +318,16 @@ def _catalog_of(origins: Sequence[SourceCatalog]) -> Catalog:
 
 
 def _reader(reads: Mapping[int, Callable[[int], ObjectsFile]]) -> Callable[[int], ObjectsFile]:
-    known: dict[int, ObjectsFile] = {}
+    files: dict[int, ObjectsFile] = {}
 
     def read(file: int) -> ObjectsFile:
-        if file not in known:
+        if file not in files:
             rank, number = divmod(file, len(reads))
             stored = reads[number](rank)
-            known[file] = ObjectsFile(
+            files[file] = ObjectsFile(
                 values={tagged(number, fqn): value for fqn, value in stored.values.items()},
                 per_rank={tagged(number, fqn): of for fqn, of in stored.per_rank.items()},
             )
-        return known[file]
+        return files[file]
 
     return read

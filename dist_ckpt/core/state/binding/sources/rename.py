@@ -1,7 +1,7 @@
-"""Rules from saved names to names of the state: a few wildcards, and what is wrong with them. Pure.
+"""Rules from saved names to names of the state: a few wildcards, and their problems. Pure.
 
-No rule can take long, whatever the names: each wildcard is as short as it can be, and what it has
-matched is never taken back for the sake of a later one.
+Rules are fast, whatever the names: each wildcard matches as little as possible, and its match never
+changes for a later wildcard.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.state.tree.containers import join
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
-# So many missing names are looked into: each costs a look at all saved names that are free.
+# The number of missing names to examine: each one is compared with all unclaimed saved names.
 _MAX_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One rule: `target` has texts, and groups of `regex` by number. One of None drops names.
+    """One rule: `target` has texts, and groups of `regex` by number. None drops names.
 
-    `pattern` is as given, and `start` the text that it begins with.
+    `pattern` is the user's, and `start` is its text before the first wildcard.
     """
 
     pattern: str
@@ -33,13 +33,13 @@ class _Rule:
     target: tuple[str | int, ...] | None
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Match a name, or else the nearest one above it that fits."""
+        """Match a name, or else the nearest name above it that fits."""
         if not name.startswith(self.start):
             return None
         return next(filter(None, map(self.regex.fullmatch, names_above(name))), None)
 
     def filled(self, match: re.Match[str], name: str) -> str | None:
-        """Return the new name of what has matched, with what is below it."""
+        """Return the new name of a match, with the names below it."""
         if self.target is None:
             return None
         texts = (token if isinstance(token, str) else match[token] for token in self.target)
@@ -48,13 +48,13 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Rules from saved names to names of the state; a target of None drops what matches.
+    """Rules from saved names to names of the state; a target of None drops matching names.
 
-    Each `*` (or `**`) of a pattern stands for any text, also across dots, and its text goes to the
-    `*` of the target in the same position. `{name}` stands for a text without dots, which goes to
-    wherever the target has `{name}`. Where several texts would do, the first wildcards take the
-    shorter ones. A rule also moves what is below a name that it matches. All rules look at the
-    saved names, never at what another rule has made of them: two names can be swapped.
+    Each `*` (or `**`) of a pattern matches any text, also across dots. Its text replaces the `*` of
+    the target in the same position. `{name}` matches a text without dots, which replaces each
+    `{name}` of the target. If several matches are possible, the first wildcards match the shorter
+    texts. A rule also moves the names below a match. All rules apply to saved names, never to
+    results of other rules: two names can be swapped.
     """
 
     rules: tuple[_Rule, ...] = ()
@@ -62,39 +62,38 @@ class Rename:
     def of_all(
         self, names: Iterable[str], states: Mapping[str, tuple[str, str]] | None = None
     ) -> tuple[dict[str, str | None], tuple[str, ...]]:
-        """Return the new name of each name, and what is wrong with the rules for these names.
+        """Return the new name of each name, and the problems of the rules for these names.
 
-        `states` are names of the state of a parameter: what holds it (`optim.state`), and the
-        name of the parameter, which it follows. So does what is below them.
+        `states` are names of the state of a parameter: with the name above it (`optim.state`) and
+        the parameter's, which it follows. So do names below it.
         """
         if not self.rules:
             return {name: name for name in names}, ()
         renamed: dict[str, str | None] = {}
-        # By the rules that are to blame: each of them is said once.
+        # By the rules that cause it: each problem is reported once.
         disagreeing: dict[tuple[str, ...], list[str]] = {}
         colliding: dict[object, list[tuple[str, str, str]]] = {}
-        taken: dict[str, str] = {}
+        sources: dict[str, str] = {}
         ruled: dict[str, tuple[str, ...]] = {}
         for name in names:
-            found = self._found(name)
+            targets_by_rule = self._targets(name)
             if states and (above := next(filter(states.__contains__, names_above(name)), "")):
                 below = name[len(above) :]
-                found = self._following(found, *states[above], below)
-            ruled[name] = tuple(found)
-            targets = set(found.values())
+                targets_by_rule = self._following(targets_by_rule, *states[above], below)
+            ruled[name] = tuple(targets_by_rule)
+            targets = set(targets_by_rule.values())
             if len(targets) > 1:
                 disagreeing.setdefault(ruled[name], []).append(name)
                 continue
             target = renamed[name] = targets.pop() if targets else name
-            if target is not None and (first := taken.setdefault(target, name)) != name:
+            if target is not None and (first := sources.setdefault(target, name)) != name:
                 pairs = colliding.setdefault((ruled[first], ruled[name]), [])
                 pairs.append((first, name, target))
         used = {pattern for patterns in ruled.values() for pattern in patterns}
         unused = [rule.pattern for rule in self.rules if rule.pattern not in used]
         return renamed, tuple(_problems(disagreeing, colliding, unused))
 
-    def _found(self, name: str) -> dict[str, str | None]:
-        """Return the new name by each rule that matches."""
+    def _targets(self, name: str) -> dict[str, str | None]:
         return {
             rule.pattern: rule.filled(match, name)
             for rule in self.rules
@@ -102,17 +101,19 @@ class Rename:
         }
 
     def _following(
-        self, found: dict[str, str | None], holder: str, parameter: str, below: str
+        self, targets: dict[str, str | None], holder: str, parameter: str, below: str
     ) -> dict[str, str | None]:
-        """Let state follow its parameter, unless a rule is for the state and not for all of it.
+        """Move state with its parameter, unless a rule is for this part of the state only.
 
-        Where a parameter is dropped its state stays: another may have taken its name.
+        The state of a dropped parameter stays: another parameter may have its name now.
         """
-        moved = {pattern: new for pattern, new in self._found(parameter).items() if new is not None}
-        above = self._found(holder)
+        moved = {
+            pattern: new for pattern, new in self._targets(parameter).items() if new is not None
+        }
+        above = self._targets(holder)
         holders = {*above.values()} or {holder}
-        if not moved or found.keys() != above.keys() or len(holders) > 1 or None in holders:
-            return found
+        if not moved or targets.keys() != above.keys() or len(holders) > 1 or None in holders:
+            return targets
         (new_holder,) = holders
         new = {pattern: f"{new_holder}.{name}{below}" for pattern, name in moved.items()}
         return {**dict.fromkeys(above, next(iter(new.values()))), **new}
@@ -123,12 +124,11 @@ def _problems(
     colliding: Mapping[object, Sequence[tuple[str, str, str]]],
     unused: Iterable[str],
 ) -> Iterator[str]:
-    """Word what is wrong."""
     for patterns, names in disagreeing.items():
         more = f", as are {len(names) - 1} other names" if len(names) > 1 else ""
         yield (
             f"rename: {names[0]!r} is matched by {sorted(patterns)}, which disagree{more}: "
-            "make the patterns such that one matches"
+            "change the patterns so that only one matches"
         )
     for pairs in colliding.values():
         first, second, target = pairs[0]
@@ -138,7 +138,7 @@ def _problems(
             "rules, or drop one of the two with None"
         )
     for pattern in unused:
-        yield f"rename: {pattern!r} matches no saved name: mend or remove the rule"
+        yield f"rename: {pattern!r} matches no saved name: change or remove the rule"
 
 
 # --- patterns --------------------------------------------------------------------------------
@@ -152,60 +152,59 @@ def rename_of(rules: Mapping[str, str | None] | None) -> Rename:
 
 
 def _rule(pattern: object, target: object) -> _Rule:
-    what = f"rename has {pattern!r}: {target!r}"
+    label = f"rename has {pattern!r}: {target!r}"
     if not isinstance(pattern, str) or not isinstance(target, str | None):
-        raise TypeError(f"{what}: map a saved name to a name or None")
+        raise TypeError(f"{label}: map a saved name to a name or None")
     if not pattern or target == "":
-        raise ValueError(f"{what}: a name cannot be empty")
+        raise ValueError(f"{label}: a name cannot be empty")
     if any(mark in pattern for mark in "?["):
-        raise ValueError(f"{what}: `*` and `{{name}}` are the only wildcards here")
-    texts, names = _parsed(pattern, what)
+        raise ValueError(f"{label}: `*` and `{{name}}` are the only wildcards here")
+    texts, names = _parsed(pattern, label)
     if "" in texts[1:-1]:
-        raise ValueError(f"{what}: put a text between two wildcards, or leave one of them out")
+        raise ValueError(f"{label}: write a text between two wildcards, or leave one of them out")
     if len(set(names)) < len(names):
-        raise ValueError(f"{what}: give each {{name}} of the pattern a name of its own")
-    new = None if target is None else _target(target, names, what)
+        raise ValueError(f"{label}: give each {{name}} of the pattern a different name")
+    new = None if target is None else _target(target, names, label)
     return _Rule(pattern, texts[0], re.compile(_regex(texts, names), re.DOTALL), new)
 
 
-def _target(target: str, names: Sequence[str], what: str) -> tuple[str | int, ...]:
-    """Return a target with the numbers of the pattern's wildcards in place of its own."""
-    (first, *texts), asked = _parsed(target, what)
-    if list(filter(_is_star, names)) != list(filter(_is_star, asked)):
-        raise ValueError(f"{what}: give both sides the same number of `*`")
-    if unknown := [name for name in asked if name not in names]:
-        raise ValueError(f"{what}: the saved name has no {{{unknown[0]}}}: put it there as well")
+def _target(target: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
+    (first, *texts), wildcards = _parsed(target, label)
+    if list(filter(_is_star, names)) != list(filter(_is_star, wildcards)):
+        raise ValueError(f"{label}: give both sides the same number of `*`")
+    if unknown := [name for name in wildcards if name not in names]:
+        raise ValueError(f"{label}: the saved name has no {{{unknown[0]}}}: add it there")
     tokens: list[str | int] = [first]
-    for name, text in zip(asked, texts, strict=True):
+    for name, text in zip(wildcards, texts, strict=True):
         tokens += [names.index(name) + 1, text]
     return tuple(tokens)
 
 
-def _parsed(pattern: str, what: str) -> tuple[list[str], list[str]]:
-    """Return the texts around the wildcards of a pattern, and their names: of `*`, its number."""
+def _parsed(pattern: str, label: str) -> tuple[list[str], list[str]]:
+    """Return the texts around the wildcards of a pattern, and their names; a `*` has a number."""
     tokens = _WILDCARD.split(pattern)
     names: list[str] = []
     stars = count()
     for mark in tokens[1::2]:
         if mark[0] != "*" and not mark[1:-1].isidentifier():
-            raise ValueError(f"{what}: write a wildcard as {{name}}, with a word as its name")
+            raise ValueError(f"{label}: write a wildcard as {{name}}, with a word as its name")
         names.append(str(next(stars)) if mark[0] == "*" else mark[1:-1])
     return tokens[::2], names
 
 
 def _is_star(name: str) -> bool:
-    return name.isdigit()  # no word is
+    return name.isdigit()
 
 
 def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Return a regular expression that never goes back behind a wildcard: groups are atomic.
+    """Return a regular expression with atomic groups, so that no match of a wildcard changes later.
 
-    What follows a wildcard up to the next `*` is looked for as a whole. The first place where it
-    is will do: any later one would leave less for the rest.
+    The text after a wildcard, up to the next `*`, is searched as a whole. Its first match is right:
+    any later one would leave less for the rest.
     """
-    first, *others = map(re.escape, texts)
+    first, *further = map(re.escape, texts)
     runs = [first]
-    for number, (name, text) in enumerate(zip(names, others, strict=True), 1):
+    for number, (name, text) in enumerate(zip(names, further, strict=True), 1):
         if _is_star(name):
             runs.append(text)
         elif number < len(names):
@@ -218,74 +217,76 @@ def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
     return first + "".join(f"(?>(.*?){run})" for run in inner) + f"(.*?){last}"
 
 
-# --- the rule that a user wants --------------------------------------------------------------
+# --- suggested rules -------------------------------------------------------------------------
 
 
 def rules_for(
-    missing: Iterable[str], free: Collection[str], taken: Collection[str]
+    missing: Iterable[str], free: Collection[str], claimed: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the rules that find missing names which have more or less of a prefix where saved.
+    """Return rules for missing names that were saved with a longer or shorter prefix.
 
-    So do the names of a module in a wrapper, such as `module.` of DDP, against those of the bare
-    one, and those of a module in a list. `free` are the saved names that nobody asks for, `taken`
-    the others. Also returns the saved name of each missing one that the rules find.
+    A module in a wrapper has such names, as with `module.` of DDP, and a module in a list. `free`
+    are the unclaimed saved names, `claimed` the others. The second result is the saved name of each
+    missing name that the rules cover.
     """
     rules: dict[str, str] = {}
-    found: dict[str, str] = {}
-    left = dict.fromkeys(missing)
+    covered: dict[str, str] = {}
+    remaining = dict.fromkeys(missing)
     all_free, free = frozenset(free), set(free)
     for _ in range(_MAX_TRIES):
-        if not left:
+        if not remaining:
             break
-        name = next(iter(left))
+        name = next(iter(remaining))
         best: dict[str, str] = {}
         for old, new in _prefixes(name, free):
-            if any(_is_below(other, old) for other in taken):
+            if any(_is_below(other, old) for other in claimed):
                 continue
             pairs = {
-                one: saved
-                for one in left
-                if _is_below(one, new) and (saved := _moved(one, new, old)) in free
+                wanted: saved
+                for wanted in remaining
+                if _is_below(wanted, new) and (saved := _moved(wanted, new, old)) in free
             }
             if _is_of_several(old, new, pairs.values(), all_free):
                 continue
             if len(pairs) > len(best):
                 best, rule = pairs, (join(old, "*"), join(new, "*"))
         if not best:
-            del left[name]
+            del remaining[name]
             continue
         rules[rule[0]] = rule[1]
-        found.update(best)
+        covered.update(best)
         free.difference_update(best.values())
-        left = {one: None for one in left if one not in best}
-    return _proven(rules, found)
+        remaining = {wanted: None for wanted in remaining if wanted not in best}
+    return _proven(rules, covered)
 
 
-def _proven(rules: dict[str, str], found: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both if the rules do what was found: a name may hold what is a wildcard in a rule."""
+def _proven(
+    rules: dict[str, str], covered: dict[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return both if the rules give these names: a name may contain a wildcard of rules."""
     try:
-        renamed, problems = rename_of(rules).of_all(found.values())
+        renamed, problems = rename_of(rules).of_all(covered.values())
     except ValueError:
         return {}, {}
-    fits = not problems and all(renamed[saved] == name for name, saved in found.items())
-    return (rules, found) if fits else ({}, {})
+    fits = not problems and all(renamed[saved] == name for name, saved in covered.items())
+    return (rules, covered) if fits else ({}, {})
 
 
 def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield prefixes, (saved, asked), of which one is the other and more, that fit the name."""
-    asked = name.split(".")
+    """Yield fitting pairs of prefixes (saved, wanted), of which one contains the other."""
+    wanted = name.split(".")
     seen: set[tuple[str, str]] = set()
-    for one in sorted(free):
-        if one.rpartition(".")[2] != asked[-1]:
+    for candidate in sorted(free):
+        if candidate.rpartition(".")[2] != wanted[-1]:
             continue
-        saved = one.split(".")
-        # What is alike at the end counts first: so the rule is for as many names as can be.
-        below = _num_alike(saved[::-1], asked[::-1])
-        above = _num_alike(saved, asked)
-        pair = ".".join(saved[: len(saved) - below]), ".".join(asked[: len(asked) - below])
-        shorter, longer = sorted((saved, asked), key=len)
+        saved = candidate.split(".")
+        # The common end counts first, so that the rule covers as many names as possible.
+        below = _num_alike(saved[::-1], wanted[::-1])
+        above = _num_alike(saved, wanted)
+        pair = ".".join(saved[: len(saved) - below]), ".".join(wanted[: len(wanted) - below])
+        shorter, longer = sorted((saved, wanted), key=len)
         more = longer[len(shorter) - below : len(longer) - below]
-        # A number is a place in a list.
+        # A number is an index in a list.
         fits = above + below >= len(shorter) and (len(more) == 1 or not any(map(str.isdigit, more)))
         if more and fits and pair not in seen:
             seen.add(pair)
@@ -293,9 +294,9 @@ def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is_of_several(old: str, new: str, saved: Collection[str], names: Collection[str]) -> bool:
-    """Say whether a rule would choose one of several models of a list, which is not ours to do.
+    """Return True if a rule would choose one of several models of a list: the user has to.
 
-    One model that gets a list around it is the first of that.
+    A single model with a new list around it is the first item.
     """
     above, _, number = max(old, new, key=len).rpartition(".")
     if not number.isdigit():
@@ -304,12 +305,12 @@ def _is_of_several(old: str, new: str, saved: Collection[str], names: Collection
         return number != "0"
     start = f"{above}." if above else ""
     tops = {name[len(start) :].partition(".")[0] for name in names if name.startswith(start)}
-    others = [join(above, top) for top in tops if top.isdigit() and top != number]
-    return any(_moved(name, old, other) in names for name in saved for other in others)
+    siblings = [join(above, top) for top in tops if top.isdigit() and top != number]
+    return any(_moved(name, old, other) in names for name in saved for other in siblings)
 
 
-def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:
-    return sum(1 for _ in takewhile(bool, map(eq, one, other)))
+def _num_alike(left: Sequence[str], right: Sequence[str]) -> int:
+    return sum(1 for _ in takewhile(bool, map(eq, left, right)))
 
 
 def _is_below(name: str, above: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, under the names by which the state asks for it. Pure."""
+"""The content of a checkpoint, under the names of the state. Pure."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """A checkpoint seen through a rename; or several, as `merged` sees them as one.
+    """A checkpoint seen through a rename; or several as one, by `merge_sources`.
 
-    `leaves` are all names: of tensors, of values, of per-rank values. Each maps to the name that
-    the catalog knows it by. `kinds` and `entries` are the containers: the class, and in order the
-    key and the name of each child; a leaf that the rename has moved away from its container is a
-    child of the nearest one above, under what is left of its name. `params` are the parameters'
-    names of an optimizer's groups, by the name of the group. `main` are the plain values of rank
-    0's objects file, by the catalog's names; `read(rank)` returns what a rank alone has stored.
-    `dropped` are the saved names that the rename leaves out.
+    - `leaves` are all names: of tensors, values and per-rank values. Each maps to its name in the
+      catalog.
+    - `kinds` and `entries` are the containers: the class, and in order the key and the name of each
+      child. A leaf that the rename has moved out of its container is a child of the nearest one
+      above, with the rest of its name as key.
+    - `params` are the names of the parameters in an optimizer's groups, by the name of the group.
+    - `main` are the plain values of rank 0's objects file, by the catalog's names; `read(rank)`
+      returns the file of another rank.
+    - `dropped` are the saved names that the rename leaves out.
 
-    Of several checkpoints `origins` are these, and the catalog, which is of all, has names that are
-    `tagged`. `unmatched` is what no source has and a user asks for, in words; `left_out` are the
-    names that the sources' selections leave out. `stepless` are the names of the state of
-    parameters that a source gives, which may have been saved without any.
+    For several checkpoints, `origins` are these, and the catalog has the `tagged` names of all.
+    `unmatched` are the problems of requested names that no source has; `left_out` are the names
+    that the sources' selections leave out. `stepless` are names of parameters' state, in the
+    sources, that may have been saved without any.
     """
 
     catalog: Catalog
@@ -63,27 +65,27 @@ class SavedTree:
     stepless: frozenset[str] = frozenset()
 
     def number_of(self, name: str) -> int:
-        """Return the number of the checkpoint that a name, or the first one below it, is of."""
+        """Return the number of the checkpoint that has a name, or the first name below it."""
         if not self.origins:
             return 0
         own = (self.leaves[above] for above in names_above(name) if above in self.leaves)
         fqn = next(own, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
         return 0 if fqn is None else untagged(fqn)[0]
 
-    def where(self, name: str) -> str:
-        """Word which of several checkpoints a name is of; "" if there is one."""
+    def source_text(self, name: str) -> str:
+        """Return a text with the checkpoint of a name, among several; "" for a single one."""
         return f" in {self.origins[self.number_of(name)].path}" if self.origins else ""
 
     def catalog_of(self, name: str) -> Catalog:
-        """Return the catalog of the checkpoint that a name is of."""
+        """Return the catalog of the checkpoint that has a name."""
         return self.origins[self.number_of(name)].catalog if self.origins else self.catalog
 
     def says_stepless(self, name: str) -> bool:
-        """Say whether a parameter's state that is not there was not there at the save either."""
+        """Return True if a parameter's missing state did not exist at the save either."""
         return not self.origins or name in self.stepless
 
     def tensor(self, name: str) -> tuple[str, TensorRecord] | None:
-        """Return a tensor's fqn in the index, and its record; None if the name is no tensor."""
+        """Return a tensor's fqn in the index, and its record; None for another name."""
         fqn = self.leaves.get(name)
         if fqn is None:
             return None
@@ -92,15 +94,15 @@ class SavedTree:
         return None if record is None else (fqn, record)
 
     def is_as_saved(self) -> bool:
-        """Say whether all names are those of the catalog: no rename has touched them."""
+        """Return True if all names are those of the catalog: no rename has changed them."""
         return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
 
     def is_wrapper_subclass(self, name: str) -> bool:
-        """Say whether the name is that of a tensor which is made of others."""
+        """Return True if the name is that of a tensor subclass."""
         return join(name, RECORD) in self.leaves
 
     def kind_of(self, name: str) -> str | None:
-        """Say in words what was saved under a name; None if nothing was."""
+        """Return a text for the kind of a saved name; None if nothing was saved."""
         if self.tensor(name) is not None:
             return "a tensor"
         if self.keys_of(name) is not None:
@@ -109,12 +111,12 @@ class SavedTree:
             return "a value without tensors"
         if self.is_wrapper_subclass(name):
             saved = self.main.get(self.leaves[join(name, RECORD)])
-            what = saved.get("class") if isinstance(saved, Mapping) else None
-            return f"the parts of a {what or 'tensor of a class of its own'}"
+            name_of_class = saved.get("class") if isinstance(saved, Mapping) else None
+            return f"the parts of a {name_of_class or 'tensor subclass'}"
         return "a container with tensors" if self.holds(name) else None
 
     def is_of_mesh(self, name: str, mesh: Sequence[tuple[str, int]], world_size: int) -> bool:
-        """Say whether a rank means what it meant when a name was saved, as far as is known."""
+        """Return True if ranks have the same meaning as at the save, as far as known."""
         catalog = self.catalog_of(name)
         if catalog.world_size != world_size:
             return False
@@ -127,7 +129,7 @@ class SavedTree:
         return all(a == b or not (a and b) for (a, _), (b, _) in zip(saved, now, strict=True))
 
     def is_value(self, name: str) -> bool:
-        """Say whether the name is a value that is no tensor and nobody's alone."""
+        """Return True if the name is a value that is neither a tensor nor per-rank."""
         return self.leaves.get(name) in self.catalog.values
 
     def keys_of(self, name: str) -> tuple[tuple[Key, int], ...] | None:
@@ -135,7 +137,7 @@ class SavedTree:
         return self.catalog.per_rank.get(self.leaves.get(name, ""))
 
     def value(self, name: str) -> object:
-        """Return what `is_value`. Raises CorruptError if no file has it, and what `read` raises."""
+        """Return a plain value. CorruptError if no file has it, and the errors of `read`."""
         fqn = self.leaves[name]
         values = self.main if fqn in self.main else self.read(self.catalog.values[fqn]).values
         if fqn not in values:
@@ -146,9 +148,9 @@ class SavedTree:
         return value
 
     def per_rank(self, name: str, keys: Collection[Key]) -> dict[Key, object]:
-        """Return what a per-rank value is for some of its keys; raises what `value` raises."""
+        """Return a per-rank value for some of its keys; raises the errors of `value`."""
         fqn = self.leaves[name]
-        found: dict[Key, object] = {}
+        result: dict[Key, object] = {}
         for key, rank in self.catalog.per_rank[fqn]:
             if key in keys:
                 values = self.read(rank).per_rank.get(fqn, {})
@@ -156,8 +158,8 @@ class SavedTree:
                     raise CorruptError(
                         f"{name}: no objects file has it for {key!r}: load an older checkpoint"
                     )
-                found[key] = values[key]
-        return found
+                result[key] = values[key]
+        return result
 
     def below(self, name: str) -> Iterator[str]:
         """Yield the leaves below a name, sorted."""
@@ -168,14 +170,14 @@ class SavedTree:
             yield self.order[number]
 
     def holds(self, name: str) -> bool:
-        """Say whether there is a leaf or a container of this name, or a leaf below it."""
+        """Return True if a leaf or a container has this name, or a leaf is below it."""
         return name in self.leaves or name in self.kinds or next(self.below(name), None) is not None
 
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
-        """Return the key and the name of each child of what is saved under a name.
+        """Return the key and the name of each child of a saved name.
 
-        Where nothing was saved under it, the names below it are its keys: what has a value of its
-        own is no container of names that only begin alike, such as `lr` beside `lr.max`.
+        If nothing was saved under it, the names below it are its keys. A name with a value is not
+        the container of names with the same start, such as `lr` and `lr.max`.
         """
         if name in self.kinds:
             return self.entries[name]
@@ -185,7 +187,7 @@ class SavedTree:
         return tuple((top[len(name) + 1 :] if name else top, top) for top in tops)
 
     def _top(self, leaf: str, name: str) -> str:
-        """Return the highest container of a leaf that still is below `name`."""
+        """Return the highest container of a leaf that is still below `name`."""
         cut = len(name) + 1 if name else 0
         while (cut := leaf.find(".", cut)) >= 0:
             if leaf[:cut] in self.kinds:
@@ -195,7 +197,7 @@ class SavedTree:
 
 
 def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
-    """Word a mesh, for messages."""
+    """Return the text of a mesh, for messages."""
     return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"
 
 
@@ -206,11 +208,10 @@ def saved_tree_of(
     *,
     rename: Mapping[str, str | None] | None = None,
 ) -> SavedTree:
-    """Return what a checkpoint holds; `main` is its `objects.msgpack`, `read(rank)` gets another's.
+    """Return a checkpoint as a tree; `main` is its `objects.msgpack`, `read(rank)` another's.
 
-    Raises TypeError or ValueError for a rename that makes no sense in itself; one that does not
-    fit the checkpoint is in `problems`. CorruptError or IncompatibleError for a tree that no
-    state has made.
+    Raises TypeError or ValueError for an invalid rename; one that does not fit the checkpoint is in
+    `problems`. CorruptError or IncompatibleError for a tree that no save has written.
     """
     rules = rename_of(rename)
     names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
@@ -221,12 +222,12 @@ def saved_tree_of(
             f"{min(both)[:100]}: saved as a container and as a tensor or value: load an older "
             "checkpoint"
         )
-    # The parameters that have no state yet are named in the groups only.
+    # Parameters without state are only in the groups.
     stems = ((state_of(group), params) for group, params in groups.items())
     states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
-    # A name that no saved tensor has is one of before, or of torch's helpers, within its module.
-    known = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
-    own = {n: of for n, of in states.items() if of[1] in known or join(of[1], RECORD) in known}
+    # Other names of parameters are older ones, or those of torch's helpers, within a module.
+    saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
+    own = {n: of for n, of in states.items() if of[1] in saved or join(of[1], RECORD) in saved}
     renamed, problems = rules.of_all(dict.fromkeys((*names, *states)), own)
     if problems:
         renamed = dict(zip(names, names, strict=True))
@@ -257,21 +258,21 @@ def saved_tree_of(
 
 
 def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
-    """Return the parameters' names of each optimizer group: name lists beside the group's value."""
+    """Return the parameters' names of each optimizer group, from its name list."""
     groups: dict[str, Sequence[str]] = {}
     for name, value in main.values.items():
         group = name.removesuffix(_PARAMS)
         if group == name or group not in catalog.values or not isinstance(value, list):
             continue
         if not isinstance(main.values.get(group, {}), dict) or not _GROUP.fullmatch(group):
-            continue  # a value of the user's beside another one
-        if all(isinstance(param, str) for param in value):  # else it is a value of the user's
+            continue  # a list of the user, next to another value
+        if all(isinstance(param, str) for param in value):  # else it is a list of the user
             groups[group] = value
     return groups
 
 
 def state_of(group: str) -> str:
-    """Return the name under which the state of a group's parameters is: `optim.state`."""
+    """Return the name of the state of a group's parameters: `optim.state`."""
     return f"{group[: group.rindex(_GROUPS)]}.state" if _GROUPS in group else group
 
 
@@ -296,7 +297,6 @@ def _containers(
     leaves: Iterable[str],
     groups: Iterable[str],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
-    """Return the kind and the entries of each container, by its name in the state."""
     nodes = {node.fqn: node for node in tree}
     moved: dict[str, str] = {}
     for fqn in sorted(nodes, key=len, reverse=True):
@@ -306,18 +306,18 @@ def _containers(
     fitted: set[str] = set()
     for fqn, node in nodes.items():
         new = moved[fqn]
-        kept = [
+        own = [
             (key, child)
             for key, child in _children(node, renamed, moved)
             if child == join(new, key)
         ]
-        if not node.keys or kept or not fqn:
+        if not node.keys or own or not fqn:
             if kinds.setdefault(new, node.kind) != node.kind:
-                kinds[new] = "dict"  # a rename has put two containers into one
-            entries.setdefault(new, []).extend(kept)
-            fitted.update(child for _, child in kept)
+                kinds[new] = "dict"  # a rename has merged two containers
+            entries.setdefault(new, []).extend(own)
+            fitted.update(child for _, child in own)
     for group in groups:
-        # A group's value is a dict; hyperparameters that are tensors belong in it.
+        # A group's value is a dict, and its hyperparameters that are tensors are items of it.
         kinds.setdefault(group, "dict")
         entries.setdefault(group, [])
     for name in dict.fromkeys((*leaves, *kinds)):
@@ -329,9 +329,8 @@ def _containers(
 def _check_tree(
     kinds: Mapping[str, str], entries: Mapping[str, Sequence[tuple[PathKey, str]]]
 ) -> None:
-    """Raise an error for a tree that no state has made."""
     if not is_mapping(kinds.get("", "dict")):
-        raise CorruptError("the state was saved as no mapping: load an older checkpoint")
+        raise CorruptError("the saved state is not a mapping: load an older checkpoint")
     depths: dict[str, int] = {}
     for name in sorted(kinds, key=len):
         check_kind(kinds[name])
@@ -351,17 +350,17 @@ def _check_tree(
 def _children(
     node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, str]
 ) -> Iterator[tuple[PathKey, str]]:
-    """Yield each key of a container and where its child is now; not what is dropped."""
+    """Yield each key of a container and the new name of its child, unless dropped."""
     for key in node.keys:
         child = join(node.fqn, key)
-        # No key is empty in what we write; one would make a container its own child.
+        # A save writes no empty keys; one would make a container its own child.
         new = moved[child] if child in moved else renamed.get(child)
         if new is not None and key != "":
             yield key, new
 
 
 def _moved(node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, str]) -> str:
-    """Return where a container is now: where all its children have gone, else where it was."""
+    """Return the new name of a container: that of all its children, else the old one."""
     above = set()
     for key, child in _children(node, renamed, moved):
         if child != str(key) and not child.endswith(f".{key}"):
@@ -373,7 +372,7 @@ def _moved(node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, st
 def _adopt(
     name: str, kinds: Mapping[str, str], entries: Mapping[str, list[tuple[PathKey, str]]]
 ) -> None:
-    """Make a leaf or container that lost its own a child of the nearest mapping above it."""
+    """Make a leaf or container without its parent a child of the nearest mapping above it."""
     above = name
     while above:
         above = above.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What a load takes of each of several sources, by name. Pure."""
+"""The names that a load takes from each of several sources. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _TAG = "source "
 
 
 def tagged(number: int, fqn: str) -> str:
-    """Return what a name of one of several checkpoints is called among those of all."""
+    """Return the name that an entry of one checkpoint has among those of several."""
     return f"{_TAG}{number}: {fqn}"
 
 
 def untagged(name: str) -> tuple[int, str]:
-    """Return the number of the checkpoint, and the name there."""
+    """Return the number of the checkpoint, and the name in it."""
     number, _, fqn = name[len(_TAG) :].partition(": ")
     return int(number), fqn
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCatalog:
-    """One of several checkpoints that a load takes something from."""
+    """One of several checkpoints of a load."""
 
     path: str
     catalog: Catalog
@@ -32,9 +32,9 @@ class SourceCatalog:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a load takes of one source: what is saved at and below `key`, as far as selected.
+    """The saved names that a load takes from one source: selected ones at and below `key`.
 
-    `key` is "" where that is everything; `path` is the source's, for messages.
+    `key` is "" for all names; `path` is the source's, for messages.
     """
 
     path: str
@@ -42,40 +42,41 @@ class Scope:
     selection: Selection
 
     def holds(self, name: str) -> bool:
-        """Say whether a name lies at or below the key."""
+        """Return True if a name is at or below the key."""
         return not self.key or name == self.key or name.startswith(f"{self.key}.")
 
     def gives(self, name: str) -> bool:
-        """Say whether a saved name is taken from this source."""
+        """Return True if a saved name is loaded from this source."""
         return self.holds(name) and name in self.selection
 
     def is_about(self, name: str) -> bool:
-        """Say whether what the state has at a name, or below it, may come from this source."""
+        """Return True if a name of the state, or a name below it, may come from this source."""
         return self.holds(name) or self.key.startswith(f"{name}.")
 
 
 @dataclass(frozen=True, slots=True)
 class Scopes:
-    """The names that a load from several sources is about, in place of a `Selection`.
+    """The names of a load from several sources, in place of a `Selection`.
 
-    `asked` is the selection of the load itself. A name is left out if it leaves it out, or if all
-    sources do that are about it. What no source is about is not left out: it is missing.
+    `selection` is that of the load itself. A name is left out by this selection, or by the
+    selections of all sources that may have it. A name that no source may have is missing, not left
+    out.
     """
 
-    asked: Selection
+    selection: Selection
     scopes: Sequence[Scope]
 
     def __contains__(self, name: str) -> bool:
-        if name not in self.asked:
+        if name not in self.selection:
             return False
         about = [scope for scope in self.scopes if scope.is_about(name)]
         return not about or any(name in scope.selection for scope in about)
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the problem of each pattern of the load itself that matches no name."""
-        return self.asked.unmatched(names)
+        return self.selection.unmatched(names)
 
     def looked_in(self, name: str) -> tuple[str, ...]:
-        """Return the paths of the sources that are about a name, and do not leave it out."""
+        """Return the paths of the sources that may have a name and do not leave it out."""
         about = (scope for scope in self.scopes if scope.is_about(name) and name in scope.selection)
         return tuple(dict.fromkeys(scope.path for scope in about))

@@ -1,7 +1,7 @@
-"""What a load puts into a state: known as it is bound, or there once its tensors are read.
+"""The values that a load assigns in a state: constants, or results of the read.
 
-A `Value` is called once all tensors are made and read; it returns what will be at some place of a
-state, or puts it there.
+A `Value` is called after all tensors are created and read. It returns the new value of a name in
+the state, or assigns it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Value = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstantValue:
-    """A plain value, or memory that the state has."""
+    """A plain value, or memory of the state."""
 
     value: object
 
     def __call__(self) -> object:
-        """Return it."""
+        """Return the value."""
         return self.value
 
 
@@ -35,7 +35,7 @@ class NewContainer:
     items: Mapping[PathKey, Value]
 
     def __call__(self) -> object:
-        """Make it."""
+        """Return the new container."""
         return container(self.kind, ((key, item()) for key, item in self.items.items()))
 
 
@@ -45,32 +45,29 @@ def resharded(
     values: dict[Key, object],
     key: Key,
 ) -> object:
-    """Return what a function of the user's makes of a per-rank value, for another key than saved.
-
-    Raises CheckpointError if it does.
-    """
+    """Return the result of the user's `on_reshard`; CheckpointError if it raises."""
     with calling_user_code(name, on_reshard, "on_reshard"):
         return on_reshard(dict(values), key)
 
 
-def filled(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
-    """Replace some items of a container of the user's; a tuple is made again."""
+def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
+    """Replace some items of a container of the user; a tuple is created again."""
     new = {key: item() for key, item in items.items()}
     if isinstance(live, tuple):
         return container(kind, enumerate(new.get(n, old) for n, old in enumerate(live)))
     assert isinstance(live, MutableMapping | MutableSequence)
     for key, item in new.items():
-        live[key] = item  # type: ignore[index]  # a list's keys are its numbers
+        live[key] = item  # type: ignore[index]  # a list's keys are its indices
     return live
 
 
-def taken(live: object, saved: Value) -> object:
-    """Return what was saved, where the state has an empty mapping or None.
+def fill_mapping(live: object, saved: Value) -> object:
+    """Return the saved value, where the state has an empty mapping or None.
 
-    The user's own mapping is filled if the saved one is of the same class.
+    A mapping of the user is filled if the saved one is of the same class.
     """
-    made = saved()
-    if type(made) is type(live) and isinstance(live, MutableMapping):
-        live.update(made)  # type: ignore[call-overload]  # a mapping, like `live`
+    value = saved()
+    if type(value) is type(live) and isinstance(live, MutableMapping):
+        live.update(value)  # type: ignore[call-overload]  # a mapping, like `live`
         return live
-    return made
+    return value

@@ -1,9 +1,9 @@
-"""Compound tensors that a load has to make: the state of 8-bit optimizers before their first step.
+"""Tensor subclasses that a load creates: state of 8-bit optimizers before their first step.
 
-A class is never looked up by the name that the file has: the table is made of what the live
-optimizer shows, and the name chooses from it. `__tensor_unflatten__` of that class gets the inner
-tensors and the saved context, which is plain data. It is tried on tensors without memory first, and
-what comes out is compared with the record, before anything is read.
+A class is never imported by a name in the file. The live optimizer provides a table of classes, and
+the name selects one of them. `__tensor_unflatten__` of that class gets the inner tensors and the
+saved context, which is plain data. Before the read it is tried on tensors without memory, and the
+result is compared with the record.
 """
 
 from __future__ import annotations
@@ -42,30 +42,29 @@ from dist_ckpt.core.state.tree.read_tree import calling_user_code
 from dist_ckpt.errors import IncompatibleError
 
 _REMEDY = (
-    "let the optimizer make its state before the load, such as by a step: the load replaces all "
-    "that it changes"
+    "let the optimizer create its state before the load, such as by a step: the load replaces all "
+    "changes of that step"
 )
 
 _KEYS = {"class", "dtype", "shape", "context", "exact"}
 
 
 def subclass_types(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
-    """Return the classes that an optimizer may keep its state in, by their full names.
+    """Return the classes that an optimizer may use for its state, by their full names.
 
-    They are those of its parameters, and those in the modules that define its own classes; of the
-    latter only what is of the same package, and not what it imports of others.
+    They are those of its parameters, and those of its package in the modules that define its class.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    found = [type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters]
+    types = [type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters]
     for owner in type(optimizer).__mro__:
         module = sys.modules.get(owner.__module__)
         named = vars(module).values() if module is not None else ()
-        found += [
+        types += [
             cls
             for cls in named
             if is_wrapper_subclass_type(cls) and _package_of(cls) == _package_of(owner)
         ]
-    return {full_name(cls): cls for cls in found if is_wrapper_subclass_type(cls)}
+    return {full_name(cls): cls for cls in types if is_wrapper_subclass_type(cls)}
 
 
 def _package_of(cls: type) -> str:
@@ -74,9 +73,9 @@ def _package_of(cls: type) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewSubclassTensor:
-    """A compound tensor that is made once the memory of its inner ones is there and filled.
+    """A tensor subclass that is created after its inner tensors are filled.
 
-    `like` is one without memory, and `context` what its class gets. It becomes a DTensor where
+    `like` is one without memory, and `context` the argument for its class. It becomes a DTensor if
     its parameter is one.
     """
 
@@ -87,36 +86,36 @@ class NewSubclassTensor:
     parameter: torch.Tensor
 
     def __call__(self) -> object:
-        """Make it. Raises CheckpointError if its class does not."""
-        made = self._local()
+        """Create the tensor. Raises CheckpointError if its class fails."""
+        tensor = self._local()
         if not isinstance(self.parameter, DTensor):
-            return made
-        with calling_user_code(self.name, made, "a view"), torch.no_grad():
-            return dtensor_like(self.parameter, made)
+            return tensor
+        with calling_user_code(self.name, tensor, "a view"), torch.no_grad():
+            return dtensor_like(self.parameter, tensor)
 
     def _local(self) -> torch.Tensor:
         inner = {
-            name: one._local() if isinstance(one, NewSubclassTensor) else one.value
-            for name, one in self.inner.items()
+            name: part._local() if isinstance(part, NewSubclassTensor) else part.value
+            for name, part in self.inner.items()
         }
         shape = tuple(self.like.shape)
         return _unflattened(type(self.like), self.context, inner, shape, self.name)
 
 
 def new_subclass_tensor(
-    saved: SavedTree, targets: FillTargets, name: str, beside: PlacementHint
+    saved: SavedTree, targets: FillTargets, name: str, hint: PlacementHint
 ) -> NewSubclassTensor:
-    """Want the inner tensors of a compound one that was saved, in new memory.
+    """Request the inner tensors of a saved tensor subclass, in new memory.
 
-    Raises CheckpointError if it could not be made of them.
+    Raises CheckpointError if the subclass could not be created from them.
     """
-    whole = _trial(saved, name, beside)
-    if isinstance(beside.parameter, ParameterPart):
+    whole = _trial(saved, name, hint)
+    if isinstance(hint.parameter, ParameterPart):
         raise IncompatibleError(
-            f"{name}: saved as a {class_name(whole)} beside a parameter that FSDP1 has cut into "
+            f"{name}: saved as a {class_name(whole)} for a parameter that FSDP1 has cut into "
             "flat parts: exclude it, or load into `fully_shard`"
         )
-    parameter = unwrapped(beside.parameter)
+    parameter = unwrapped(hint.parameter)
     shape = tuple(whole.shape)
     if not isinstance(parameter, DTensor):
         cut = LocalBox(shape, Region.whole(shape))
@@ -127,12 +126,12 @@ def new_subclass_tensor(
             f"{name}: saved with shape {shape} under a parameter of shape "
             f"{tuple(parameter.shape)}, which is sharded: {_REMEDY}"
         )
-    return _wanted(saved, targets, name, beside, whole, cut)
+    return _wanted(saved, targets, name, hint, whole, cut)
 
 
-def _trial(saved: SavedTree, name: str, beside: PlacementHint) -> torch.Tensor:
-    """Make one without memory, whole, and see that it is what was saved."""
-    cls, record = _class_of(saved, name, beside)
+def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
+    """Create the whole tensor without memory, and compare it with the record."""
+    cls, record = _class_of(saved, name, hint)
     inner: dict[str, torch.Tensor] = {}
     for attribute, child in _inner_names(saved, name):
         if (stored := saved.tensor(child)) is None:
@@ -141,33 +140,35 @@ def _trial(saved: SavedTree, name: str, beside: PlacementHint) -> torch.Tensor:
                     f"{child}: saved as {saved.kind_of(child)}, where a part of a "
                     f"{record['class']} is a tensor: {_REMEDY}"
                 )
-            inner[attribute] = _trial(saved, child, beside)
+            inner[attribute] = _trial(saved, child, hint)
             continue
         dtype = torch_dtype(stored[1].dtype)
         inner[attribute] = torch.empty(stored[1].shape, dtype=dtype, device="meta")
     shape = record["shape"]
     assert isinstance(shape, tuple)
-    made = _unflattened(cls, record["context"], inner, shape, name)
-    with calling_user_code(name, made, "__tensor_flatten__"):
-        own, parts = flatten_context_of(made, name), inner_tensors(made, name)
-    found = difference(record, own)
-    if found is None and parts.keys() != inner.keys():
-        found = f"saved with the parts {', '.join(inner)}, it has others"
-    if found is not None:
-        raise IncompatibleError(f"{name}: what {class_name(made)} makes of its parts: {found}")
-    return made
+    tensor = _unflattened(cls, record["context"], inner, shape, name)
+    with calling_user_code(name, tensor, "__tensor_flatten__"):
+        own, parts = flatten_context_of(tensor, name), inner_tensors(tensor, name)
+    problem = difference(record, own)
+    if problem is None and parts.keys() != inner.keys():
+        problem = f"saved with the parts {', '.join(inner)}, the state has other parts"
+    if problem is not None:
+        raise IncompatibleError(
+            f"{name}: {class_name(tensor)} does not match its parts: {problem}; exclude the name"
+        )
+    return tensor
 
 
 def _wanted(
     saved: SavedTree,
     targets: FillTargets,
     name: str,
-    beside: PlacementHint,
+    hint: PlacementHint,
     whole: torch.Tensor,
     cut: LocalBox,
 ) -> NewSubclassTensor:
-    """Want what a rank needs for its part of a whole one."""
-    assert isinstance(beside.parameter, torch.Tensor)
+    """Request the inner tensors of a rank's part of the whole."""
+    assert isinstance(hint.parameter, torch.Tensor)
     local = whole
     for dim in cut.dims:
         with calling_user_code(name, whole, f"narrow({dim}, ...)"):
@@ -176,7 +177,7 @@ def _wanted(
         raise IncompatibleError(
             f"{name}: a part of a {class_name(whole)} is a {class_name(local)}: {_REMEDY}"
         )
-    _, record = _class_of(saved, name, beside)
+    _, record = _class_of(saved, name, hint)
     with calling_user_code(name, local, "__tensor_flatten__"):
         parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
     if parts.keys() != wholes.keys():
@@ -191,37 +192,36 @@ def _wanted(
         if box is None or box.shape != shape:
             raise IncompatibleError(
                 f"{name}: of its {attribute!r} of shape {shape} this rank would need "
-                f"{tuple(part.shape)}, which is not a part that can be told: {_REMEDY}"
+                f"{tuple(part.shape)}, and the position of that part is unknown: {_REMEDY}"
             )
         if is_wrapper_subclass(wholes[attribute]):
-            inner[attribute] = _wanted(saved, targets, child, beside, wholes[attribute], box)
+            inner[attribute] = _wanted(saved, targets, child, hint, wholes[attribute], box)
         else:
-            inner[attribute] = targets.box(child, box.box, device_of(beside.parameter))
+            inner[attribute] = targets.box(child, box.box, device_of(hint.parameter))
     context = resized(record["context"], cut.shape, cut.box.shape)
-    return NewSubclassTensor(name, local, context, inner, beside.parameter)
+    return NewSubclassTensor(name, local, context, inner, hint.parameter)
 
 
 def _class_of(
-    saved: SavedTree, name: str, beside: PlacementHint
+    saved: SavedTree, name: str, hint: PlacementHint
 ) -> tuple[type[torch.Tensor], Mapping[str, object]]:
     full = join(name, RECORD)
     record = saved.value(full) if saved.is_value(full) else None
     if not _is_record(record):
         raise IncompatibleError(
-            f"{name}: what was saved under {RECORD!r} is not what dist_ckpt writes there: exclude "
-            "the name, or load an older checkpoint"
+            f"{name}: the saved {RECORD!r} is not a valid record: exclude the name, or load an "
+            "older checkpoint"
         )
-    cls = beside.classes.get(str(record["class"]))
+    cls = hint.classes.get(str(record["class"]))
     if cls is None or not record["exact"] or "for_each_shard" in record:
         raise IncompatibleError(
-            f"{name}: saved as the parts of a {record['class']}, and there is none here to fill: "
+            f"{name}: saved as the parts of a {record['class']}, and the state has none to fill: "
             f"{_REMEDY}"
         )
     return cls, record
 
 
 def _is_record(record: object) -> TypeGuard[Mapping[str, object]]:
-    """Say whether a value of the file has the form of what `flatten_context_of` returns."""
     if not isinstance(record, Mapping) or record.keys() - {"for_each_shard"} != _KEYS:
         return False
     return (
@@ -249,12 +249,12 @@ def _unflattened(
 ) -> torch.Tensor:
     strides = row_major_strides(shape)
     with calling_user_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
-        made: torch.Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
+        tensor: torch.Tensor = cls.__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, torch.Size(shape), strides
         )
-    if not isinstance(made, cls):
+    if not isinstance(tensor, cls):
         raise IncompatibleError(
-            f"{name}: __tensor_unflatten__ of {cls.__name__} returned a {class_name(made)}: mend "
+            f"{name}: __tensor_unflatten__ of {cls.__name__} returned a {class_name(tensor)}: fix "
             "the class"
         )
-    return made
+    return tensor

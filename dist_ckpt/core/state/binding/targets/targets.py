@@ -1,9 +1,8 @@
-"""What a rank wants of a checkpoint's tensors, and the memory that they will fill.
+"""The tensors that a rank requests from a checkpoint, and the memory that they fill.
 
-Tensors of a state that share memory: read apart, then put in place and compared.
-
-Where two of them share bytes, the last one written would decide silently. What was saved cannot
-tell whether they shared memory then as well, but it agrees on those bytes if they did.
+Tensors of a state that share memory are read into separate buffers, then copied and compared.
+Otherwise the last write would decide silently. The saved values agree on the shared bytes if the
+tensors shared memory then too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AliasStaging:
-    """The local parts of a tensor, and memory like them on the host that is read into first."""
+    """The local parts of a tensor, and host memory of the same shape for the read."""
 
     name: str
     parts: tuple[torch.Tensor, ...]
@@ -51,12 +50,12 @@ class AliasStaging:
 
     @staticmethod
     def of(name: str, parts: Sequence[torch.Tensor]) -> AliasStaging:
-        """Make the memory."""
+        """Return a staging object with new memory."""
         read = (torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in parts)
         return AliasStaging(name, tuple(parts), tuple(read))
 
     def put(self) -> None:
-        """Copy what was read to where it belongs: bits, never cast."""
+        """Copy the read data to its destination: bits, never cast."""
         with torch.no_grad():
             for part, read in zip(self.parts, self.read, strict=True):
                 if part.is_conj() or part.is_neg():
@@ -64,8 +63,8 @@ class AliasStaging:
                 else:
                     as_words(part).copy_(as_words(read))
 
-    def is_there(self) -> bool:
-        """Say whether the parts hold what was read."""
+    def is_in_place(self) -> bool:
+        """Return True if the parts have the data that was read."""
         return all(
             torch.equal(as_words(part.resolve_conj().resolve_neg()).cpu(), as_words(read))
             for part, read in zip(self.parts, self.read, strict=True)
@@ -73,10 +72,7 @@ class AliasStaging:
 
 
 def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
-    """Return the numbers of the tensors, given by their parts, that may share a byte with another.
-
-    Strided views that only interleave are among them.
-    """
+    """Return the numbers of tensors, given by parts, that share bytes or interleave."""
     if _are_apart([part for parts in tensors for part in parts]):
         return frozenset()
     reaches = sorted(
@@ -84,49 +80,48 @@ def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
         for number, parts in enumerate(tensors)
         for device, (start, stop) in _reach(parts).items()
     )
-    found: set[int] = set()
-    last = ("", 0, 0, -1)  # the one that reaches farthest so far
+    numbers: set[int] = set()
+    last = ("", 0, 0, -1)  # the range with the highest end so far
     for reach in reaches:
         if reach[0] == last[0] and reach[1] < last[2]:
-            found |= {reach[3], last[3]}
+            numbers |= {reach[3], last[3]}
         if reach[0] != last[0] or reach[2] > last[2]:
             last = reach
-    return frozenset(found)
+    return frozenset(numbers)
 
 
-def copy_to_aliases(landings: Sequence[AliasStaging]) -> None:
-    """Put everything in place. Raises IncompatibleError where what was saved does not agree."""
-    for landing in landings:
-        landing.put()
-    for landing in landings:
-        if not landing.is_there():
-            other = next(other for other in landings if _undoes(other, landing))
+def copy_to_aliases(stagings: Sequence[AliasStaging]) -> None:
+    """Copy all staged data. Raises IncompatibleError if the saved values differ."""
+    for staging in stagings:
+        staging.put()
+    for staging in stagings:
+        if not staging.is_in_place():
+            other = next(other for other in stagings if _undoes(other, staging))
             raise IncompatibleError(
-                f"{landing.name} and {other.name} share memory in the state, but were saved with "
-                "values that differ there, so the state cannot hold both: give one of them memory "
-                "of its own (untie them, or `clone()`), or exclude one, and load again"
+                f"{staging.name} and {other.name} share memory in the state, but were saved with "
+                "different values, so the state cannot hold both: give one of them separate memory "
+                "(untie them, or `clone()`), or exclude one, and load again"
             )
 
 
-def _undoes(other: AliasStaging, landing: AliasStaging) -> bool:
-    landing.put()
+def _undoes(other: AliasStaging, staging: AliasStaging) -> bool:
+    staging.put()
     other.put()
-    return not landing.is_there()
+    return not staging.is_in_place()
 
 
 def _are_apart(parts: Sequence[torch.Tensor]) -> bool:
-    """Say at little cost whether surely no two parts share a byte; they rarely do."""
+    """Return True if surely no two parts share a byte. Cheap, and mostly true."""
     if not all(part.is_cpu and part.is_contiguous() for part in parts):
         return False
     starts = [part.data_ptr() for part in parts]
-    # Where the next one begins, as many have ended as have begun before it.
+    # Without overlap, all earlier parts have ended where the next one begins.
     stops = sorted(map(add, starts, [part.nbytes for part in parts]))
     starts.sort()
     return all(map(le, stops, islice(starts, 1, None)))
 
 
 def _reach(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Return from which address to which the parts lie, on each device."""
     reach: dict[str, tuple[int, int]] = {}
     for part in parts:
         if numel := part.numel():
@@ -136,8 +131,8 @@ def _reach(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
             start = part.data_ptr()
             stop = start + numel * part.itemsize
             device = _name(part.device)
-            known = reach.get(device, (start, stop))
-            reach[device] = min(start, known[0]), max(stop, known[1])
+            former = reach.get(device, (start, stop))
+            reach[device] = min(start, former[0]), max(stop, former[1])
     return reach
 
 
@@ -146,21 +141,21 @@ _name = lru_cache(maxsize=64)(str)
 
 @dataclass(slots=True, eq=False)
 class NewTensor:
-    """A tensor that a load makes; `value` is there once `FillTargets.allocate` has run."""
+    """A tensor that a load creates; `value` is set by `FillTargets.allocate`."""
 
     make: Callable[[], object]
     value: object = None
 
     def __call__(self) -> object:
-        """Return it, made and read."""
+        """Return the tensor, created and read."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementHint:
-    """The parameter that state lies beside; `on_host` says that the state stays in host memory.
+    """The parameter of some state; with `on_host` the state stays in host memory.
 
-    `classes` are those of which compound state may be made, by their full names.
+    `classes` are the tensor subclasses that may be created, by their full names.
     """
 
     parameter: torch.Tensor | ParameterPart
@@ -170,10 +165,10 @@ class PlacementHint:
 
 
 class _Fill(NamedTuple):
-    """Cells that are wanted of a stored tensor, from number `first` on, and the memory of each.
+    """Requested cells of a stored tensor, from number `first` on, and the memory of each.
 
-    That of a fresh tensor is there once it is made. `cast_from` is the saved dtype, if the memory
-    is of another.
+    The memory of a new tensor is allocated later. `cast_from` is the saved dtype, if the memory has
+    another one.
     """
 
     name: str
@@ -185,11 +180,11 @@ class _Fill(NamedTuple):
 
 
 class FillTargets:
-    """The tensors that a rank wants, added one after another.
+    """The tensors that a rank requests, added one after another.
 
-    What does not fit goes to `problems`, in words. `resharded` are the names whose cells here are
-    not cells of the stored layout, and `fresh` the tensors that have to be made. `cast` are the
-    names whose values may be converted, None for none.
+    `problems` are texts about those that do not fit. `resharded` are the names whose cells here are
+    not cells of the stored layout, and `fresh` the tensors to create. `cast` are the names whose
+    values may be converted, None for none.
     """
 
     def __init__(self, template: Template, saved: SavedTree, cast: Selection | None = None) -> None:
@@ -202,85 +197,85 @@ class FillTargets:
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
         self.fresh: list[NewTensor] = []
-        # The cells of the ordinary tensors of a kind that is stored in just these cells.
+        # For kinds of ordinary tensors that are stored in exactly these cells.
         self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
         self._values: dict[str, object] = {}
         self._starts: dict[int, str] = {}
         self._ties: dict[Hashable, str] = {}
         self._whole: dict[tuple[str, bool], NewTensor] = {}
-        # Those on accelerators.
+        # On accelerators.
         self._tensors: list[torch.Tensor] = []
-        self._landings: list[AliasStaging] = []
+        self._stagings: list[AliasStaging] = []
         self._stored: dict[int, frozenset[Cell]] = {}
 
     def fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
-        """Want a tensor in the memory of a leaf; return the leaf's value, or what replaces it.
+        """Request a tensor in the memory of a leaf; return the leaf's value, or its replacement.
 
-        Meta tensors and read-only arrays are replaced. The name is a tensor of the checkpoint.
-        What is wanted `as_bits` is never cast.
+        Meta tensors and read-only arrays are replaced. The name must be a tensor of the checkpoint.
+        With `as_bits` it is never cast.
         """
         value = leaf.value
         fqn, record = self._tensor(name)
         key = self._kind_of(value, record)
-        known = self._kinds.get(key)
-        if known is not None:
-            # All that is found out below was found out of another of its kind.
+        kind_cells = self._kinds.get(key)
+        if kind_cells is not None:
+            # Another tensor of its kind has been checked below.
             assert isinstance(value, torch.Tensor)
             if self._is_new(name, value, value):
-                self._want(name, fqn, known, (value,))
+                self._want(name, fqn, kind_cells, (value,))
             return value
         try:
             if is_meta(value):
                 value = materialize(value)
             elif is_array(value) and not value.flags.writeable:
                 value = value.copy()
-            held = self._held(value, name)
+            local = self._local(value, name)
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
-        cells = self._cells_of(name, held, leaf, record.shape)
+        cells = self._cells_of(name, local, leaf, record.shape)
         if cells is None:
-            self.problems.append(self._mismatch_text(name, held, leaf))
+            self.problems.append(self._mismatch_text(name, local, leaf))
             return value
-        cast_from = record.dtype if cells and held.dtype != record.dtype else None
-        if cast_from is not None and (why := self._why_no_cast(name, held, as_bits=as_bits)):
+        cast_from = record.dtype if cells and local.dtype != record.dtype else None
+        if cast_from is not None and (why := self._why_no_cast(name, local, as_bits=as_bits)):
             self.problems.append(
-                f"{name}: saved as {record.dtype}{self._saved.where(name)}, the state has "
-                f"{held.dtype}: {why}; "
+                f"{name}: saved as {record.dtype}{self._saved.source_text(name)}, the state has "
+                f"{local.dtype}: {why}; "
                 f"make it {record.dtype}, load, and convert"
             )
-        elif not held.parts or self._is_new(name, value, held.parts[0]):
-            self._want(name, fqn, cells, held.parts, cast_from)
-            # Whether a tensor is cast its name may say, and not its kind.
+        elif not local.parts or self._is_new(name, value, local.parts[0]):
+            self._want(name, fqn, cells, local.parts, cast_from)
+            # A cast may depend on the name, not only on the kind.
             is_kind = key is not None and cast_from is None
             if self._are_stored(name, record, cells) and is_kind:
                 self._kinds[key] = cells
         return value
 
-    def _why_no_cast(self, name: str, held: LocalTensor, *, as_bits: bool) -> str | None:
-        """Say why the values of a saved tensor are not converted; None if they are."""
+    def _why_no_cast(self, name: str, local: LocalTensor, *, as_bits: bool) -> str | None:
+        """Return why the values of a saved tensor are not converted; None if they are."""
         if as_bits:
-            return "what a tensor is made of is never cast"
+            return "the inner tensors of a subclass are never cast"
         if self._cast is None or name not in self._cast:
             return "nothing is cast unless `cast` says so"
-        if not can_cast(self._tensor(name)[1].dtype, held.dtype):
-            return "only floating dtypes are cast, and what loses nothing by it"
+        if not can_cast(self._tensor(name)[1].dtype, local.dtype):
+            return "only floating dtypes are cast, and dtypes that lose nothing by it"
         return None
 
     def fits(self, name: str, leaf: TensorLeaf) -> bool:
-        """Say whether `fill` would find nothing wrong with class, shape and dtype."""
+        """Return True if `fill` would accept class, shape and dtype."""
         if is_meta(leaf.value):
             return False
         try:
-            held = self._held(leaf.value, name)
+            local = self._local(leaf.value, name)
         except (TypeError, ValueError):
             return False
         record = self._tensor(name)[1]
-        cells = self._cells_of(name, held, leaf, record.shape)
-        return cells is not None and held.dtype == record.dtype
+        cells = self._cells_of(name, local, leaf, record.shape)
+        return cells is not None and local.dtype == record.dtype
 
     def whole(self, name: str) -> NewTensor:
-        """Want a tensor whole, in new host memory. Tied names get the same tensor."""
+        """Request a whole tensor in new host memory. Tied names get the same tensor."""
         fqn, record = self._tensor(name)
         as_array = name in self._saved.numpy
         if (fqn, as_array) not in self._whole:
@@ -296,57 +291,56 @@ class FillTargets:
             self._whole[fqn, as_array] = self._want_fresh(name, cells, make)
         return self._whole[fqn, as_array]
 
-    def beside(self, name: str, beside: PlacementHint) -> NewTensor:
-        """Want a tensor in new memory: laid out as a parameter if it has its shape, else whole."""
+    def like(self, name: str, hint: PlacementHint) -> NewTensor:
+        """Request a new tensor: with the layout of a parameter of its shape, else whole."""
         record = self._tensor(name)[1]
-        whole, dtype, parameter = Region.whole(record.shape), record.dtype, beside.parameter
-        if beside.on_host:
+        whole, dtype, parameter = Region.whole(record.shape), record.dtype, hint.parameter
+        if hint.on_host:
             return self.box(name, whole, torch.device("cpu"))
         if isinstance(parameter, ParameterPart):
-            return self._beside_part(name, parameter, record)
-        held, like = self._held(parameter, name), parameter.detach()
+            return self._like_part(name, parameter, record)
+        local, like = self._local(parameter, name), parameter.detach()
         rules = self._template.rules
-        if rules is not None and record.shape == held.shape and isinstance(held.view, Whole):
+        if rules is not None and record.shape == local.shape and isinstance(local.view, Whole):
             flat = rules.flat_part(record.shape)
             if flat is not None:
                 numel = sum(cell.numel for cell in flat)
                 return self._want_fresh(name, flat, partial(_new, like, (numel,), dtype))
-        leaf = TensorLeaf(parameter, (beside.rule, tuple(parameter.shape)))
-        cells = self._cells_of(name, held, leaf, record.shape)
+        leaf = TensorLeaf(parameter, (hint.rule, tuple(parameter.shape)))
+        cells = self._cells_of(name, local, leaf, record.shape)
         if cells is not None:
             return self._want_fresh(name, cells, partial(empty_like_saved, parameter, dtype))
         if not record.shape:
             return self.box(name, whole, parameter.device)
-        # What the optimizer's own `new_zeros` would give: replicated, where the parameter is a
-        # DTensor.
+        # As with `new_zeros` in the optimizer: replicated if the parameter is a DTensor.
         return self._want_fresh(name, (whole,), partial(_new, like, record.shape, dtype))
 
     def box(self, name: str, box: Region, device: torch.device) -> NewTensor:
-        """Want a box of a tensor in new memory."""
+        """Request a box of a tensor in new memory."""
         dtype = torch_dtype(self._tensor(name)[1].dtype)
         cells = (box,) if box.numel else ()
         return self._want_fresh(
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
         )
 
-    def _beside_part(self, name: str, part: ParameterPart, record: TensorRecord) -> NewTensor:
-        """Want a tensor in new memory beside a part of a parameter: cut alike, or a scalar."""
+    def _like_part(self, name: str, part: ParameterPart, record: TensorRecord) -> NewTensor:
+        """Request a new tensor for a part of a parameter: cut in the same way, or a scalar."""
         if record.shape == part.global_shape:
             return self._want_fresh(
                 name,
-                self._held(part, name).cells,
+                self._local(part, name).cells,
                 lambda: replace(part, tensor=_new(part.tensor, part.tensor.shape, record.dtype)),
             )
         if record.shape:
             self.problems.append(
-                f"{name}: saved with shape {record.shape} beside a parameter of shape "
+                f"{name}: saved with shape {record.shape} for a parameter of shape "
                 f"{part.global_shape}, which FSDP1 has cut into flat parts: exclude it, or load "
                 "into `fully_shard`"
             )
         return self.box(name, Region.whole(record.shape), part.tensor.device)
 
     def wanted(self) -> tuple[TensorRequest, ...]:
-        """Return what a load plan is made for."""
+        """Return the requests for a load plan."""
         tensors = self._saved.catalog.tensors
         return tuple(
             TensorRequest(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
@@ -354,36 +348,36 @@ class FillTargets:
         )
 
     def allocate(self) -> dict[tuple[str, int], Target]:
-        """Make what has to be made; return the memory of each wanted cell by fqn and number."""
+        """Create new tensors; return the memory of each requested cell by fqn and number."""
         for fresh in self.fresh:
             fresh.value = fresh.make()
         targets: dict[tuple[str, int], Target] = {}
-        held = [self._parts_of(fill) for fill in self._fills]
-        shared = aliases_memory(held)
-        self._tensors += [part for parts in held for part in parts if not part.is_cpu]
-        for place, (fill, parts) in enumerate(zip(self._fills, held, strict=True)):
+        all_parts = [self._parts_of(fill) for fill in self._fills]
+        shared = aliases_memory(all_parts)
+        self._tensors += [part for parts in all_parts for part in parts if not part.is_cpu]
+        for index, (fill, parts) in enumerate(zip(self._fills, all_parts, strict=True)):
             memory = parts
-            if place in shared:
-                self._landings.append(AliasStaging.of(fill.name, parts))
-                memory = self._landings[-1].read
+            if index in shared:
+                self._stagings.append(AliasStaging.of(fill.name, parts))
+                memory = self._stagings[-1].read
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
                 targets[fill.fqn, number] = self._target(fill, part, cell)
-        synchronize(self._tensors)  # before the first byte is placed
+        synchronize(self._tensors)  # before the first byte is written
         return targets
 
     def settle(self) -> None:
-        """Fill the tensors that share memory, and wait for the accelerators after the last byte.
+        """Fill the tensors that share memory, and wait for the accelerators.
 
-        Raises IncompatibleError if they cannot all be filled, or a cast has lost a number.
+        Raises IncompatibleError if they cannot all be filled, or if a cast has overflowed.
         """
-        copy_to_aliases(self._landings)
-        self._landings.clear()
+        copy_to_aliases(self._stagings)
+        self._stagings.clear()
         synchronize(self._tensors)
-        if lost := list(dict.fromkeys(name for name, one in self._casts if one.has_overflown)):
+        overflown = (name for name, target in self._casts if target.has_overflown)
+        if lost := list(dict.fromkeys(overflown)):
             raise IncompatibleError(
-                f"{listed(lost)}: values that were saved are too large for the dtype in the state, "
-                "which is filled now, and infinite there: make it a wider one (bfloat16 or "
-                "float32) and load again"
+                f"{listed(lost)}: saved values are too large for the dtype in the state, which now "
+                "has infinite values: use a wider dtype (bfloat16 or float32) and load again"
             )
 
     def _target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
@@ -395,67 +389,66 @@ class FillTargets:
 
     def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
         if isinstance(fill.parts, NewTensor):
-            return self._held(fill.parts.value, fill.name).parts
+            return self._local(fill.parts.value, fill.name).parts
         return fill.parts
 
     def _tensor(self, name: str) -> tuple[str, TensorRecord]:
-        found = self._saved.tensor(name)
-        assert found is not None, name
-        return found
+        tensor = self._saved.tensor(name)
+        assert tensor is not None, name
+        return tensor
 
-    def _held(self, value: object, name: str) -> LocalTensor:
+    def _local(self, value: object, name: str) -> LocalTensor:
         template = self._template
         return describe_target(value, name, rank=template.rank, group=template.group_ranks)
 
     def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
-        """Return what decides how an ordinary tensor is wanted, or None if it is not ordinary."""
+        """Return a key for ordinary tensors that are requested alike, or None for others."""
         if not is_ordinary(value) or self._template.rules is not None:
             return None
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
     def _cells_of(
-        self, name: str, held: LocalTensor, leaf: TensorLeaf, shape: Shape
+        self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
-        """Return the cells that a leaf is of the saved tensor, or None if its shape is another."""
-        found = self._ruled(name, held, leaf)
-        if found is not None:
-            return target_cells(found[0], held.shape, self._template.rank, shape)
-        return held.cells if held.shape == shape else None
+        ruled = self._ruled(name, local, leaf)
+        if ruled is not None:
+            return target_cells(ruled[0], local.shape, self._template.rank, shape)
+        return local.cells if local.shape == shape else None
 
     def _ruled(
-        self, name: str, held: LocalTensor, leaf: TensorLeaf
+        self, name: str, local: LocalTensor, leaf: TensorLeaf
     ) -> tuple[RuleSharded, Shape] | tuple[Flattened, Shape] | None:
         rules = self._template.rules
-        if rules is None or not isinstance(held.view, Whole):
+        if rules is None or not isinstance(local.view, Whole):
             return None
-        return rules.view(name, leaf, held.shape)
+        return rules.view(name, leaf, local.shape)
 
-    def _mismatch_text(self, name: str, held: LocalTensor, leaf: TensorLeaf) -> str:
-        shape = f"{self._tensor(name)[1].shape}{self._saved.where(name)}"
-        if self._ruled(name, held, leaf) is None:
+    def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
+        shape = f"{self._tensor(name)[1].shape}{self._saved.source_text(name)}"
+        if self._ruled(name, local, leaf) is None:
             return (
-                f"{name}: saved with shape {shape}, the state has {held.shape}: make the model as "
-                "it was saved, or exclude the name"
+                f"{name}: saved with shape {shape}, the state has {local.shape}: create the model "
+                "as it was saved, or exclude the name"
             )
         return (
             f"{name}: saved with shape {shape}, of which the ShardingConfig gives this rank "
-            f"another part than the {held.shape} that the state has: mend the rule or the shape"
+            f"another part than the {local.shape} in the state: change the rule or the shape"
         )
 
     def _is_new(self, name: str, value: object, part: torch.Tensor) -> bool:
-        """Say whether no other name has wanted this data in this memory.
+        """Return True if no other name has requested this data in this memory.
 
         `part` is the first of the value's. Two names of one tensor in the state may have been saved
-        as two tensors: both are read, and `settle` sees whether they agree.
+        as two tensors: both are read, and `settle` compares them.
         """
         self._values[name] = value
-        # What begins elsewhere is other memory: most tensors need no more than that.
-        known = self._starts.setdefault(part.data_ptr(), name)
-        if known == name:
+        # Another start is other memory: most tensors need no further check.
+        starter = self._starts.setdefault(part.data_ptr(), name)
+        if starter == name:
             return True
         first = name
-        for other in (known, name):
-            if (tie := tie_key(self._held(self._values[other], other))) is not None:
+        for other in (starter, name):
+            if (tie := tie_key(self._local(self._values[other], other))) is not None:
                 first = self._ties.setdefault(tie, other)
         return first == name or self._tensor(first)[0] != self._tensor(name)[0]
 
@@ -479,12 +472,12 @@ class FillTargets:
     ) -> None:
         wanted = self._cells.get(fqn, ())
         self._cells[fqn] = wanted + cells
-        # Without cells the local tensor is an empty part.
+        # Without cells the local tensor is empty.
         if cells:
             self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
 
     def _are_stored(self, name: str, record: TensorRecord, cells: tuple[Cell, ...]) -> bool:
-        """Say whether the cells are all cells of the stored layout; else it is `resharded`."""
+        """Return True if all cells are cells of the stored layout; else the name is resharded."""
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored:
             stored = (layout.cell(number) for number in range(layout.cut.num_cells))
