@@ -119,7 +119,7 @@ def test_bad_places_are_refused_by_name(run, saved, tmp_path):
         ((tmp_path / "none",), 3, "none is no folder"),
         ((saved, "-o", tmp_path), 2, "is a folder: give the name of a file"),
         ((saved, "-o", tmp_path / "notes.html"), 5, "something is there already"),
-        ((saved, "-o", tmp_path / "no" / "page.html"), 3, "there is no such folder"),
+        ((saved, "-o", tmp_path / "no" / "page.html"), 3, "the folder does not exist"),
         ((saved, "--verify", "deep"), 2, "'deep' is not one of"),
         ((f"{saved.parent}@99",), 3, "99"),
     ]

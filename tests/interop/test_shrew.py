@@ -438,7 +438,7 @@ def test_an_export_that_fails_leaves_no_file(
             files.export_file(tmp_path / "ck", out, overwrite=True)
         monkeypatch.undo()
         assert os.listdir(tmp_path) == ["ck"]
-    with pytest.raises(NotFoundError, match="there is no such folder"):
+    with pytest.raises(NotFoundError, match="the folder does not exist"):
         files.export_file(tmp_path / "ck", tmp_path / "none" / "a.shrew")
 
 
@@ -450,7 +450,7 @@ def test_what_a_killed_export_has_left_is_told_by_the_next(
         (tmp_path / name).touch()
     files.export_file(tmp_path / "ck", tmp_path / "a.shrew")
     (told,) = (one.getMessage() for one in caplog.records)
-    assert told.startswith(f"{tmp_path}/.a.shrew.0123456789abcdef.tmp is left of a process")
+    assert told.startswith(f"{tmp_path}/.a.shrew.0123456789abcdef.tmp is from a killed process")
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

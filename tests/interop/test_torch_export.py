@@ -246,7 +246,7 @@ def test_what_is_there_is_replaced_only_if_that_is_asked(tmp_path: Path) -> None
     for call in (export_file, would_export_file):
         with pytest.raises(ExistsError, match="--overwrite"):
             call(tmp_path / "ck", tmp_path / "a.pt")
-        with pytest.raises(ValueError, match="lies in the source"):
+        with pytest.raises(ValueError, match="inside the source"):
             call(tmp_path / "ck", tmp_path / "ck" / "a.pt")
     assert (tmp_path / "a.pt").read_text() == "mine"
     dry = would_export_file(tmp_path / "ck", tmp_path / "a.pt", overwrite=True)

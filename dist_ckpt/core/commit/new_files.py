@@ -1,4 +1,4 @@
-"""A single new file of a user on this host: whole and durable under its name, or not there."""
+"""A new file of a user on this host: whole and durable under its name, or absent."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _log = logging.getLogger("dist_ckpt")
 def new_file(
     path: str | os.PathLike[str], *, overwrite: bool, nbytes: int = 0
 ) -> Iterator[StreamedFile]:
-    """Write a file: it has its name, whole and durable, when the `with` has ended well.
+    """Write a file. After the `with` it has its name, whole and durable.
 
-    Until then it has another name, in the same folder; after an error it is removed. Only with
-    `overwrite` does it replace what is there, whose permissions it gets. ExistsError if something
-    is there, StorageError otherwise.
-    `nbytes` is what it will have at least: there is room for that, or the disk is said to be full.
+    Until then it has another name in the same folder; after an error it is removed. With
+    `overwrite` it replaces an existing file and gets its permissions. Otherwise ExistsError if the
+    path exists. Other errors are StorageError. `nbytes` is its minimum size, for which space is
+    reserved.
     """
-    where = check_new_file(path, overwrite=overwrite)
-    temporary = temporary_beside(where)
+    file_path = check_new_file(path, overwrite=overwrite)
+    temporary = temporary_beside(file_path)
     try:
         with StreamedFile(LocalStorage(), temporary, nbytes) as file:
             yield file
             file.finish()
         if overwrite:
-            with suppress(FileNotFoundError):  # who might not read the old one may not read this
-                os.chmod(temporary, stat.S_IMODE(os.stat(where).st_mode))
-            os.replace(temporary, where)
+            with suppress(FileNotFoundError):  # not readable for more users than the old one
+                os.chmod(temporary, stat.S_IMODE(os.stat(file_path).st_mode))
+            os.replace(temporary, file_path)
         else:
-            rename_exclusively(temporary, where)
-        sync_folder(os.path.dirname(where))
+            rename_exclusively(temporary, file_path)
+        sync_folder(os.path.dirname(file_path))
     except FileExistsError:
-        raise _exists(where) from None
-    except StorageError as error:  # in the words of who asked: the other name is gone now
-        raise StorageError(str(error).replace(temporary, where)) from error
+        raise _exists(file_path) from None
+    except StorageError as error:  # with the user's path: the temporary name is gone now
+        raise StorageError(str(error).replace(temporary, file_path)) from error
     except OSError as error:
-        raise StorageError(f"{where} cannot be written: {with_remedy(error)}") from error
+        raise StorageError(f"{file_path} cannot be written: {with_remedy(error)}") from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)
@@ -58,41 +58,40 @@ def new_file(
 def check_new_file(path: str | os.PathLike[str], *, overwrite: bool) -> str:
     """Return the absolute path of a file to write.
 
-    ExistsError if something is there, NotFoundError without a folder for it.
+    ExistsError if the path exists, NotFoundError without a folder for it.
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
-    where = os.path.abspath(checked_file_path(path))
-    check_parent(where)
-    if not os.path.lexists(where):
-        return where
+    file_path = os.path.abspath(checked_file_path(path))
+    check_parent(file_path)
+    if not os.path.lexists(file_path):
+        return file_path
     if not overwrite:
-        raise _exists(where)
-    if not stat.S_ISREG(os.lstat(where).st_mode):
-        raise ExistsError(f"{where} is no regular file and is not replaced: give another path")
-    return where
+        raise _exists(file_path)
+    if not stat.S_ISREG(os.lstat(file_path).st_mode):
+        raise ExistsError(
+            f"{file_path} is not a regular file and is not replaced: use another path"
+        )
+    return file_path
 
 
-def check_parent(where: str) -> None:
-    """Raise NotFoundError unless there is a folder that something new can be put into.
-
-    ValueError if the new name would be taken for something else.
-    """
-    if not os.path.isdir(parent := os.path.dirname(where)):
-        raise NotFoundError(f"{parent}: there is no such folder; make it first")
-    is_of_run = "@" in where or is_reserved_name(os.path.basename(where))
-    if is_of_run and not os.path.lexists(where):
-        check_new_name(LocalStorage(), where)
+def check_parent(file_path: str) -> None:
+    """Raise NotFoundError without a folder for a new file, ValueError for a reserved name."""
+    if not os.path.isdir(parent := os.path.dirname(file_path)):
+        raise NotFoundError(f"{parent}: the folder does not exist; make it first")
+    is_of_run = "@" in file_path or is_reserved_name(os.path.basename(file_path))
+    if is_of_run and not os.path.lexists(file_path):
+        check_new_name(LocalStorage(), file_path)
 
 
 def check_outside(source: str, target: str) -> None:
-    """Raise ValueError if what is written would lie on or in what is read. Both without links."""
+    """Raise ValueError if the target is the source, or inside it. Both without links."""
     if target == source or target.startswith(f"{source}/"):
-        raise ValueError(f"{target} lies in the source, or is it: give another path")
+        raise ValueError(f"{target} is the source, or inside the source: use another path")
 
 
 def checked_file_path(path: object) -> str:
-    """Return the path of a file as text. TypeError or ValueError for what is none."""
+    """Return the path of a file as text. TypeError or ValueError for any other value."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"the file is a {type(path).__name__}: pass a str or a pathlib.Path")
@@ -101,28 +100,28 @@ def checked_file_path(path: object) -> str:
     return text
 
 
-def _exists(where: str) -> ExistsError:
+def _exists(file_path: str) -> ExistsError:
     return ExistsError(
-        f"{where}: something is there already: choose another path, or replace it "
+        f"{file_path}: something is there already: choose another path, or replace it "
         "(overwrite=True, on the command line --overwrite)"
     )
 
 
 def temporary_beside(path: str) -> str:
-    """Return a new name beside a path, for what is not complete yet.
+    """Return a new name next to a path, for an incomplete file.
 
-    Logs what such names are there already: nobody else removes what a killed process has left.
+    Logs existing files with such names: those of killed processes stay.
     """
     folder, name = os.path.split(path)
-    # So short that it is no longer than a name may be because of what we add.
+    # Short enough for the file system's limit after the additions.
     short = os.fsdecode(os.fsencode(name)[:100])
     of_path = re.compile(rf"\.{re.escape(short)}\.[0-9a-f]{{16}}\.tmp")
-    with suppress(OSError):  # who may write there need not be allowed to look
-        for left in filter(of_path.fullmatch, os.listdir(folder)):
+    with suppress(OSError):  # the folder may be writable but not readable
+        for old_name in filter(of_path.fullmatch, os.listdir(folder)):
             _log.warning(
-                "%s is left of a process that was killed, or is being written: remove it if nobody "
+                "%s is from a killed process, or is being written: remove it if no process "
                 "writes to it",
-                os.path.join(folder, left),
+                os.path.join(folder, old_name),
             )
     return os.path.join(folder, f".{short}.{secrets.token_hex(8)}.tmp")
 

@@ -8,7 +8,7 @@ saved, up to the step that the newest restored; and so on back. All other checkp
 nothing resumes from them, and a replay replaces them.
 
 A process of an older incarnation may wake up at any point of a save. It looks for newer ones before
-it claims, commits and removes. What it does between such a look and the next call is harmless, as
+it claims, commits and removes. Its actions between such a look and the next call are harmless, as
 `tests/core/commit/test_incarnations_model.py` shows: its attempt is lower than the newer ones at
 that path.
 """
@@ -70,8 +70,8 @@ class Incarnation(Message, frozen=True):
     def check(self, storage: Storage) -> None:
         """Raise ConflictError if a newer incarnation writes into the root.
 
-        So does one of dist_ckpt 0.1.0 that began since this one, whatever its number: it does not
-        see this one, and goes on.
+        Also for one of dist_ckpt 0.1.0 that has begun since this one, whatever its number: it
+        cannot detect this one, and continues.
         """
         if find_old_folders(storage, self.root, (OLD_INCARNATIONS,)):
             raise ConflictError(
@@ -128,7 +128,8 @@ class IncarnationHistory:
         An attempt of the newest incarnation, or of a still newer one, is not orphaned. If no
         incarnation resumed from an orphan, the rule is: an attempt is orphaned if an incarnation
         after its own restored a step below this one. An incarnation without a record, as in a copy
-        of a root, may have resumed from anything: what is not above it may be all that is left.
+        of a root, may have resumed from anything: attempts that are not above it may be the only
+        ones left.
         """
         number, until = self.newest, step
         while attempt.incarnation < number:
@@ -144,10 +145,10 @@ class IncarnationHistory:
 
 
 def read_history(storage: Storage, root: str, *, with_old: bool = False) -> IncarnationHistory:
-    """Return the incarnations of a run; none if there is no such root.
+    """Return the incarnations of a run; nothing if the root does not exist.
 
-    `with_old`: those that dist_ckpt 0.1.0 has recorded as well. CorruptError or IncompatibleError
-    if one cannot be read: what it has orphaned is not known.
+    `with_old` includes those recorded by dist_ckpt 0.1.0. CorruptError or IncompatibleError if one
+    cannot be read: then its orphans are unknown.
     """
     records: dict[int, IncarnationRecord] = {}
     # An upgrade writes the new record before it removes the old one: in this order none is missed.
@@ -171,7 +172,7 @@ def check_same_incarnation(root: str, old: IncarnationRecord, new: IncarnationRe
         raise CorruptError(
             f"{root}: {OLD_INCARNATIONS}/{name} is of {old.by}, and {INCARNATIONS}/{name} of "
             f"{new.by}: a job of dist_ckpt 0.1.0 and a newer one have used this root at once. End "
-            f"both, and remove the file of the one that is not to go on"
+            f"both, and remove the file of the one that shall not continue"
         )
 
 
@@ -223,9 +224,9 @@ def secure_incarnation(
 ) -> None:
     """Prevent late saves of older incarnations from replacing what a new one has restored.
 
-    Abandons their open attempts at `path` above the attempt that was restored there. What they
-    claim later they do not commit, as they look for newer incarnations before that. ConflictError
-    if one has replaced it already. That happens only after a restore of an orphan.
+    Abandons their open attempts at `path` above the restored attempt. They do not commit later
+    claims, as they look for newer incarnations before that. ConflictError if one has replaced it
+    already. That happens only after a restore of an orphan.
     """
     reason = f"incarnation {run.number} resumed from {restored}"
     for other in list_attempts(storage, path):
@@ -247,19 +248,16 @@ def secure_incarnation(
 def newest_incarnation(
     storage: Storage, root: str, *, with_old: bool = False
 ) -> IncarnationRecord | None:
-    """Return the incarnation with the highest number, or None if there is none.
-
-    `with_old`: one that dist_ckpt 0.1.0 has recorded counts as well.
-    """
+    """Return the newest incarnation, or None; `with_old` includes those of dist_ckpt 0.1.0."""
     folders = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
-    there = [
+    records = [
         (number, f"{root}/{name}")
         for name in folders
         for number in incarnations_in(storage, f"{root}/{name}")
     ]
-    if not there:
+    if not records:
         return None
-    number, folder = max(there, key=lambda one: one[0])
+    number, folder = max(records, key=lambda item: item[0])
     return read_incarnation(storage, folder, number)
 
 

@@ -131,7 +131,7 @@ class Lease:
     def take(self) -> None:
         """Take or renew the lease, for `ttl_s` from now on; durable on return.
 
-        NotFoundError if the checkpoint is removed, or about to be: then there is no lease.
+        NotFoundError if the checkpoint is removed, or about to be; the lease is withdrawn.
         StorageError if that took longer than the lease would last.
         """
         began = monotonic()
@@ -189,7 +189,6 @@ def protections_at(
     """Return the protections of attempts at a path, as texts; only of those that have some.
 
     `clock` returns the storage's time at a folder. A root without annotations costs one listing.
-    Without attempts there is none.
     """
     if not those:
         return {}

@@ -33,8 +33,8 @@ def find_old_folders(
 ) -> tuple[str, ...]:
     """Return the names of the old folders in a root.
 
-    Costs one listing each, of a folder that is not there: cheaper than to list a root that has a
-    thousand checkpoints.
+    Costs one listing each of a missing folder: cheaper than listing a root of a thousand
+    checkpoints.
     """
     return tuple(name for name in names if _is_folder(storage, f"{root.rstrip('/')}/{name}"))
 
@@ -53,7 +53,7 @@ def check_upgraded(storage: Storage, root: str) -> None:
 
 
 def refuse_old(root: str, folders: tuple[str, ...]) -> None:
-    """Raise IncompatibleError if these old folders of a root are any."""
+    """Raise IncompatibleError if a root has these old folders; do nothing for ()."""
     if folders:
         raise IncompatibleError(
             f"{root}: {_named(folders)} of dist_ckpt 0.1.0, so nothing is written or removed here. "
@@ -63,7 +63,7 @@ def refuse_old(root: str, folders: tuple[str, ...]) -> None:
 
 @cache
 def warn_of_old(root: str, folders: tuple[str, ...]) -> None:
-    """Log once a process that a root is to be upgraded, if these old folders are any."""
+    """Log once for each process that a root needs an upgrade; do nothing for ()."""
     if folders:
         _log.warning(
             "%s: %s of dist_ckpt 0.1.0, which can only be read. Run `dist-ckpt upgrade %s`",

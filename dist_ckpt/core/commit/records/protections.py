@@ -102,7 +102,7 @@ def newest_tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, tuple[Wh
 def _of_kind(annotations: Iterable[StoredAnnotation], kind: str) -> list[StoredAnnotation]:
     """Return the annotations of a kind, the newest last."""
     chosen = [annotation for annotation in annotations if annotation.name.kind == kind]
-    return sorted(chosen, key=lambda one: (one.is_old, one.name.number, one.name.id))
+    return sorted(chosen, key=lambda stored: (stored.is_old, stored.name.number, stored.name.id))
 
 
 def deletion_intents_of(annotations: Iterable[StoredAnnotation], now: float) -> tuple[str, ...]:

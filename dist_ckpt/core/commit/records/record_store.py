@@ -4,8 +4,8 @@ A committed attempt never changes, so what is added about it later is stored in 
 
     <root>/.annotations/<step>/<attempt>/<kind>-<number>-<id>.json    metrics, tags, pins, ...
 
-Each file is written under another name and renamed, which never replaces: so it is whole or not
-there, on every storage that keeps the protocol. So are the records of `incarnations.py`.
+Each file is written under another name and renamed, which never replaces. So it is whole or absent,
+on every storage that keeps the protocol. The records of `incarnations.py` are written alike.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, S
 
 _log = logging.getLogger("dist_ckpt")
 
-# The kind of annotation that every byte of a checkpoint was read and is right.
+# The annotation kind for checkpoints of which every byte was read and is correct.
 VERIFIED = "verified"
 
 # --- annotations -----------------------------------------------------------------------------
@@ -63,8 +63,8 @@ class StoredAnnotation:
     """An annotation in its file, which was created at `modified_at` by the storage's clock.
 
     `by` names its writer. `problem` is why it cannot be read; then only its name and path count.
-    `is_old`: it is in the folder of dist_ckpt 0.1.0, and so newer than those in the new folder, to
-    which nothing is written while there is an old one.
+    `is_old`: it is in the folder of dist_ckpt 0.1.0. Such a folder prevents writes to the new one,
+    so old annotations are the newer ones.
     """
 
     step: int
@@ -83,49 +83,53 @@ def put_annotation(
     """Add an annotation to a checkpoint; it is durable on return.
 
     Its number is above those of its kind there, and above `above`. Missing folders are made, the
-    root too. StorageError if it is not certain that the annotation exists, IncompatibleError if
-    the root is to be upgraded.
+    root too. StorageError if it is not certain that the annotation exists, IncompatibleError if the
+    root needs an upgrade.
     """
     data = encode_annotation(annotation)
     folder = annotations_folder(root, annotation.step, annotation.attempt)
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
-        there = (parse_annotation_name(entry.name) for entry in entries_at(storage, folder))
+        names = (parse_annotation_name(entry.name) for entry in entries_at(storage, folder))
         numbers = [
-            name.number for name in there if name is not None and name.kind == annotation.kind
+            name.number for name in names if name is not None and name.kind == annotation.kind
         ]
         number = 1 + max([above, *numbers])
         if number > MAX_FACT:
-            raise StorageError(f"{folder}: no number is left above {number - 1}: who wrote that?")
+            raise StorageError(
+                f"{folder}: no number is left above {number - 1}: find out which program wrote that"
+            )
         name = AnnotationName(annotation.kind, number, new_id())
-        # A pruner of annotations of checkpoints that are gone may have removed the folder.
+        # A pruner of annotations of removed checkpoints may have removed the folder.
         with suppress(FileNotFoundError):
             put_record(storage, folder, str(name), data)
             return name
-    raise StorageError(f"{folder} is removed again and again: look who does it")
+    raise StorageError(f"{folder} is removed again and again: find out what removes it")
 
 
 def read_annotations(
     storage: Storage, root: str, *, with_old: bool = False
 ) -> tuple[StoredAnnotation, ...]:
-    """Return all annotations of a root, by step, attempt and name; none if there is no such folder.
+    """Return all annotations of a root, by step, attempt and name; nothing without the folder.
 
-    `with_old`: those that dist_ckpt 0.1.0 has left there as well. Every caller but a writer, which
-    is refused there, asks for them if the root has any.
+    `with_old` includes those of dist_ckpt 0.1.0, if the root has any. Only writers, which are
+    refused there, leave it out.
     """
-    found = [
-        one for name in _folders(with_old=with_old) for one in _annotations(storage, root, name)
+    annotations = [
+        annotation
+        for name in _folders(with_old=with_old)
+        for annotation in _annotations(storage, root, name)
     ]
-    return tuple(sorted(found, key=_by_place))
+    return tuple(sorted(annotations, key=_sort_key))
 
 
 def _folders(*, with_old: bool) -> tuple[str, ...]:
-    # An upgrade moves from the old one to the new one: in this order nothing is missed.
+    # An upgrade moves from the old folder to the new one: in this order nothing is missed.
     return (OLD_ANNOTATIONS, ANNOTATIONS) if with_old else (ANNOTATIONS,)
 
 
-def _by_place(one: StoredAnnotation) -> tuple[int, Attempt, bool, AnnotationName]:
-    return one.step, one.attempt, one.is_old, one.name
+def _sort_key(annotation: StoredAnnotation) -> tuple[int, Attempt, bool, AnnotationName]:
+    return annotation.step, annotation.attempt, annotation.is_old, annotation.name
 
 
 def _annotations(storage: Storage, root: str, name: str) -> Iterator[StoredAnnotation]:
@@ -141,12 +145,12 @@ def read_annotations_of(
     storage: Storage, root: str, step: int, attempt: Attempt, *, with_old: bool = False
 ) -> tuple[StoredAnnotation, ...]:
     """Return the annotations of one attempt, by name; `with_old` as in `read_annotations`."""
-    found = [
-        one
+    annotations = [
+        annotation
         for name in _folders(with_old=with_old)
-        for one in _annotations_of(storage, f"{root}/{name}", step, attempt)
+        for annotation in _annotations_of(storage, f"{root}/{name}", step, attempt)
     ]
-    return tuple(sorted(found, key=_by_place))
+    return tuple(sorted(annotations, key=_sort_key))
 
 
 def _annotations_of(
@@ -158,14 +162,14 @@ def _annotations_of(
         name = parse_annotation_name(file.name)
         if name is not None and file.kind == "file":
             with suppress(FileNotFoundError):  # pruned since
-                one = StoredAnnotation(step, attempt, name, file.modified_at, {}, is_old=is_old)
-                yield _read(storage, f"{folder}/{file.name}", one)
+                unread = StoredAnnotation(step, attempt, name, file.modified_at, {}, is_old=is_old)
+                yield _read(storage, f"{folder}/{file.name}", unread)
 
 
 def new_annotation(
     step: int, attempt: Attempt, kind: str, values: Mapping[str, Scalar]
 ) -> Annotation:
-    """Return an annotation that this process is to write."""
+    """Return a new annotation of this process."""
     return Annotation(step, attempt, kind, values, this_process(), time.time())
 
 
@@ -179,42 +183,42 @@ def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
     return f"{root}/{ANNOTATIONS}/{step}/{attempt}"
 
 
-def _read(storage: Storage, file: str, one: StoredAnnotation) -> StoredAnnotation:
+def _read(storage: Storage, file: str, unread: StoredAnnotation) -> StoredAnnotation:
     """Return an annotation with the values in its file, or with the reason that it has none."""
     try:
         annotation = decode_annotation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
     except (CorruptError, IncompatibleError) as error:
-        return replace(one, problem=str(error))
+        return replace(unread, problem=str(error))
     if (annotation.step, annotation.attempt, annotation.kind) != (
-        one.step,
-        one.attempt,
-        one.name.kind,
+        unread.step,
+        unread.attempt,
+        unread.name.kind,
     ):
-        found = f"{annotation.kind} of {annotation.attempt}, step {annotation.step}"
-        return replace(one, problem=f"{file}: it has {found}; remove it")
-    return replace(one, values=annotation.values, by=annotation.by)
+        content = f"{annotation.kind} of {annotation.attempt}, step {annotation.step}"
+        return replace(unread, problem=f"{file}: it has {content}; remove it")
+    return replace(unread, values=annotation.values, by=annotation.by)
 
 
 # --- write -----------------------------------------------------------------------------------
 
 
 def make_record_folders(storage: Storage, root: str, folder: str) -> None:
-    """Make a folder in the root, and what is missing above it; on return the names are durable.
+    """Make a folder in the root and its missing parents; their names are durable on return.
 
-    IncompatibleError if the root is to be upgraded: nothing is recorded next to old records.
+    IncompatibleError if the root needs an upgrade: nothing is recorded next to old records.
     """
     check_upgraded(storage, root)
     make_durable_folders(storage, root, folder)
 
 
 def make_durable_folders(storage: Storage, root: str, folder: str) -> None:
-    """Do so without a look for old records: for an upgrade alone."""
-    made: list[str] = []
-    make_folders(storage, folder, made)
-    # Who made those that were there may have died before it had synced them.
+    """Make the same folders without a check for old records, for an upgrade only."""
+    new_folders: list[str] = []
+    make_folders(storage, folder, new_folders)
+    # The process that made an existing folder may have died before it synced the name.
     below = {parent for parent in _above(folder) if parent.startswith(root)}
-    for parent in below | {posixpath.dirname(path) for path in made}:
-        with suppress(FileNotFoundError):  # removed since: the caller finds that out
+    for parent in below | {posixpath.dirname(path) for path in new_folders}:
+        with suppress(FileNotFoundError):  # removed since: the caller detects it
             storage.sync(parent)
 
 
@@ -225,7 +229,7 @@ def _above(folder: str) -> Iterator[str]:
 
 
 def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
-    """Create a file with these bytes, durable on return. FileExistsError if another has the name.
+    """Create a file, durable on return. FileExistsError if another file has the name.
 
     FileNotFoundError if the folder is gone.
     """
@@ -234,7 +238,7 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
     try:
         storage.rename(temporary, file)
     except (StorageError, FileNotFoundError, FileExistsError):
-        # The storage may have renamed it and lost the reply: what is there counts.
+        # The storage may have renamed it and lost the reply: the file there decides.
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             storage.remove(temporary)
         if not _is(storage, file, data):
@@ -249,29 +253,26 @@ def _is(storage: Storage, file: str, data: bytes) -> bool:
         return False
 
 
-# --- what was checked -------------------------------------------------------------------------
+# --- verified checkpoints ---------------------------------------------------------------------
 
 
 def put_verified(storage: Storage, root: str, where: tuple[int, Attempt], level: str) -> None:
-    """Note that every byte of a checkpoint was read and is right; durable on return."""
+    """Record that every byte of a checkpoint was read and is correct; durable on return."""
     put_annotation(storage, root, new_annotation(*where, VERIFIED, {"level": level}))
 
 
 def note_verified(storage: Storage, path: str, where: tuple[int, Attempt], level: str) -> None:
-    """Do so for the checkpoint at a path, where a run keeps records and this process can write.
-
-    Never raises: that all of it was right is the news, not that this could be put down.
-    """
+    """Record that for the checkpoint at a path, if a run keeps records there. Never raises."""
     root = path.rpartition("/")[0] or "/"
     try:
         if can_keep_records(storage, root):
             put_verified(storage, root, where, level)
     except (CheckpointError, OSError) as error:
-        _log.debug("%s: that it was checked is not put down: %s", path, error)
+        _log.debug("%s: its verification could not be recorded: %s", path, error)
 
 
 def can_keep_records(storage: Storage, root: str) -> bool:
-    """Return True if a folder has records of a run: annotations, or incarnations; also old ones."""
+    """Return True if a folder has records of a run, also old ones."""
     return _has_records(storage, root)[0]
 
 
@@ -282,7 +283,7 @@ def can_lease(storage: Storage, root: str) -> bool:
 
 
 def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
-    """Return whether there are records, and whether they are old, which is logged."""
+    """Return whether there are records, and whether they are old; those are logged."""
     entries = entries_at(storage, root)
     old = old_folders_in(entries)
     warn_of_old(root, old)
