@@ -1,7 +1,7 @@
 """`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
 
-One file a group of commands; each parses, calls and prints. A new command is added to
-the group here.
+Each command is a file of its name in `commands/`: it parses, calls and prints. A new command is
+added to the group here.
 """
 
 from __future__ import annotations
@@ -18,20 +18,38 @@ import click
 from click.shell_completion import add_completion_class
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import completion, output
+from dist_ckpt.cli import output
 from dist_ckpt.cli.commands import (
-    averaging,
-    changing,
-    comparing,
-    estimating,
-    formats,
-    reading,
-    reporting,
-    runs,
+    average,
+    backup,
+    compare,
+    completion,
+    cp,
+    diff,
+    estimate,
+    export,
+    gc,
+    import_,
+    layout,
+    ls,
+    pin,
+    prune,
+    report,
+    request_save,
+    reshard,
+    rm,
+    schema,
+    show,
+    stats,
+    strip,
+    tag,
     tensors,
-    upgrading,
-    watching,
+    tree,
+    upgrade,
+    verify,
+    watch,
 )
+from dist_ckpt.cli.completion import BashWords
 
 # Commands by the names of 0.1.0.
 _NEW_NAMES = {"plan": "estimate"}
@@ -97,34 +115,34 @@ def cli() -> None:
 
 
 for _command in (
-    reading.ls,
-    reading.show,
-    tensors.tree,
+    ls.ls,
+    show.show,
+    tree.tree,
     tensors.tensors,
-    tensors.stats,
-    tensors.layout,
-    reading.verify,
-    comparing.compare,
-    comparing.diff,
-    estimating.estimate,
-    changing.reshard,
-    changing.backup,
-    changing.cp,
-    changing.strip,
-    averaging.average,
-    changing.rm,
-    changing.gc,
-    formats.import_,
-    formats.export,
-    runs.prune,
-    runs.pin,
-    runs.tag,
-    runs.request_save,
-    upgrading.upgrade,
-    watching.watch,
+    stats.stats,
+    layout.layout,
+    verify.verify,
+    compare.compare,
+    diff.diff,
+    estimate.estimate,
+    reshard.reshard,
+    backup.backup,
+    cp.cp,
+    strip.strip,
+    average.average,
+    rm.rm,
+    gc.gc,
+    import_.import_,
+    export.export,
+    prune.prune,
+    pin.pin,
+    tag.tag,
+    request_save.request_save,
+    upgrade.upgrade,
+    watch.watch,
     completion.completion,
-    completion.schema,
-    reporting.report,
+    schema.schema,
+    report.report,
 ):
     cli.add_command(_command)
 
@@ -160,7 +178,7 @@ def _have_streams() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     _have_streams()
-    add_completion_class(completion.BashWords)
+    add_completion_class(BashWords)
     try:
         with _stopping_on_sigterm(), output.errors_as_exit_codes():
             code = cli.main(args=arguments, prog_name="dist-ckpt", standalone_mode=False)

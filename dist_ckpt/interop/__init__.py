@@ -5,5 +5,6 @@
 `imports.py` makes checkpoints of what they wrote; the `read` module of each system, and those in
 `interop/frameworks/`, read it where it lies. `interop/shrew/files.py` does both for a format of
 one file, by `interop/writers/plain_states.py` and `interop/writers/single_process_save.py`. What
-goes in or out has a line in `cli/commands/formats.py`.
+goes in or out has a line in `cli/commands/import_.py` or
+`cli/commands/export.py`.
 """

@@ -21,7 +21,8 @@ import torch
 from click.shell_completion import ShellComplete
 
 import dist_ckpt as dc
-from dist_ckpt.cli import cli, completion, output
+from dist_ckpt.cli import cli, output
+from dist_ckpt.cli.commands import schema
 from docs_blocks import write_commands
 from fork_server import forked_python
 
@@ -196,7 +197,7 @@ MORE_DOCUMENTS = [
 
 
 def test_every_document_is_asked_for_here() -> None:
-    assert DOCUMENTS.keys() == {*completion.NAMES}
+    assert DOCUMENTS.keys() == {*schema.NAMES}
 
 
 @pytest.mark.parametrize(("name", "command"), [*DOCUMENTS.items(), *MORE_DOCUMENTS])
@@ -228,7 +229,7 @@ def test_every_command_with_json_has_a_schema() -> None:
         for name, command in cli.commands.items()
     }
     assert {name for name, given in options.items() if "--json" in given} == {
-        *completion.NAMES,
+        *schema.NAMES,
     } - {"show-all", "verify-all", "dry-run"}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli.commands import changing
+from dist_ckpt.cli.commands.gc import exclusive_gc
 
 pytest.importorskip("torch")
 
@@ -326,7 +326,7 @@ def test_gc_removes_what_a_dead_save_left_and_nothing_else(run, checkpoint):
 def test_one_collector_of_a_run_at_a_time(run, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "temp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
-    with changing.exclusive_gc(str(checkpoint.parent)):
+    with exclusive_gc(str(checkpoint.parent)):
         code, _, err = run("gc", checkpoint.parent)
         assert code == 5
         assert "another dist-ckpt gc is at work" in err

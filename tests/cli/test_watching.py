@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli.commands import runs as runs_module
-from dist_ckpt.cli.commands import watching as watching_module
-from dist_ckpt.cli.commands.watching import _looks, lines
+from dist_ckpt.cli.commands import request_save as request_save_module
+from dist_ckpt.cli.commands import watch as watch_module
+from dist_ckpt.cli.commands.watch import _looks, lines
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.liveness import LivenessFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -186,7 +186,7 @@ def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.Mon
         raise StorageError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(watching_module, "observe_run", refuse)
+        patch.setattr(watch_module, "observe_run", refuse)
         look, told = next(looks)
         assert look is first  # what was seen last stays on the terminal
         assert told[0].endswith("it cannot be read now: planted")
@@ -251,7 +251,7 @@ def test_who_asks_is_told_whether_the_job_lives(
     told: str,
 ) -> None:
     start(root)
-    monkeypatch.setattr(runs_module, "LIVENESS_INTERVAL_S", sign_s)
+    monkeypatch.setattr(request_save_module, "LIVENESS_INTERVAL_S", sign_s)
     sign = LivenessFile(LocalStorage(), str(root), 1)
     sign.renew()
     act = {"nothing": lambda: None, "a sign": sign.renew, "its end": sign.end}[shows]

@@ -55,6 +55,8 @@ KNOWN_ARROWS: set[tuple[str, str]] = set()
 # idea begins, not where it grows long.
 MOST_NAMES = 12
 MOST_NAMES_AT_THE_TOP = 16
+# One file a command, named like the command: it is looked up, not read.
+REGISTERS = {"cli.commands"}
 MOST_DEPTH = 4
 MOST_LINES = 600
 
@@ -292,7 +294,8 @@ def test_no_level_and_no_module_is_more_than_a_reader_can_take_in() -> None:
         if leaf and leaf != "__main__":
             levels[above].add(leaf)
     assert len(levels.pop("")) <= MOST_NAMES_AT_THE_TOP
-    assert {name: names for name, names in levels.items() if len(names) > MOST_NAMES} == {}
+    full = {name for name, names in levels.items() if len(names) > MOST_NAMES}
+    assert full == REGISTERS
     assert [name for name in FOLDERS if name.count(".") >= MOST_DEPTH] == []
     long = {name: len(text.splitlines()) for name, text in SOURCES.items()}
     assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}

@@ -1,1 +1,1 @@
-"""The commands: parse, call, print."""
+"""The commands, a file each: parse, call, print."""

@@ -1,4 +1,4 @@
-"""The command that converts the records of an older version: upgrade."""
+"""The command `upgrade`: convert the records of an older version."""
 
 from __future__ import annotations
 

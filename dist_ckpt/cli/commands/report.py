@@ -1,4 +1,4 @@
-"""The command that makes a page about a checkpoint or a run: report. It does not import torch."""
+"""The command `report`: write a page about a checkpoint or a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that computes what checkpoints will cost: estimate."""
+"""The command `estimate`: estimate the space and time of a run."""
 
 from __future__ import annotations
 

@@ -1,25 +1,54 @@
-"""What `dist-ckpt verify` prints of one checkpoint, and of all in a run's folder."""
+"""The command `verify`: check one checkpoint, or all in a run's folder."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import click
 
-from dist_ckpt.cli import output
-from dist_ckpt.core.checkpoint.verify import Level, VerifyReport, verify
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.checkpoint.verify import Level, VerifyReport
+from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import size
-from dist_ckpt.runs.listing import RunCheckpoint
+from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
+from dist_ckpt.runs.selectors import resolve
 
 
-def verify_one(path: str, level: Level, *, as_json: bool) -> None:
+@click.command()
+@shared_options.path
+@click.option(
+    "--quick", is_flag=True, help="Check the index, sizes and headers only, not every block."
+)
+@shared_options.json
+def verify(path: str, *, quick: bool, as_json: bool) -> None:
+    """Check every byte of a checkpoint and name what is damaged.
+
+    PATH is one checkpoint, or a run's folder: then all that "dist-ckpt ls" lists are checked, but
+    for what is not committed. Exit code 1 if anything is damaged.
+
+    \b
+    dist-ckpt verify runs/a@latest
+    dist-ckpt verify runs/a --quick
+    """  # noqa: D301 - click knows the backspace
+    level: Level = "quick" if quick else "full"
+    path = os.fspath(resolve(path))
+    listed = checkpoints(path)
+    if not listed or listed[0].path == open_storage(path)[1]:
+        _verify_one(path, level, as_json=as_json)
+    else:
+        _verify_all(path, listed, level, as_json=as_json)
+
+
+def _verify_one(path: str, level: Level, *, as_json: bool) -> None:
     """Check one checkpoint and print what was found; exit with `FINDING` if that is damage."""
     with output.progress("verify") as update:
-        report = verify(path, level=level, progress=update, opener=OPENER)
+        report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
     with output.exit_with(output.FINE if report.ok else output.FINDING):
         if as_json:
             output.print_json("verify", _facts(report))
@@ -36,17 +65,15 @@ class _NotChecked:
     code: int = output.FINE
 
 
-def verify_all(
-    root: str, checkpoints: Sequence[RunCheckpoint], level: Level, *, as_json: bool
-) -> None:
-    """Check the checkpoints of a run, each as `verify_one` would; what fails stops none of them.
+def _verify_all(root: str, listed: Sequence[RunCheckpoint], level: Level, *, as_json: bool) -> None:
+    """Check the checkpoints of a run, each as `_verify_one` would; what fails stops none of them.
 
     Exits with `FINDING` if one is damaged, else with the code of the first that could not be
     checked. Raises NotFoundError if none is committed.
     """
     reports: list[VerifyReport] = []
     not_checked: list[_NotChecked] = []
-    for one in checkpoints:
+    for one in listed:
         found = _verify(one, level)
         if isinstance(found, VerifyReport):
             reports.append(found)
@@ -80,7 +107,7 @@ def _verify(one: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
         return _NotChecked(one.path, f"not committed ({one.state})")
     try:
         with output.progress(f"verify {one.name}") as update:
-            return verify(one.path, level=level, progress=update)
+            return verify_checkpoint(one.path, level=level, progress=update)
     except NotFoundError:
         return _NotChecked(one.path, "replaced or deleted meanwhile")
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The command that follows a run: watch."""
+"""The command `watch`: follow a run."""
 
 from __future__ import annotations
 

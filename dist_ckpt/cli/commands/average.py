@@ -1,4 +1,4 @@
-"""The command that averages checkpoints, which needs torch."""
+"""The command `average`: write the mean of the weights of several checkpoints."""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+"""The command `backup`: keep a second checkpoint where prune does not look."""
+
+from __future__ import annotations
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.tools.rewrite.backup import backup as keep_beside
+from dist_ckpt.tools.rewrite.backup import would_back_up
+
+
+@click.command()
+@shared_options.path
+@click.option("--overwrite", is_flag=True, help="Replace the backup of another save of the step.")
+@shared_options.dry_run
+@shared_options.json
+def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    """Keep the checkpoint at PATH in the folder backup beside it as well, out of prune's reach.
+
+    Its files are hard links where that is possible, which take no space; else they are copied, and
+    every byte is checked.
+
+    \b
+    dist-ckpt backup runs/a@latest
+    """  # noqa: D301 - click knows the backspace
+    if dry_run:
+        output.print_dry_run(would_back_up(path, overwrite=overwrite), as_json=as_json)
+        return
+    with output.progress("backup") as update:
+        kept = keep_beside(path, overwrite=overwrite, progress=update)
+    if as_json:
+        output.print_json("backup", {"path": kept})
+    else:
+        click.echo(output.printable(kept))

@@ -1,0 +1,37 @@
+"""The command `cp`: copy a checkpoint and check every byte."""
+
+from __future__ import annotations
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.reports import size
+from dist_ckpt.tools.rewrite.copying import copy, would_copy
+
+
+@click.command()
+@click.argument("source", type=shared_options.PATH)
+@click.argument("target", type=shared_options.PATH)
+@shared_options.overwrite
+@click.option("--link", is_flag=True, help="Hard links where they can be: no space, no check.")
+@shared_options.dry_run
+@shared_options.json
+def cp(
+    source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Copy the checkpoint SOURCE to TARGET, on whatever file system, and check every byte.
+
+    TARGET becomes the checkpoint: name its folder, not the one above. It is committed as a save is,
+    so a copy that failed is none. Metrics go along into a run's folder; pins and tags do not.
+
+    \b
+    dist-ckpt cp runs/a@latest archive/step-00012000
+    """  # noqa: D301 - click knows the backspace
+    if dry_run:
+        output.print_dry_run(would_copy(source, target, overwrite=overwrite), as_json=as_json)
+        return
+    with output.progress("cp") as update:
+        report = copy(source, target, overwrite=overwrite, link=link, progress=update)
+    linked = f", {report.num_linked} linked" if link else ""
+    told = f"{report.path}: {size(report.nbytes)} in {report.num_files} files{linked}"
+    output.print_written("cp", report, told, as_json=as_json)

@@ -1,0 +1,82 @@
+"""The command `diff`: show the differences of two checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.tools.inspect.diff import Difference
+from dist_ckpt.tools.inspect.diff import diff as differ
+
+
+@click.command()
+@click.argument("a", type=shared_options.PATH)
+@click.argument("b", type=shared_options.PATH)
+@click.option("--values", is_flag=True, help="Compare every value as well, bit for bit.")
+@click.option("--rtol", type=float, help="With --values: how far apart, by the value in B.")
+@click.option("--atol", type=float, help="With --values: how far apart, in all.")
+@shared_options.selected
+@shared_options.json
+def diff(  # noqa: PLR0913 - those of dc.diff
+    a: str,
+    b: str,
+    *,
+    values: bool,
+    rtol: float | None,
+    atol: float | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show what the checkpoint B has otherwise than A, whatever numbers of ranks saved them.
+
+    Configuration, names, dtypes and shapes are compared, and with --values what they hold. Exit
+    code 0 if nothing differs, 1 if something does.
+
+    \b
+    dist-ckpt diff runs/a@1000 runs/a@latest
+    dist-ckpt diff runs/a@latest resharded --values
+    dist-ckpt diff runs/a@latest runs/b@latest --values --rtol 1e-5 -g model
+    """  # noqa: D301 - click knows the backspace
+    with output.progress("diff") as update:
+        found = differ(
+            a,
+            b,
+            values=values,
+            rtol=rtol,
+            atol=atol,
+            include=include or None,
+            exclude=exclude or None,
+            progress=update,
+        )
+    with output.exit_with(output.FINE if found.same else output.FINDING):
+        if as_json:
+            output.print_json("diff", {"same": found.same, **_diff_facts(found)})
+        else:
+            for line in _diff_lines(found):
+                click.echo(output.printable(line))
+
+
+def _diff_facts(found: Difference) -> dict[str, object]:
+    facts = asdict(found)
+    pairs = ("config", "changed", "objects")
+    by_side = {
+        name: facts[name] and {key: {"a": a, "b": b} for key, (a, b) in facts[name].items()}
+        for name in pairs
+    }
+    return {**facts, **by_side}
+
+
+def _diff_lines(found: Difference) -> list[str]:
+    lines = [f"config.{name}: {a} -> {b}" for name, (a, b) in found.config.items()]
+    lines += [f"only in {found.a}: {name}" for name in found.removed]
+    lines += [f"only in {found.b}: {name}" for name in found.added]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in found.changed.items()]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in (found.objects or {}).items()]
+    for one in found.values or ():
+        most = "" if one.max_difference is None else f", by {one.max_difference:.6g} at most"
+        lines.append(f"{one.name}: {one.num_differing} of {one.numel} values differ{most}")
+    compared = "" if found.values is not None else "; values were not compared, see --values"
+    return lines or [f"nothing differs{compared}"]

@@ -1,0 +1,78 @@
+"""The command `gc`: remove what dead and abandoned saves left."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from filelock import FileLock, Timeout
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.commit import removal
+from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.errors import StorageError
+from dist_ckpt.runs.selectors import open_resolved
+
+
+@click.command()
+@shared_options.path
+@click.option(
+    "--grace",
+    "grace_s",
+    type=output.Seconds(min=0),
+    default=3600.0,
+    show_default=True,
+    help="Seconds for which nothing was written, after which an open attempt counts as dead.",
+)
+@shared_options.dry_run
+@shared_options.json
+def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
+    """Remove what dead and abandoned saves left in PATH, a run's folder or one checkpoint.
+
+    What is committed, and what is not ours, is never touched. A save that is still running keeps
+    writing, so the grace protects it. Nothing of it can be wanted back, so it does not ask.
+
+    \b
+    dist-ckpt gc runs/a
+    dist-ckpt gc runs/a --grace 60 --dry-run
+    """  # noqa: D301 - click knows the backspace
+    storage, root = open_resolved(path)
+    if dry_run:
+        now = time.time()
+        removed = removal.collectable_in_all(storage, root, grace_s=grace_s, now=now)
+    else:
+        with exclusive_gc(root):
+            removed = removal.collect_all(storage, root, grace_s=grace_s)
+    if as_json:
+        output.print_json("gc", {"path": root, "dry_run": dry_run, "removed": list(removed)})
+        return
+    verb = "would be removed" if dry_run else "removed"
+    for name in removed:
+        click.echo(f"{verb} {output.printable(name)}")
+    click.echo(f"{len(removed)} {verb}")
+
+
+@contextmanager
+def exclusive_gc(root: str) -> Iterator[None]:
+    """Keep other collectors of this user and host out of a root; StorageError if one is in it.
+
+    It spares two of them each other's errors. That nothing is lost rests on the commit order.
+    """
+    key = document_digest(os.fsencode(os.path.realpath(root)))
+    # Not in the root: a lock file there would be one more thing to tell from a checkpoint.
+    lock = FileLock(Path(tempfile.gettempdir()) / f"dist-ckpt-gc-{os.getuid()}-{key}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StorageError(
+            f"another dist-ckpt gc is at work in {root}: wait until it has ended, then try again"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

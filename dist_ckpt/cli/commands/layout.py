@@ -1,0 +1,77 @@
+"""The command `layout`: show which file and rank has which part of a tensor."""
+
+from __future__ import annotations
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.reports import size
+from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, ShardPlacement
+from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
+
+
+@click.command()
+@shared_options.path
+@shared_options.selected
+@shared_options.json
+def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> None:
+    """Show which file and rank holds what, the bytes of each rank, and how even that is.
+
+    With a glob, also which part of which tensor lies in which file: '*' is all.
+
+    \b
+    dist-ckpt layout runs/a@latest
+    dist-ckpt layout runs/a@latest -g 'model.*.weight'
+    """  # noqa: D301 - click knows the backspace
+    found = layout_of(path, include=include or None, exclude=exclude or None)
+    if as_json:
+        output.print_json("layout", _layout_facts(found))
+        return
+    rows = []
+    for file in found.files:
+        rows.append((file.name, str(file.rank), size(file.nbytes), f"{file.num_shards} shards"))
+        rows += [
+            ("", "", size(one.nbytes), f"{one.tensor} {_cell_text(one)}") for one in file.shards
+        ]
+    output.print_table(("FILE", "RANK", "SIZE", "HOLDS"), rows, right=frozenset({1, 2}))
+    ranks = found.nbytes_by_rank
+    most = max(range(len(ranks)), key=ranks.__getitem__)
+    click.echo(
+        f"{len(ranks)} ranks, {size(sum(ranks))}; the most is {size(ranks[most])} on rank {most}, "
+        f"{found.imbalance:.2f} times the mean"
+    )
+
+
+def _cell_text(one: ShardPlacement) -> str:
+    cell = one.cell
+    return str(cell) if isinstance(cell, Region) else f"elements {cell}"
+
+
+def _layout_facts(found: CheckpointLayout) -> dict[str, object]:
+    return {
+        "path": found.path,
+        "nbytes_by_rank": list(found.nbytes_by_rank),
+        "imbalance": found.imbalance,
+        "files": [
+            {
+                "name": file.name,
+                "rank": file.rank,
+                "component": file.component,
+                "nbytes": file.nbytes,
+                "num_shards": file.num_shards,
+                "shards": [
+                    {"tensor": one.tensor, "nbytes": one.nbytes, **_cell_facts(one)}
+                    for one in file.shards
+                ],
+            }
+            for file in found.files
+        ],
+    }
+
+
+def _cell_facts(one: ShardPlacement) -> dict[str, object]:
+    cell = one.cell
+    if isinstance(cell, Region):
+        return {"offset": list(cell.offset), "shape": list(cell.shape)}
+    return {"start": cell.start, "stop": cell.stop}

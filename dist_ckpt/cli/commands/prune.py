@@ -1,0 +1,72 @@
+"""The command `prune`: remove the checkpoints of a run that no rule keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.reports import size
+from dist_ckpt.runs.retention import retention_policy as policies
+from dist_ckpt.runs.retention.prune import Decision
+from dist_ckpt.tools.inspect.run import Run
+
+
+@click.command()
+@click.argument("root", type=shared_options.PATH)
+@click.option("--keep", "policy", required=True, help="What to keep: rules, joined by |.")
+@click.option("--explain", is_flag=True, help="Print for each checkpoint why it stays.")
+@shared_options.yes
+@shared_options.dry_run
+@shared_options.json
+def prune(
+    root: str, *, policy: str, dry_run: bool, explain: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove the checkpoints of the run in ROOT that no rule keeps. There is no way back.
+
+    \b
+    last(3)                       the newest three
+    best(2, min="val/loss")       the best two by a metric, and two not measured yet
+    every(steps=10000)            the nearest to each multiple; or hours=
+    within(days=7)                what was saved in the week before the newest
+
+    Whatever the rules say, these stay: the newest, the newest that passes a quick check, the newest
+    that was checked in full, and what is pinned, tagged or leased.
+
+    \b
+    dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
+    """  # noqa: D301 - click knows the backspace
+    run, keep = Run(root), policies.parse(policy)
+    plan = run.prune(keep, dry_run=True)
+    doomed = [one for one, reasons in plan if not reasons]
+    if doomed and not (dry_run or yes):
+        output.confirm(
+            f"Remove {len(doomed)} checkpoints?",
+            f"{len(doomed)} checkpoints are not removed",
+            about=_lines(plan, explain=explain, verb="to be removed"),
+        )
+    if doomed and not dry_run:
+        # A job may have saved meanwhile: what was not shown stays.
+        plan = run.prune(keep, among=doomed)
+    if as_json:
+        facts = [
+            {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(reasons)}
+            for one, reasons in plan
+        ]
+        output.print_json("prune", {"root": root, "dry_run": dry_run, "checkpoints": facts})
+    else:
+        verb = "would be removed" if dry_run else "removed"
+        for line in _lines(plan, explain=explain, verb=verb):
+            click.echo(output.printable(line))
+
+
+def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[str]:
+    gone = [one for one, reasons in plan if not reasons]
+    for one, reasons in plan:
+        if not reasons:
+            yield f"{verb}  {one.name}  {size(one.nbytes or 0)}"
+        elif explain:
+            yield f"kept  {one.name}  {'; '.join(reasons)}"
+    freed = size(sum(one.nbytes or 0 for one in gone))
+    yield f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept"

@@ -1,0 +1,70 @@
+"""The command `reshard`: write a checkpoint again, for other ranks."""
+
+from __future__ import annotations
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.reports import size
+from dist_ckpt.tools.rewrite.reshard import ReshardOptions, would_reshard
+from dist_ckpt.tools.rewrite.reshard import reshard as rewrite
+
+
+@click.command()
+@click.argument("source", type=shared_options.PATH)
+@click.argument("target", type=shared_options.PATH)
+@click.option("--world-size", type=click.IntRange(min=1), help="Cut evenly for so many ranks.")
+@click.option(
+    "--sharding",
+    type=shared_options.PATH,
+    help="A ShardingConfig in a .json or .toml file.",
+)
+@click.option("--max-memory", type=shared_options.Bytes(), default="1GiB", show_default=True)
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the checkpoint at TARGET, which may be SOURCE, once the new one is durable.",
+)
+@shared_options.selected
+@shared_options.dry_run
+@shared_options.json
+def reshard(  # noqa: PLR0913 - those of dc.reshard
+    source: str,
+    target: str,
+    *,
+    world_size: int | None,
+    sharding: str | None,
+    max_memory: int,
+    overwrite: bool,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
+
+    Loading does this by itself; reshard once where many jobs will load the same layout.
+
+    \b
+    dist-ckpt reshard run/step-00001000 run-8 --world-size 8
+    dist-ckpt reshard run@latest model --world-size 1 --include model
+    """  # noqa: D301 - click knows the backspace
+    if (world_size is None) == (sharding is None):
+        raise click.UsageError("give either --world-size or --sharding")
+    config = None if sharding is None else ShardingConfig.from_file(sharding)
+    given = ReshardOptions(
+        sharding=config,
+        world_size=world_size,
+        max_memory=max_memory,
+        overwrite=overwrite,
+        include=include or None,
+        exclude=exclude or None,
+    )
+    if dry_run:
+        output.print_dry_run(would_reshard(source, target, **given), as_json=as_json)
+        return
+    with output.progress("reshard") as update:
+        report = rewrite(source, target, **given, progress=update)
+    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("reshard", report, f"{report.path}: {told}", as_json=as_json)

@@ -1,0 +1,46 @@
+"""The command `rm`: delete a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.commit import removal
+from dist_ckpt.core.commit.attempts import list_attempts
+from dist_ckpt.core.commit.records.leases import check_unprotected
+from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.runs.retention.deletion import delete_at
+from dist_ckpt.runs.selectors import open_resolved
+
+
+@click.command()
+@shared_options.path
+@shared_options.yes
+@shared_options.dry_run
+@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or leased.")
+@shared_options.json
+def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> None:
+    """Delete the checkpoint at PATH. There is no way back.
+
+    One that is pinned, tagged or leased is not deleted without --force.
+
+    \b
+    dist-ckpt rm runs/a@12000 --dry-run
+    """  # noqa: D301 - click knows the backspace
+    storage, where = open_resolved(path)
+    removal.check_deletable(storage, where)
+    if dry_run:
+        check_upgraded(storage, os.path.dirname(where))
+        if not force:
+            check_unprotected(storage, where, list_attempts(storage, where), lambda *_: time.time())
+    else:
+        if not yes:
+            output.confirm(f"Delete {where}?", f"{where} is not deleted")
+        delete_at(storage, where, force=force)
+    if as_json:
+        output.print_json("rm", {"path": where, "dry_run": dry_run})
+    else:
+        click.echo(f"{'would be deleted' if dry_run else 'deleted'} {output.printable(where)}")

@@ -1,0 +1,66 @@
+"""The command `stats`: show statistics of the values of each tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.core.format.index.model_description import as_json as told
+from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.tools.inspect.tensor_stats import TensorStats
+from dist_ckpt.tools.inspect.tensor_stats import stats as stats_of
+
+
+@click.command()
+@shared_options.path
+@shared_options.selected
+@shared_options.json
+def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> None:
+    """Show what the values of each tensor are like: min, max, mean, rms, zeros, nan, inf.
+
+    The first four are of the finite values. All of it is read and checked, a part at a time. Exit
+    code 1 if there is a nan or an infinity: leave a mask that is to have some out.
+
+    \b
+    dist-ckpt stats runs/a@latest -g model
+    dist-ckpt stats runs/a@latest --exclude '*.mask'
+    """  # noqa: D301 - click knows the backspace
+    path = os.fspath(resolve(path))
+    with output.progress("stats") as update:
+        found = stats_of(path, include=include or None, exclude=exclude or None, progress=update)
+    bad = [one for one in found if not one.is_finite and one.alias_of is None]
+    with output.exit_with(output.FINDING if bad else output.FINE):
+        if as_json:
+            facts = [told(_facts(one)) for one in found]
+            output.print_json("stats", {"path": path, "ok": not bad, "tensors": facts})
+        else:
+            _print_stats(found, len(bad))
+
+
+def _facts(one: TensorStats) -> Mapping[str, object]:
+    return asdict(one)
+
+
+def _print_stats(found: tuple[TensorStats, ...], num_bad: int) -> None:
+    output.print_table(
+        ("NAME", "DTYPE", "MIN", "MAX", "MEAN", "RMS", "ZEROS", "NAN", "INF"),
+        [
+            (
+                one.name,
+                one.dtype,
+                *(_number(value) for value in (one.min, one.max, one.mean, one.rms)),
+                *("-" if num is None else str(num) for num in (one.zeros, one.nan, one.inf)),
+            )
+            for one in found
+        ],
+        right=frozenset(range(2, 9)),
+    )
+    click.echo(f"{len(found)} tensors, {num_bad} with a nan or an infinity")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

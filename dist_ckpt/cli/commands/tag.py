@@ -1,0 +1,50 @@
+"""The command `tag`: name a checkpoint of a run, and protect it."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from dist_ckpt.cli import shared_options
+from dist_ckpt.cli.protected_checkpoint import checkpoint_to_protect, print_protection
+from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.runs.listing import list_run
+
+
+@click.command()
+@shared_options.path
+@click.argument("name")
+@click.option("--remove", is_flag=True, help="Remove the tag from it.")
+@shared_options.dry_run
+@shared_options.json
+def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> None:
+    """Give the checkpoint PATH the tag NAME, which protects it as a pin does.
+
+    One checkpoint of a run has a tag: another that had it loses it. Then "runs/a@tag:NAME" is this
+    one, for every command.
+
+    \b
+    dist-ckpt tag runs/a@min:val/loss release
+    """  # noqa: D301 - click knows the backspace
+    if not name:
+        raise click.UsageError("NAME is empty: give the tag a name")
+    subject = checkpoint_to_protect(path)
+    if remove:
+        _check_tagged(subject, name)
+    if not dry_run:
+        if remove:
+            leases.untag(subject, name)
+        else:
+            leases.tag(subject, name)
+    text = f"took tag {name!r} from" if remove else f"tag {name!r} on"
+    facts = {"name": name, "removed": remove}
+    print_protection("tag", subject, facts, f"{text} {subject.path}", (dry_run, as_json))
+
+
+def _check_tagged(subject: CheckpointRef, name: str) -> None:
+    listing = list_run(subject.storage, subject.path, now=time.time())
+    if not any(name in one.tags for one in listing.checkpoints):
+        raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")

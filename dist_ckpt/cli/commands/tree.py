@@ -1,0 +1,48 @@
+"""The command `tree`: show the names in a checkpoint as a tree."""
+
+from __future__ import annotations
+
+import click
+
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.selected_tensors import selected_tensors
+from dist_ckpt.reports import size
+
+
+@click.command()
+@shared_options.path
+@shared_options.selected
+@click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True)
+@shared_options.json
+def tree(
+    path: str, depth: int, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool
+) -> None:
+    """Show the names in a checkpoint as a tree, with their sizes.
+
+    \b
+    dist-ckpt tree runs/a@latest --depth 2
+    dist-ckpt tree runs/a@latest -g model
+    """  # noqa: D301 - click knows the backspace
+    path, found = selected_tensors(path, include, exclude)
+    nbytes: dict[tuple[str, ...], int] = {}
+    leaves: dict[tuple[str, ...], str] = {}
+    for fqn, info in found.items():
+        parts = tuple(fqn.split("."))
+        own = info.nbytes if info.alias_of is None else 0
+        for length in range(min(depth, len(parts)) + 1):
+            nbytes[parts[:length]] = nbytes.get(parts[:length], 0) + own
+        if len(parts) <= depth:
+            tied = f" (tied to {info.alias_of})" if info.alias_of else ""
+            leaves[parts] = f"{info.dtype} {list(info.shape)}{tied}"
+    if as_json:
+        rows = [
+            {"name": ".".join(parts), "nbytes": n, "tensor": leaves.get(parts)}
+            for parts, n in nbytes.items()
+        ]
+        output.print_json("tree", {"path": path, "depth": depth, "nodes": rows})
+        return
+    click.echo(f"{output.printable(path)}  {size(nbytes.get((), 0))}")
+    for parts in sorted(part for part in nbytes if part):
+        name = output.printable("  " * len(parts) + parts[-1])
+        what = output.printable(leaves.get(parts, ""))
+        click.echo(f"{name:<48}  {size(nbytes[parts]):>8}  {what}".rstrip())

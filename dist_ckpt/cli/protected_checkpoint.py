@@ -1,0 +1,43 @@
+"""The checkpoint that `pin` and `tag` protect, and their output."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import click
+
+from dist_ckpt.cli import output
+from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
+
+
+def print_protection(
+    name: str,
+    subject: CheckpointRef,
+    facts: Mapping[str, object],
+    text: str,
+    how: tuple[bool, bool],
+) -> None:
+    """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
+    dry_run, as_json = how
+    if as_json:
+        about = {"path": subject.path, "step": subject.where[0], **facts}
+        output.print_json(name, {**about, "dry_run": dry_run})
+    else:
+        click.echo(f"{'would be: ' * dry_run}{output.printable(text)}")
+
+
+def checkpoint_to_protect(path: str) -> CheckpointRef:
+    """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
+    storage, where = open_resolved(path)
+    for one in list_run(storage, where, now=time.time()).checkpoints:
+        if one.path == where:
+            if one.state != "committed":
+                raise NotFoundError(f"{path} is {one.state}: only what is committed is kept")
+            return checkpoint_ref_of(storage, one)
+    root = os.path.basename(where)
+    raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")
