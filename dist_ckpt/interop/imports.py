@@ -30,7 +30,7 @@ from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.readers.open_foreign import open_pickled, open_safetensors
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun
-from dist_ckpt.tools.rewrite.reshard import even, rewrite, would_rewrite
+from dist_ckpt.tools.rewrite.reshard import even, plan_rewrite, rewrite
 
 __all__ = [
     "ImportOptions",
@@ -144,7 +144,7 @@ def from_megatron(
     return _pickled("megatron", source, target, options)
 
 
-def would_import(
+def plan_import(
     kind: str, source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> DryRun:
     """Return what `from_dcp`, or of another `kind`, would write.
@@ -156,7 +156,7 @@ def would_import(
         opened, selection = open_safetensors(source), _chosen_of_hf(options)
     else:
         opened, selection = _opened(kind, source, options)
-    return would_rewrite(
+    return plan_rewrite(
         opened,
         target,
         even(options.get("world_size", 1)),

@@ -195,7 +195,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(tmp_path: Path) -> No
 def test_a_folder_in_the_source_is_refused(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(2)}, tmp_path / "ours")
     (tmp_path / "link").symlink_to(tmp_path / "ours")
-    for call in (export_folder, dcp_export.would_export):
+    for call in (export_folder, dcp_export.plan_export):
         for place in ("ours", "link"):
             with pytest.raises(ValueError, match="inside the source"):
                 call(tmp_path / "ours", tmp_path / place / "dcp")
@@ -240,7 +240,7 @@ def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
     loaded = {"first": torch.zeros(4, 3)}
     dcp.load(loaded, checkpoint_id=tmp_path / "one")
     assert torch.equal(loaded["first"], tied)
-    for call in (export_folder, dcp_export.would_export):
+    for call in (export_folder, dcp_export.plan_export):
         with pytest.raises(ValueError, match="'nothing' matches no name"):
             call(tmp_path / "ours", tmp_path / "two", include="nothing")
 

@@ -36,8 +36,8 @@ load = torch.load
 # Of a way out: what exports, and what says what that would.
 Export = Callable[..., Any]
 BOTH: list[tuple[Export, Export]] = [
-    (torch_export.export_file, torch_export.would_export_file),
-    (dcp_export.export_folder, dcp_export.would_export),
+    (torch_export.export_file, torch_export.plan_export_file),
+    (dcp_export.export_folder, dcp_export.plan_export),
 ]
 
 
@@ -273,8 +273,8 @@ def test_tensors_made_of_others_are_refused_below_dcp_with_what_takes_them(tmp_p
     ):
         dcp.save(state, storage_writer=StorageWriter(tmp_path / "a"))
     dc.save(state, tmp_path / "ck")
-    for export, would_export in BOTH:
-        for call in (export, would_export):
+    for export, plan_export in BOTH:
+        for call in (export, plan_export):
             with pytest.raises(IncompatibleError, match=r"w is a quantized tensor.*exclude='w'"):
                 call(tmp_path / "ck", tmp_path / "to")
     export_folder(tmp_path / "ck", tmp_path / "dcp", exclude="w")

@@ -614,4 +614,4 @@ def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
     model: Any = files.read(out)["model"]
     assert [*model] == ["w"]
     with pytest.raises(ValueError, match="'nothing' matches no name"):
-        files.would_export_file(tmp_path / "ck", tmp_path / "b", exclude=["note", "nothing"])
+        files.plan_export_file(tmp_path / "ck", tmp_path / "b", exclude=["note", "nothing"])

@@ -27,7 +27,7 @@ from dist_ckpt.core.storage.local import local_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.torch_save import export as torch_export
-from dist_ckpt.interop.torch_save.export import export_file, would_export_file
+from dist_ckpt.interop.torch_save.export import export_file, plan_export_file
 from ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -207,7 +207,7 @@ def test_names_are_chosen_by_globs(tmp_path: Path) -> None:
     weights = model.state_dict()
     some = {"model": {n: weights[n] for n in ("0.bias", "1.bias", "2.bias")}, "note": {"a": 1}}
     assert_same(some, load(tmp_path / "a.pt"))
-    for call in (export_file, would_export_file):
+    for call in (export_file, plan_export_file):
         with pytest.raises(ValueError, match="'nothing' matches no name"):
             call(tmp_path / "ck", tmp_path / "b.pt", exclude=["optim", "nothing"])
         with pytest.raises(ValueError, match="leaves nothing"):
@@ -243,13 +243,13 @@ def test_files_of_others_are_exported_as_well(tmp_path: Path) -> None:
 def test_what_is_there_is_replaced_only_if_that_is_asked(tmp_path: Path) -> None:
     dc.save({"w": torch.ones(2)}, tmp_path / "ck")
     (tmp_path / "a.pt").write_text("mine")
-    for call in (export_file, would_export_file):
+    for call in (export_file, plan_export_file):
         with pytest.raises(ExistsError, match="--overwrite"):
             call(tmp_path / "ck", tmp_path / "a.pt")
         with pytest.raises(ValueError, match="inside the source"):
             call(tmp_path / "ck", tmp_path / "ck" / "a.pt")
     assert (tmp_path / "a.pt").read_text() == "mine"
-    dry = would_export_file(tmp_path / "ck", tmp_path / "a.pt", overwrite=True)
+    dry = plan_export_file(tmp_path / "ck", tmp_path / "a.pt", overwrite=True)
     assert dry.replaces == (str(tmp_path / "a.pt"),)
     (tmp_path / "a.pt").chmod(0o640)
     nbytes = export_file(tmp_path / "ck", tmp_path / "a.pt", overwrite=True)

@@ -59,7 +59,7 @@ def average(  # noqa: PLR0913  (one for each option)
     try:
         from dist_ckpt.tools.average.average import (  # noqa: PLC0415  (it needs torch)
             average_single_process,
-            would_average,
+            plan_average,
         )
         from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: PLC0415  (it goes with that)
     except ModuleNotFoundError as error:
@@ -81,7 +81,7 @@ def average(  # noqa: PLR0913  (one for each option)
     )
     chosen = sources[0] if of_run else sources
     if dry_run:
-        found, reads = would_average(chosen, target, given)
+        found, reads = plan_average(chosen, target, given)
         output.print_dry_run(found, as_json=as_json, reads=reads)
         return
     with output.progress("average") as update:

@@ -6,7 +6,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.tools.rewrite.backup import backup as keep_beside
-from dist_ckpt.tools.rewrite.backup import would_back_up
+from dist_ckpt.tools.rewrite.backup import plan_backup
 
 
 @click.command()
@@ -24,7 +24,7 @@ def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     dist-ckpt backup runs/a@latest
     """  # noqa: D301 - click knows the backspace
     if dry_run:
-        output.print_dry_run(would_back_up(path, overwrite=overwrite), as_json=as_json)
+        output.print_dry_run(plan_backup(path, overwrite=overwrite), as_json=as_json)
         return
     with output.progress("backup") as update:
         kept = keep_beside(path, overwrite=overwrite, progress=update)

@@ -6,7 +6,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.reports import size
-from dist_ckpt.tools.rewrite.copying import copy, would_copy
+from dist_ckpt.tools.rewrite.copying import copy, plan_copy
 
 
 @click.command()
@@ -28,7 +28,7 @@ def cp(
     dist-ckpt cp runs/a@latest archive/step-00012000
     """  # noqa: D301 - click knows the backspace
     if dry_run:
-        output.print_dry_run(would_copy(source, target, overwrite=overwrite), as_json=as_json)
+        output.print_dry_run(plan_copy(source, target, overwrite=overwrite), as_json=as_json)
         return
     with output.progress("cp") as update:
         report = copy(source, target, overwrite=overwrite, link=link, progress=update)

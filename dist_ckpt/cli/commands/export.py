@@ -50,9 +50,9 @@ def _export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> int
     return nbytes
 
 
-def _would_export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> DryRun:
+def _plan_export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> DryRun:
     _check_overwrite(overwrite=overwrite)
-    found: DryRun = _dcp_export().would_export(source, file, **given)
+    found: DryRun = _dcp_export().plan_export(source, file, **given)
     return found
 
 
@@ -66,8 +66,8 @@ def _export_torch(source: str, file: str, **given: Any) -> int:
     return nbytes
 
 
-def _would_export_torch(source: str, file: str, **given: Any) -> DryRun:
-    found: DryRun = _torch_export().would_export_file(source, file, **given)
+def _plan_export_torch(source: str, file: str, **given: Any) -> DryRun:
+    found: DryRun = _torch_export().plan_export_file(source, file, **given)
     return found
 
 
@@ -76,17 +76,17 @@ class _ExportFormat:
     """What writes a format, what says what that would write, and which options both take."""
 
     write: Callable[..., int]
-    would_write: Callable[..., DryRun]
+    plan_write: Callable[..., DryRun]
     options: frozenset[str]
 
 
 _GLOBS = frozenset({"include", "exclude"})
 _OF_HF = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
 _EXPORTS: Mapping[str, _ExportFormat] = {
-    "shrew": _ExportFormat(files.export_file, files.would_export_file, _GLOBS | {"version"}),
-    "hf": _ExportFormat(hf.export_folder, hf.would_export, _OF_HF),
-    "dcp": _ExportFormat(_export_dcp, _would_export_dcp, _GLOBS),
-    "torch": _ExportFormat(_export_torch, _would_export_torch, _GLOBS | {"only"}),
+    "shrew": _ExportFormat(files.export_file, files.plan_export_file, _GLOBS | {"version"}),
+    "hf": _ExportFormat(hf.export_folder, hf.plan_export, _OF_HF),
+    "dcp": _ExportFormat(_export_dcp, _plan_export_dcp, _GLOBS),
+    "torch": _ExportFormat(_export_torch, _plan_export_torch, _GLOBS | {"only"}),
 }
 
 
@@ -148,7 +148,7 @@ def export(
     what = "--dtype" if "dtype" in given else f"--format {format_}"
     if dry_run:
         with _needing_torch(what):
-            found = chosen.would_write(source, file, overwrite=overwrite, **given)
+            found = chosen.plan_write(source, file, overwrite=overwrite, **given)
         output.print_dry_run(found, as_json=as_json)
         return
     with output.progress("export") as update, _needing_torch(what):

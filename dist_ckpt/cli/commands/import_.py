@@ -97,7 +97,7 @@ def import_(  # noqa: PLR0913 - the options of the command
                 "it then"
             )
         if dry_run:
-            found = files.would_import_file(source, target, overwrite=overwrite)
+            found = files.plan_import_file(source, target, overwrite=overwrite)
             output.print_dry_run(found, as_json=as_json)
             return
         with output.progress("import") as update:
@@ -111,7 +111,7 @@ def import_(  # noqa: PLR0913 - the options of the command
             overwrite=overwrite,
         )
         if dry_run:
-            found = imports.would_import(from_, source, target, **given)
+            found = imports.plan_import(from_, source, target, **given)
             output.print_dry_run(found, as_json=as_json)
             return
         with output.progress("import") as update:

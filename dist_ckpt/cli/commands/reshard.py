@@ -7,7 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
-from dist_ckpt.tools.rewrite.reshard import ReshardOptions, would_reshard
+from dist_ckpt.tools.rewrite.reshard import ReshardOptions, plan_reshard
 from dist_ckpt.tools.rewrite.reshard import reshard as rewrite
 
 
@@ -62,7 +62,7 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
         exclude=exclude or None,
     )
     if dry_run:
-        output.print_dry_run(would_reshard(source, target, **given), as_json=as_json)
+        output.print_dry_run(plan_reshard(source, target, **given), as_json=as_json)
         return
     with output.progress("reshard") as update:
         report = rewrite(source, target, **given, progress=update)

@@ -97,7 +97,7 @@ def export_folder(
         return data.nbytes + _put(target, f"{there}/{_METADATA}", pickle.dumps(metadata))
 
 
-def would_export(
+def plan_export(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,

@@ -120,7 +120,7 @@ def export_folder(  # noqa: PLR0913 - a front door
     return nbytes
 
 
-def would_export(
+def plan_export(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     **options: Unpack[ExportOptions],

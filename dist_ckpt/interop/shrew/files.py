@@ -28,7 +28,10 @@ from dist_ckpt.core.storage import real_path
 from dist_ckpt.interop.shrew import encoding
 from dist_ckpt.interop.writers.local_files import FileSource, LocalFile
 from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, described, is_tensor
-from dist_ckpt.interop.writers.single_process_save import save_single_process, would_save_alone
+from dist_ckpt.interop.writers.single_process_save import (
+    plan_single_process_save,
+    save_single_process,
+)
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun
@@ -107,13 +110,13 @@ def import_file(
         )
 
 
-def would_import_file(
+def plan_import_file(
     file: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
 ) -> DryRun:
     """Return what `import_file` would write. Nothing is changed. Raises what it does before."""
     with closing(LocalFile(file)) as held:
         state = encoding.parse(held, held.path)
-        return would_save_alone(described(state), target, overwrite=overwrite)
+        return plan_single_process_save(described(state), target, overwrite=overwrite)
 
 
 def export_file(  # noqa: PLR0913 - a front door
@@ -147,7 +150,7 @@ def export_file(  # noqa: PLR0913 - a front door
     return nbytes
 
 
-def would_export_file(
+def plan_export_file(
     source: str | os.PathLike[str],
     file: str | os.PathLike[str],
     *,

@@ -107,7 +107,7 @@ def export_file(  # noqa: PLR0913 - a front door
             return out.nbytes
 
 
-def would_export_file(
+def plan_export_file(
     source: str | os.PathLike[str],
     file: str | os.PathLike[str],
     *,

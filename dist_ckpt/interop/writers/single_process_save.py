@@ -69,7 +69,9 @@ def save_single_process(
     return transaction.report(decision, phases, reads=storage.reads, writes=storage.writes)
 
 
-def would_save_alone(state: PlainState, path: str | os.PathLike[str], *, overwrite: bool) -> DryRun:
+def plan_single_process_save(
+    state: PlainState, path: str | os.PathLike[str], *, overwrite: bool
+) -> DryRun:
     """Return what `save_single_process` would write. Nothing is changed. Raises as it does."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")

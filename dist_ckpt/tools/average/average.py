@@ -145,7 +145,7 @@ def average_single_process(
     return average_together(alone, AverageCall(sources, to, options, progress))
 
 
-def would_average(
+def plan_average(
     sources: PathLike | Sequence[PathLike], to: PathLike, options: AverageOptions
 ) -> tuple[DryRun, tuple[str, ...]]:
     """Return what `average_single_process` would write, and what it would average, in words.

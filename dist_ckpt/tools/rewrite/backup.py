@@ -72,7 +72,7 @@ def backup_at(
     return target
 
 
-def would_back_up(path: str | os.PathLike[str], *, overwrite: bool = False) -> DryRun:
+def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> DryRun:
     """Return what `backup` would write: no files if the same save is there already.
 
     Nothing is changed. Raises what it would before it writes.

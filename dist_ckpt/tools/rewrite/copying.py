@@ -77,7 +77,7 @@ def copy(
     return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
 
-def would_copy(
+def plan_copy(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
 ) -> DryRun:
     """Return what `copy` would write. Nothing is changed. Raises what it would before it writes."""

@@ -101,7 +101,7 @@ class ReshardOptions(TypedDict, total=False):
     exclude: str | Sequence[str] | None
 
 
-def would_reshard(
+def plan_reshard(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     **options: Unpack[ReshardOptions],
@@ -115,7 +115,7 @@ def would_reshard(
     selection = selection_of(options.get("include"), options.get("exclude"))
     overwrite = options.get("overwrite", False)
     opened = OPENER.find(source)
-    return would_rewrite(opened, target, config, overwrite=overwrite, selection=selection)
+    return plan_rewrite(opened, target, config, overwrite=overwrite, selection=selection)
 
 
 def _config_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
@@ -150,7 +150,7 @@ def rewrite(
         return run.run(overwrite=overwrite)
 
 
-def would_rewrite(
+def plan_rewrite(
     source: tuple[Storage, str],
     target: str | os.PathLike[str],
     config: ShardingConfig,
