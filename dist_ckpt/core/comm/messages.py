@@ -33,10 +33,7 @@ class NoAnswerError(RankError):
 
 
 class SecondaryError(RankError):
-    """An error that another rank's error or death has caused, such as a broken connection.
-
-    Among several errors, one that is not secondary is reported first.
-    """
+    """An error that another rank's error or death has caused; it is reported after all others."""
 
 
 class Failure(Message, frozen=True):

@@ -39,9 +39,9 @@ _of_thread = threading.local()
 def session_of(group: ProcessGroup | None = None) -> Session:
     """Return the session of a process group, or of the whole job. Every rank of it calls this.
 
-    Without torch.distributed it is a session of this process, kept for this thread. Raises
-    ValueError if this rank is not in the group, or if a launcher has started several ranks without
-    a process group; NoAnswerError if the job's store is gone.
+    Without torch.distributed it is a session of this process, kept for this thread. ValueError if
+    this rank is not in the group, or if a launcher has started several ranks without a process
+    group. NoAnswerError if the job's store is gone.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return _alone(group, os.environ)

@@ -56,10 +56,7 @@ def new_file(
 
 
 def check_new_file(path: str | os.PathLike[str], *, overwrite: bool) -> str:
-    """Return the absolute path of a file to write.
-
-    ExistsError if the path exists, NotFoundError without a folder for it.
-    """
+    """Return the absolute path of a new file. ExistsError, or NotFoundError without its folder."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     file_path = os.path.abspath(checked_file_path(path))
@@ -108,10 +105,7 @@ def _exists(file_path: str) -> ExistsError:
 
 
 def temporary_beside(path: str) -> str:
-    """Return a new name next to a path, for an incomplete file.
-
-    Logs existing files with such names: those of killed processes stay.
-    """
+    """Return a new name for an incomplete file next to a path; log those of killed processes."""
     folder, name = os.path.split(path)
     # Short enough for the file system's limit after the additions.
     short = os.fsdecode(os.fsencode(name)[:100])

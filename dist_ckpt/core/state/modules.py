@@ -27,10 +27,7 @@ from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulePart:
-    """A module without its wrappers, and the key of each name in its own state dict.
-
-    With FSDP1 in it, `flat` is set, and no state dict is made.
-    """
+    """A module without wrappers, and the key of each name in its state dict; `flat` under FSDP1."""
 
     module: nn.Module
     keys: Mapping[str, str]

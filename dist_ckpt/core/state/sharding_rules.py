@@ -115,8 +115,8 @@ class ShardingRules:
         if name not in self.sharding.shapes:
             raise ValueError(
                 f"{fqn}: with flat=True and zero_stage=3 a tensor of shape {shape} may be a part "
-                f"of one of any shape: give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
-                "shapes of all parameters before they are partitioned; for a tensor that is whole "
+                f"of one of any shape. Give the ShardingConfig shapes={{{name!r}: ..., ...}}, the "
+                "shapes of all parameters before they are partitioned. For a tensor that is whole "
                 "on every rank give its own"
             )
 

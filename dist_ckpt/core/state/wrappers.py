@@ -19,7 +19,7 @@ from dist_ckpt.core.state.rng import capture, check, restore
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The action of a load if the keys differ from the saved ones, or the mesh for rank keys: fail,
+# The action of a load if the keys differ from the saved ones, or the mesh does. It may fail,
 # keep the current value, or call `f(values_by_key, key) -> value`. The types of keys and values are
 # the user's.
 OnReshard = Literal["error", "drop"] | Callable[[Mapping[Any, Any], Any], object]
@@ -98,10 +98,7 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RNG:
-    """The random generators of this rank: Python's, numpy's, torch's for CPU and accelerator.
-
-    A load sets them last, after everything else has succeeded.
-    """
+    """The random generators of this rank, Python's, numpy's and torch's; a load sets them last."""
 
     on_reshard: OnReshard = "error"
     key: Key | None = None

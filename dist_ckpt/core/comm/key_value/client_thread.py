@@ -180,8 +180,8 @@ class StoreErrorTexts:
     """Parts of error messages about a store and its ranks.
 
     `gone`: the store does not answer, with {} for the fact. The others are remedies: `lost` for a
-    rank from which nothing more will come, `absent` for one that never came, `mixed` for ranks in
-    different calls, `strange` for data that is not from dist_ckpt.
+    lost rank, `absent` for one that never came, `mixed` for ranks in different calls, `strange` for
+    data that is not from dist_ckpt.
     """
 
     gone: str

@@ -8,9 +8,8 @@ saved, up to the step that the newest restored; and so on back. All other checkp
 nothing resumes from them, and a replay replaces them.
 
 A process of an older incarnation may wake up at any point of a save. It looks for newer ones before
-it claims, commits and removes. Its actions between such a look and the next call are harmless, as
-`tests/core/commit/test_incarnations_model.py` shows: its attempt is lower than the newer ones at
-that path.
+it claims, commits and removes. Its actions between such a look and the next call are harmless: its
+attempt is lower than the newer ones at that path (`tests/core/commit/test_incarnations_model.py`).
 """
 
 from __future__ import annotations
@@ -276,8 +275,8 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
     except CorruptError as error:
         raise CorruptError(
             f"{str(error).removesuffix(REMEDY)}: what incarnation {number} of this run resumed "
-            f"from is not known. Restore the file from a copy; if there is none, end the job of "
-            f"that incarnation, remove the file, and start again, with restore(at=...) if that "
+            f"from is not known. Restore the file from a copy. If there is none, end the job of "
+            f"that incarnation, remove the file, and start again. Use restore(at=...) if that "
             f"incarnation went back to an older step"
         ) from error
     if record.number != number:

@@ -72,10 +72,10 @@ class GroupBinding:
     sources: Sequence[str]
 
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
-        """Request the hyperparameters.
+        """Request the hyperparameters, and check them against `defaults`.
 
-        They are checked against `defaults`. `states` are the names of the state of the group's
-        parameters: if the load leaves the group out but has some of them, it is checked too.
+        A group that is left out is checked too if the load has some of `states`, the names of the
+        state of its parameters.
         """
         requests = self.requests
         stored = filter(requests.has, self.sources)

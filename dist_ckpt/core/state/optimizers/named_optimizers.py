@@ -1,8 +1,8 @@
 """The state of an optimizer, under the names of its parameters.
 
-Torch's helpers are not used. They take a real step on an optimizer without state, cast fp32 moments
-to the parameter's dtype, and fail on state that only some parameters have. Reading here creates
-nothing.
+Torch's helpers are not used. They take a real step on an optimizer without state, and cast fp32
+moments to the parameter's dtype. They fail on state that only some parameters have. Reading here
+creates nothing.
 
 Names come from the modules of the same state, by the identity of the parameter. They are the names
 in the checkpoint: `model.layers.0.weight`, whatever other modules the state has. A tied parameter
@@ -48,8 +48,8 @@ class ParameterName:
 def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    Raises ValueError for a parameter without a name or with two, and for an optimizer with an inner
-    one that neither it nor the state reports.
+    Raises ValueError for a parameter without a name or with two. So does an inner optimizer that is
+    neither reported nor in the state.
     """
     optimizers: dict[str, OptimizerLeaf] = {}
     places: dict[int, list[tuple[str, str, str]]] = {}
@@ -119,10 +119,7 @@ def _parameters(state: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
 def states_branch(
     optimizer: OptimizerState, names: Mapping[int, ParameterName], fqn: str
 ) -> Branch:
-    """Return the state in an optimizer as a branch; `fqn` is the optimizer's name.
-
-    Raises ValueError for state that belongs to no parameter of a group.
-    """
+    """Return an optimizer's state as a branch. ValueError for state outside its groups."""
     parameters = optimizer.parameters()
     shared = optimizer.shared()
     stray = set(map(id, optimizer.state)) - set(map(id, parameters)) - set(map(id, shared))

@@ -1,9 +1,9 @@
 """The state of an optimizer: its groups, its parameters' state, and further entries.
 
 Torch's own `state_dict` returns only `state` and `param_groups`, so an optimizer with that method
-is read and filled directly. An optimizer with its own methods, or with hooks, may return more, or
-keep it elsewhere: its `state_dict` is called, and its `load_state_dict` gets the same form back. An
-optimizer with state that no method returns is refused.
+is read and filled directly. An optimizer with its own methods, or with hooks, may have more state.
+Its `state_dict` is called, and its `load_state_dict` gets the same form back. An optimizer with
+state that no method returns is refused.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
     if kind is not None:
         raise TypeError(
             f"{fqn}: state_dict() of {_class(optimizer)} is not in torch's form, so its parameters "
-            f"have no names, and here they are {kind}s: let it return torch's form, in which "
+            f"have no names, and here they are {kind}s. Let it return torch's form, in which "
             "'state' is by the numbers in 'param_groups', or save the inner optimizer instead"
         )
 
@@ -184,7 +184,7 @@ def _partitioned(optimizer: Any, fqn: str) -> OptimizerState:
         if _has_own_methods(part, expected) or any(_unreported(part)):
             raise ValueError(
                 f"{fqn}: {_class(part)} overrides state_dict or load_state_dict, has hooks, or "
-                "has an inner optimizer, which does not work with a partition: use "
+                "has an inner optimizer, which does not work with a partition. Use "
                 "ZeroRedundancyOptimizer over an optimizer without them"
             )
     return OptimizerState(

@@ -25,10 +25,7 @@ _NAMES = {
 
 
 def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
-    """Return a tensor whose memory is its value, detached; refuse all others.
-
-    Raises TypeError for the class or layout, ValueError if the memory was freed.
-    """
+    """Return a tensor whose memory is its value, detached; TypeError or ValueError for others."""
     if type(tensor) not in PLAIN and isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if remedy := _remedy(tensor):
@@ -39,7 +36,7 @@ def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
         raise ValueError(
             f"{fqn}: the memory of this tensor is missing: it was freed (a resharded or offloaded "
-            "parameter), or belongs to a torch transform; save the tensor when it is whole"
+            "parameter), or belongs to a torch transform. Save the tensor when it is whole"
         )
     return tensor
 

@@ -1,11 +1,11 @@
 """A tensor leaf of the state -> the part of it on this rank. Torch's sharding is read here.
 
-`describe` for a save and `describe_target` for a load recognise, in this order: numpy arrays; our
-wrappers; DTensor; ShardedTensor; other classes with torch's `__create_chunk_list__` and
-`__get_tensor_shard__`; strided tensors of any class. Others are refused. `tensor_subclasses.py`
-splits tensors made of others before. For a new class change `_local_tensor`, `is_tensor_leaf` and
-`is_meta`. For a new parallelism change `planning/mesh.py`, `planning/save/ownership.py` and the
-users of the `View`s in `planning/plan.py`.
+`describe` is for a save, `describe_target` for a load. They recognise, in this order: numpy arrays;
+our wrappers; DTensor; ShardedTensor; classes with torch's `__create_chunk_list__` and
+`__get_tensor_shard__`; strided tensors. Others are refused. `tensor_subclasses.py` splits tensors
+made of others before. For a new class change `_local_tensor`, `is_tensor_leaf` and `is_meta`. For a
+new parallelism change `planning/mesh.py`, `planning/save/ownership.py` and the users of the `View`s
+in `planning/plan.py`.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ def _text_of(value: object) -> str | None:
 # `__tensor_flatten__` has no sizes of the whole, so the cut of the inner tensors is derived. An
 # inner tensor is cut like the whole if it has its shape. It is cut in blocks if each of its
 # dimensions divides that of the local tensor, as the scales of rows do. If the shape leaves it
-# open, a slice of the local tensor shows which inner tensors are cut, and which are tables that
-# every rank has. Any other is stored for each shard, and loads only with the same cut.
+# open, a slice of the local tensor decides: inner tensors are cut, or are tables that every rank
+# has. Any other is stored for each shard, and loads only with the same cut.
 
 
 @dataclass(frozen=True, slots=True)

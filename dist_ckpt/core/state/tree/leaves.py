@@ -180,7 +180,7 @@ def selected(tree: Tree, fqn: str, selection: Selection, of_optimizer: OfOptimiz
         lost = next(key for key in tree.children if key not in chosen)
         raise ValueError(
             f"{join(fqn, lost)}: an item of a {tree.kind} cannot be left out of a save, because "
-            f"the others would move: leave all of {fqn!r} out, or make it a dict"
+            f"the others would move. Leave all of {fqn!r} out, or make it a dict"
         )
     return Branch(tree.kind, tree.live, chosen)
 

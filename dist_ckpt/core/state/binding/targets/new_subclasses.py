@@ -105,10 +105,7 @@ class NewSubclassTensor:
 def new_subclass_tensor(
     saved: SavedTree, targets: FillTargets, name: str, hint: PlacementHint
 ) -> NewSubclassTensor:
-    """Request the inner tensors of a saved tensor subclass, in new memory.
-
-    Raises CheckpointError if the subclass could not be created from them.
-    """
+    """Request the inner tensors of a saved subclass, in new memory. CheckpointError if it fails."""
     whole = _trial(saved, name, hint)
     if isinstance(hint.parameter, ParameterPart):
         raise IncompatibleError(

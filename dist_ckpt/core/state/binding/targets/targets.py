@@ -99,7 +99,7 @@ def copy_to_aliases(stagings: Sequence[AliasStaging]) -> None:
             other = next(other for other in stagings if _undoes(other, staging))
             raise IncompatibleError(
                 f"{staging.name} and {other.name} share memory in the state, but were saved with "
-                "different values, so the state cannot hold both: give one of them separate memory "
+                "different values, so the state cannot hold both. Give one of them separate memory "
                 "(untie them, or `clone()`), or exclude one, and load again"
             )
 
@@ -377,7 +377,7 @@ class FillTargets:
         if lost := list(dict.fromkeys(overflown)):
             raise IncompatibleError(
                 f"{listed(lost)}: saved values are too large for the dtype in the state, which now "
-                "has infinite values: use a wider dtype (bfloat16 or float32) and load again"
+                "has infinite values. Use a wider dtype (bfloat16 or float32) and load again"
             )
 
     def _target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
