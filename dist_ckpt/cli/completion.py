@@ -55,8 +55,8 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
     def format_completion(self, item: CompletionItem) -> str:
         """Return what bash puts in the place of its own last word. Called by click."""
         _, begun = self.get_completion_args()
-        breaks = [one for one in ":=@" if one in os.environ.get("COMP_BREAKS", "")]
-        end = max((begun.rfind(one) for one in breaks), default=-1)
+        breaks = [char for char in ":=@" if char in os.environ.get("COMP_BREAKS", "")]
+        end = max((begun.rfind(char) for char in breaks), default=-1)
         # readline ends a word before an @ and behind the others.
         there = begun[: end + (begun[end : end + 1] != "@")]
         return f"{item.type},{item.value.removeprefix(there)}"
@@ -79,16 +79,16 @@ class CheckpointPath(click.Path):
         with suppress(*_EXPECTED):
             storage, folder = open_storage(root)
             listing = list_run(storage, folder, now=time.time())
-            return _matching((f"{root}@{one}" for one in _selectors(listing)), incomplete)
+            return _matching((f"{root}@{selector}" for selector in _selectors(listing)), incomplete)
         return []
 
 
 def _selectors(listing: Listing) -> Iterator[str]:
     yield "latest"
-    yield from (str(one.step) for one in listing.alive)
-    for metric in sorted({name for one in listing.alive for name in one.metrics}):
+    yield from (str(saved.step) for saved in listing.alive)
+    for metric in sorted({name for saved in listing.alive for name in saved.metrics}):
         yield from (f"min:{metric}", f"max:{metric}")
-    for tag in sorted({name for one in listing.checkpoints for name in one.tags}):
+    for tag in sorted({name for saved in listing.checkpoints for name in saved.tags}):
         yield f"tag:{tag}"
 
 
@@ -96,14 +96,14 @@ def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     """Return the names of tensors, and what they lie below, up to the next dot. Called by click."""
     # An option that lacks its value ends click's parsing: what was given before is no argument yet.
     given = [ctx.params.get(name) for name in ("path", "source", "a")]
-    path = next((one for one in [*given, *ctx.args] if isinstance(one, str)), "")
-    found: set[str] = set()
+    path = next((value for value in [*given, *ctx.args] if isinstance(value, str)), "")
+    names: set[str] = set()
     with suppress(*_EXPECTED), checkpoint.open(path, opener=OPENER) as ck:
         for fqn in ck:
             if fqn.startswith(incomplete):
                 more, _, _ = fqn[len(incomplete) :].partition(".")
-                found.add(incomplete + more)
-    return _matching(iter(sorted(found)), incomplete)
+                names.add(incomplete + more)
+    return _matching(iter(sorted(names)), incomplete)
 
 
 def components_in(
@@ -111,11 +111,13 @@ def components_in(
 ) -> list[CompletionItem]:
     """Return the components of the checkpoint that was given before. Called by click."""
     with suppress(*_EXPECTED), checkpoint.open(str(ctx.params.get("path")), opener=OPENER) as ck:
-        return _matching((one.name for one in ck.index.catalog.components), incomplete)
+        return _matching((component.name for component in ck.index.catalog.components), incomplete)
     return []
 
 
 def _matching(offered: Iterator[str], incomplete: str) -> list[CompletionItem]:
     return [
-        CompletionItem(one) for one in offered if one.startswith(incomplete) and one.isprintable()
+        CompletionItem(word)
+        for word in offered
+        if word.startswith(incomplete) and word.isprintable()
     ]

@@ -85,8 +85,8 @@ def errors_as_exit_codes() -> Iterator[None]:
     except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        told = printable(_error_text(error), allowed="\n")
-        click.echo(f"dist-ckpt: {told}", err=True)
+        message = printable(_error_text(error), allowed="\n")
+        click.echo(f"dist-ckpt: {message}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
     except MemoryError as error:
         click.echo("dist-ckpt: there is not enough memory for that: give it more", err=True)
@@ -151,29 +151,29 @@ def _document(schema: str, facts: Mapping[str, object]) -> dict[str, object]:
 def print_written(name: str, report: SaveReport, text: str, *, as_json: bool) -> None:
     """Print what was written: the text, or as a document of that name what is known of it."""
     if as_json:
-        facts = {one: getattr(report, one) for one in _OF_WRITTEN}
+        facts = {field: getattr(report, field) for field in _OF_WRITTEN}
         print_json(name, {**facts, "seconds": dict(report.seconds)})
     else:
         click.echo(printable(text))
 
 
-def print_dry_run(found: DryRun, *, as_json: bool, reads: Sequence[str] = ()) -> None:
+def print_dry_run(plan: DryRun, *, as_json: bool, reads: Sequence[str] = ()) -> None:
     """Print what would be written where, of what, and what would go for it."""
     if as_json:
-        files = [{"name": name, "nbytes": nbytes} for name, nbytes in found.files.items()]
-        facts = {"path": found.path, "nbytes": found.nbytes, "files": files}
-        print_json("dry-run", {**facts, "replaces": list(found.replaces), "reads": list(reads)})
+        files = [{"name": name, "nbytes": nbytes} for name, nbytes in plan.files.items()]
+        facts = {"path": plan.path, "nbytes": plan.nbytes, "files": files}
+        print_json("dry-run", {**facts, "replaces": list(plan.replaces), "reads": list(reads)})
         return
     for source in reads:
         click.echo(f"would be read  {printable(source)}")
-    for gone in found.replaces:
+    for gone in plan.replaces:
         click.echo(f"would be replaced  {printable(gone)}")
-    for name, nbytes in [*found.files.items()][:MOST_FILES]:
+    for name, nbytes in [*plan.files.items()][:MOST_FILES]:
         click.echo(f"would be written  {printable(name)}  {size(nbytes)}")
-    if (more := len(found.files) - MOST_FILES) > 0:
+    if (more := len(plan.files) - MOST_FILES) > 0:
         click.echo(f"... and {more} files more, which --json lists")
-    total = f"{size(found.nbytes)} in {len(found.files)} files would be written"
-    click.echo(f"{printable(found.path)}: {total}")
+    total = f"{size(plan.nbytes)} in {len(plan.files)} files would be written"
+    click.echo(f"{printable(plan.path)}: {total}")
 
 
 def age(seconds: float) -> str:
@@ -191,9 +191,9 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: froz
 
 def metrics_cell(metrics: Mapping[str, float]) -> str:
     """Return what was measured for a cell of a table: a few, for trainers note dozens."""
-    told = [f"{name}={value:g}" for name, value in metrics.items()]
-    more = len(told) - _MOST_METRICS
-    return ", ".join([*told[:_MOST_METRICS], *[f"{more} more"] * (more > 0)])
+    shown = [f"{name}={value:g}" for name, value in metrics.items()]
+    more = len(shown) - _MOST_METRICS
+    return ", ".join([*shown[:_MOST_METRICS], *[f"{more} more"] * (more > 0)])
 
 
 def table_lines(

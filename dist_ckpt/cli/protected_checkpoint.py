@@ -34,10 +34,10 @@ def print_protection(
 def checkpoint_to_protect(path: str) -> CheckpointRef:
     """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
     storage, where = open_resolved(path)
-    for one in list_run(storage, where, now=time.time()).checkpoints:
-        if one.path == where:
-            if one.state != "committed":
-                raise NotFoundError(f"{path} is {one.state}: only what is committed is kept")
-            return checkpoint_ref_of(storage, one)
+    for checkpoint in list_run(storage, where, now=time.time()).checkpoints:
+        if checkpoint.path == where:
+            if checkpoint.state != "committed":
+                raise NotFoundError(f"{path} is {checkpoint.state}: only what is committed is kept")
+            return checkpoint_ref_of(storage, checkpoint)
     root = os.path.basename(where)
     raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")

@@ -14,7 +14,7 @@ def selected_tensors(
     """Return a checkpoint's path and its chosen tensors. ValueError if a glob matches nothing."""
     selection = selection_of(include or None, exclude or None)
     with checkpoint.open(path, opener=OPENER) as ck:
-        found = ck.tensors
-        if problems := selection.unmatched(found):
+        tensors = ck.tensors
+        if problems := selection.unmatched(tensors):
             raise ValueError("; ".join(problems))
-        return ck.path, {name: info for name, info in found.items() if name in selection}
+        return ck.path, {name: info for name, info in tensors.items() if name in selection}

@@ -81,8 +81,8 @@ def average(  # noqa: PLR0913  (one for each option)
     )
     chosen = sources[0] if of_run else sources
     if dry_run:
-        found, reads = plan_average(chosen, target, given)
-        output.print_dry_run(found, as_json=as_json, reads=reads)
+        plan, reads = plan_average(chosen, target, given)
+        output.print_dry_run(plan, as_json=as_json, reads=reads)
         return
     with output.progress("average") as update:
         report = average_single_process(chosen, target, given, update)
@@ -91,5 +91,5 @@ def average(  # noqa: PLR0913  (one for each option)
     if not as_json:
         for source in averaged.split("; "):
             click.echo(output.printable(source))
-    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
-    output.print_written("average", report, f"{report.path}: {told}", as_json=as_json)
+    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("average", report, f"{report.path}: {summary}", as_json=as_json)

@@ -10,7 +10,7 @@ from math import isfinite
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.format.index.model_description import as_json as told
+from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
 from dist_ckpt.tools.inspect.compare import Comparison, RunSummary
 from dist_ckpt.tools.inspect.compare import compare as compare_runs
 
@@ -40,54 +40,54 @@ def compare(
     """  # noqa: D301 - click knows the backspace
     if as_json and as_csv:
         raise click.UsageError("--json and --csv are given: give one of them")
-    found = compare_runs(*paths, min=lowest, max=highest)
+    comparison = compare_runs(*paths, min=lowest, max=highest)
     if as_json:
-        output.print_json("compare", _document(found))
+        output.print_json("compare", _document(comparison))
     elif as_csv:
-        _print_csv(found)
+        _print_csv(comparison)
     else:
-        _print_table(found)
+        _print_table(comparison)
 
 
-def _document(found: Comparison) -> dict[str, object]:
+def _document(comparison: Comparison) -> dict[str, object]:
     rows = [
-        {**asdict(run), "config": told(run.config), "metrics": told(run.metrics)}
-        | {"best": told(run.best)}
-        for run in found.runs
+        {**asdict(run), "config": as_plain_json(run.config), "metrics": as_plain_json(run.metrics)}
+        | {"best": as_plain_json(run.best)}
+        for run in comparison.runs
     ]
-    return {"metric": found.metric, "runs": rows, "differing": dict(found.differing)}
+    return {"metric": comparison.metric, "runs": rows, "differing": dict(comparison.differing)}
 
 
-def _print_csv(found: Comparison) -> None:
+def _print_csv(comparison: Comparison) -> None:
     """Print a row a run; a column for each metric, and for what differs in the configurations."""
-    metrics = sorted({name for run in found.runs for name in run.metrics})
+    metrics = sorted({name for run in comparison.runs for name in run.metrics})
     facts = ("name", "path", "kind", "num_parameters", "num_trainable", "num_checkpoints", "step")
     best = ("best", "best_step", "best_path")
     heads = [*facts, *best, *(f"metrics.{name}" for name in metrics)]
-    heads += [*(f"config.{name}" for name in found.differing), "problems"]
+    heads += [*(f"config.{name}" for name in comparison.differing), "problems"]
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([output.printable(head) for head in heads])
-    for run in found.runs:
+    for run in comparison.runs:
         row = [getattr(run, name) for name in (*facts, *best)]
         row += [run.metrics.get(name) for name in metrics]
-        row += [by_run.get(run.name) for by_run in found.differing.values()]
+        row += [by_run.get(run.name) for by_run in comparison.differing.values()]
         row.append("; ".join(run.problems))
-        writer.writerow(["" if one is None else output.printable(str(one)) for one in row])
+        writer.writerow(["" if value is None else output.printable(str(value)) for value in row])
 
 
-def _print_table(found: Comparison) -> None:
-    best = [] if found.metric is None else [f"BEST {found.metric}", "AT STEP"]
+def _print_table(comparison: Comparison) -> None:
+    best = [] if comparison.metric is None else [f"BEST {comparison.metric}", "AT STEP"]
     heads = ["RUN", "KIND", "PARAMETERS", "CHECKPOINTS", "STEP", *best, "METRICS", "NOTES"]
-    rows = [_row(run, has_best=bool(best)) for run in found.runs]
+    rows = [_row(run, has_best=bool(best)) for run in comparison.runs]
     right = {2, 3, 4, *range(5, 5 + len(best))}
     output.print_table([output.printable(head) for head in heads], rows, right=frozenset(right))
-    metrics = sorted({name for run in found.runs for name in run.metrics})
-    if found.metric is not None and all(run.best is None for run in found.runs):
+    metrics = sorted({name for run in comparison.runs for name in run.metrics})
+    if comparison.metric is not None and all(run.best is None for run in comparison.runs):
         there = f"; the metrics there are: {', '.join(metrics)}" if metrics else ""
-        click.echo(output.printable(f"no run has a value of {found.metric!r}{there}"))
-    for name, by_run in found.differing.items():
-        told = ", ".join(f"{run}: {value}" for run, value in by_run.items())
-        click.echo(output.printable(f"config.{name} differs: {told}"))
+        click.echo(output.printable(f"no run has a value of {comparison.metric!r}{there}"))
+    for name, by_run in comparison.differing.items():
+        values = ", ".join(f"{run}: {value}" for run, value in by_run.items())
+        click.echo(output.printable(f"config.{name} differs: {values}"))
 
 
 def _row(run: RunSummary, *, has_best: bool) -> list[str]:

@@ -21,7 +21,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     dist-ckpt completion zsh >> ~/.zshrc
     dist-ckpt completion fish > ~/.config/fish/completions/dist-ckpt.fish
     """  # noqa: D301 - click knows the backspace
-    found = BashWords if shell == "bash" else get_completion_class(shell)
-    assert found is not None
+    shell_class = BashWords if shell == "bash" else get_completion_class(shell)
+    assert shell_class is not None
     command = ctx.find_root().command
-    click.echo(found(command, {}, "dist-ckpt", "_DIST_CKPT_COMPLETE").source())
+    click.echo(shell_class(command, {}, "dist-ckpt", "_DIST_CKPT_COMPLETE").source())

@@ -33,5 +33,5 @@ def cp(
     with output.progress("cp") as update:
         report = copy(source, target, overwrite=overwrite, link=link, progress=update)
     linked = f", {report.num_linked} linked" if link else ""
-    told = f"{report.path}: {size(report.nbytes)} in {report.num_files} files{linked}"
-    output.print_written("cp", report, told, as_json=as_json)
+    summary = f"{report.path}: {size(report.nbytes)} in {report.num_files} files{linked}"
+    output.print_written("cp", report, summary, as_json=as_json)

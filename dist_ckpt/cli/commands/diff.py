@@ -41,7 +41,7 @@ def diff(  # noqa: PLR0913 - those of dc.diff
     dist-ckpt diff runs/a@latest runs/b@latest --values --rtol 1e-5 -g model
     """  # noqa: D301 - click knows the backspace
     with output.progress("diff") as update:
-        found = differ(
+        difference = differ(
             a,
             b,
             values=values,
@@ -51,16 +51,16 @@ def diff(  # noqa: PLR0913 - those of dc.diff
             exclude=exclude or None,
             progress=update,
         )
-    with output.exit_with(output.FINE if found.same else output.FINDING):
+    with output.exit_with(output.FINE if difference.same else output.FINDING):
         if as_json:
-            output.print_json("diff", {"same": found.same, **_diff_facts(found)})
+            output.print_json("diff", {"same": difference.same, **_diff_facts(difference)})
         else:
-            for line in _diff_lines(found):
+            for line in _diff_lines(difference):
                 click.echo(output.printable(line))
 
 
-def _diff_facts(found: Difference) -> dict[str, object]:
-    facts = asdict(found)
+def _diff_facts(difference: Difference) -> dict[str, object]:
+    facts = asdict(difference)
     pairs = ("config", "changed", "objects")
     by_side = {
         name: facts[name] and {key: {"a": a, "b": b} for key, (a, b) in facts[name].items()}
@@ -69,14 +69,14 @@ def _diff_facts(found: Difference) -> dict[str, object]:
     return {**facts, **by_side}
 
 
-def _diff_lines(found: Difference) -> list[str]:
-    lines = [f"config.{name}: {a} -> {b}" for name, (a, b) in found.config.items()]
-    lines += [f"only in {found.a}: {name}" for name in found.removed]
-    lines += [f"only in {found.b}: {name}" for name in found.added]
-    lines += [f"{name}: {a} -> {b}" for name, (a, b) in found.changed.items()]
-    lines += [f"{name}: {a} -> {b}" for name, (a, b) in (found.objects or {}).items()]
-    for one in found.values or ():
-        most = "" if one.max_difference is None else f", by {one.max_difference:.6g} at most"
-        lines.append(f"{one.name}: {one.num_differing} of {one.numel} values differ{most}")
-    compared = "" if found.values is not None else "; values were not compared, see --values"
+def _diff_lines(difference: Difference) -> list[str]:
+    lines = [f"config.{name}: {a} -> {b}" for name, (a, b) in difference.config.items()]
+    lines += [f"only in {difference.a}: {name}" for name in difference.removed]
+    lines += [f"only in {difference.b}: {name}" for name in difference.added]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in difference.changed.items()]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in (difference.objects or {}).items()]
+    for tensor in difference.values or ():
+        most = "" if tensor.max_difference is None else f", by {tensor.max_difference:.6g} at most"
+        lines.append(f"{tensor.name}: {tensor.num_differing} of {tensor.numel} values differ{most}")
+    compared = "" if difference.values is not None else "; values were not compared, see --values"
     return lines or [f"nothing differs{compared}"]

@@ -52,8 +52,8 @@ def _export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> int
 
 def _plan_export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> DryRun:
     _check_overwrite(overwrite=overwrite)
-    found: DryRun = _dcp_export().plan_export(source, file, **given)
-    return found
+    plan: DryRun = _dcp_export().plan_export(source, file, **given)
+    return plan
 
 
 def _check_overwrite(*, overwrite: bool) -> None:
@@ -67,8 +67,8 @@ def _export_torch(source: str, file: str, **given: Any) -> int:
 
 
 def _plan_export_torch(source: str, file: str, **given: Any) -> DryRun:
-    found: DryRun = _torch_export().plan_export_file(source, file, **given)
-    return found
+    plan: DryRun = _torch_export().plan_export_file(source, file, **given)
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def export(
     what = "--dtype" if "dtype" in given else f"--format {format_}"
     if dry_run:
         with _needing_torch(what):
-            found = chosen.plan_write(source, file, overwrite=overwrite, **given)
-        output.print_dry_run(found, as_json=as_json)
+            plan = chosen.plan_write(source, file, overwrite=overwrite, **given)
+        output.print_dry_run(plan, as_json=as_json)
         return
     with output.progress("export") as update, _needing_torch(what):
         nbytes = chosen.write(source, file, overwrite=overwrite, progress=update, **given)

@@ -97,8 +97,8 @@ def import_(  # noqa: PLR0913 - the options of the command
                 "it then"
             )
         if dry_run:
-            found = files.plan_import_file(source, target, overwrite=overwrite)
-            output.print_dry_run(found, as_json=as_json)
+            plan = files.plan_import_file(source, target, overwrite=overwrite)
+            output.print_dry_run(plan, as_json=as_json)
             return
         with output.progress("import") as update:
             report = files.import_file(source, target, overwrite=overwrite, progress=update)
@@ -111,10 +111,10 @@ def import_(  # noqa: PLR0913 - the options of the command
             overwrite=overwrite,
         )
         if dry_run:
-            found = imports.plan_import(from_, source, target, **given)
-            output.print_dry_run(found, as_json=as_json)
+            plan = imports.plan_import(from_, source, target, **given)
+            output.print_dry_run(plan, as_json=as_json)
             return
         with output.progress("import") as update:
             report = _IMPORTS[from_](source, target, **given, progress=update)
-    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
-    output.print_written("import", report, f"{report.path}: {told}", as_json=as_json)
+    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("import", report, f"{report.path}: {summary}", as_json=as_json)

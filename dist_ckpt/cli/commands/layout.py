@@ -24,35 +24,36 @@ def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_
     dist-ckpt layout runs/a@latest
     dist-ckpt layout runs/a@latest -g 'model.*.weight'
     """  # noqa: D301 - click knows the backspace
-    found = layout_of(path, include=include or None, exclude=exclude or None)
+    shard_layout = layout_of(path, include=include or None, exclude=exclude or None)
     if as_json:
-        output.print_json("layout", _layout_facts(found))
+        output.print_json("layout", _layout_facts(shard_layout))
         return
     rows = []
-    for file in found.files:
+    for file in shard_layout.files:
         rows.append((file.name, str(file.rank), size(file.nbytes), f"{file.num_shards} shards"))
         rows += [
-            ("", "", size(one.nbytes), f"{one.tensor} {_cell_text(one)}") for one in file.shards
+            ("", "", size(shard.nbytes), f"{shard.tensor} {_cell_text(shard)}")
+            for shard in file.shards
         ]
     output.print_table(("FILE", "RANK", "SIZE", "HOLDS"), rows, right=frozenset({1, 2}))
-    ranks = found.nbytes_by_rank
+    ranks = shard_layout.nbytes_by_rank
     most = max(range(len(ranks)), key=ranks.__getitem__)
     click.echo(
         f"{len(ranks)} ranks, {size(sum(ranks))}; the most is {size(ranks[most])} on rank {most}, "
-        f"{found.imbalance:.2f} times the mean"
+        f"{shard_layout.imbalance:.2f} times the mean"
     )
 
 
-def _cell_text(one: ShardPlacement) -> str:
-    cell = one.cell
+def _cell_text(shard: ShardPlacement) -> str:
+    cell = shard.cell
     return str(cell) if isinstance(cell, Region) else f"elements {cell}"
 
 
-def _layout_facts(found: CheckpointLayout) -> dict[str, object]:
+def _layout_facts(shard_layout: CheckpointLayout) -> dict[str, object]:
     return {
-        "path": found.path,
-        "nbytes_by_rank": list(found.nbytes_by_rank),
-        "imbalance": found.imbalance,
+        "path": shard_layout.path,
+        "nbytes_by_rank": list(shard_layout.nbytes_by_rank),
+        "imbalance": shard_layout.imbalance,
         "files": [
             {
                 "name": file.name,
@@ -61,17 +62,17 @@ def _layout_facts(found: CheckpointLayout) -> dict[str, object]:
                 "nbytes": file.nbytes,
                 "num_shards": file.num_shards,
                 "shards": [
-                    {"tensor": one.tensor, "nbytes": one.nbytes, **_cell_facts(one)}
-                    for one in file.shards
+                    {"tensor": shard.tensor, "nbytes": shard.nbytes, **_cell_facts(shard)}
+                    for shard in file.shards
                 ],
             }
-            for file in found.files
+            for file in shard_layout.files
         ],
     }
 
 
-def _cell_facts(one: ShardPlacement) -> dict[str, object]:
-    cell = one.cell
+def _cell_facts(shard: ShardPlacement) -> dict[str, object]:
+    cell = shard.cell
     if isinstance(cell, Region):
         return {"offset": list(cell.offset), "shape": list(cell.shape)}
     return {"start": cell.start, "stop": cell.stop}

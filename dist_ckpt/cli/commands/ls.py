@@ -37,28 +37,28 @@ def ls(path: str, *, as_json: bool) -> None:
     \b
     dist-ckpt ls runs/a
     """  # noqa: D301 - click knows the backspace
-    found, below = checkpoints(resolve(path)), _runs_in(path)
+    listing, below = checkpoints(resolve(path)), _runs_in(path)
     if as_json:
-        facts = [_facts_of(one) for one in found]
+        facts = [_facts_of(checkpoint) for checkpoint in listing]
         output.print_json("ls", {"path": path, "checkpoints": facts, "runs": below})
         return
-    if not found:
-        told = f", but in {listed(below)}: list one of them" if below else ""
-        click.echo(output.printable(f"no checkpoints in {path}{told}"))
+    if not listing:
+        hint = f", but in {listed(below)}: list one of them" if below else ""
+        click.echo(output.printable(f"no checkpoints in {path}{hint}"))
         return
     rows = [
         (
-            one.name,
-            "-" if one.step is None else str(one.step),
-            one.state,
-            "-" if one.nbytes is None else size(one.nbytes),
-            "-" if one.world_size is None else str(one.world_size),
-            "-" if one.num_tensors is None else str(one.num_tensors),
-            "-" if one.saved_at is None else output.age(time.time() - one.saved_at),
-            output.metrics_cell(one.metrics),
-            "; ".join(_notes(one)),
+            checkpoint.name,
+            "-" if checkpoint.step is None else str(checkpoint.step),
+            checkpoint.state,
+            "-" if checkpoint.nbytes is None else size(checkpoint.nbytes),
+            "-" if checkpoint.world_size is None else str(checkpoint.world_size),
+            "-" if checkpoint.num_tensors is None else str(checkpoint.num_tensors),
+            "-" if checkpoint.saved_at is None else output.age(time.time() - checkpoint.saved_at),
+            output.metrics_cell(checkpoint.metrics),
+            "; ".join(_notes(checkpoint)),
         )
-        for one in found
+        for checkpoint in listing
     ]
     heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE", "METRICS", "NOTES")
     # What nothing is known of has no column.
@@ -68,23 +68,25 @@ def ls(path: str, *, as_json: bool) -> None:
         [[row[i] for i in shown] for row in rows],
         right=frozenset({1, 3, 4, 5, 6}),
     )
-    for one in found:
-        if one.problem is not None and one.state in ("damaged", "incompatible"):
-            click.echo(f"{output.printable(one.name)}: {output.printable(one.problem)}")
+    for checkpoint in listing:
+        if checkpoint.problem is not None and checkpoint.state in ("damaged", "incompatible"):
+            click.echo(
+                f"{output.printable(checkpoint.name)}: {output.printable(checkpoint.problem)}"
+            )
     if below:
         click.echo(output.printable(f"there are more in {listed(below)}: list one of them"))
 
 
-def _notes(one: RunCheckpoint) -> list[str]:
+def _notes(checkpoint: RunCheckpoint) -> list[str]:
     """Return more about a checkpoint, as texts."""
-    notes = ["orphaned"] * one.is_orphaned + ["checked"] * one.is_verified
-    return [*notes, *one.protected_by]
+    notes = ["orphaned"] * checkpoint.is_orphaned + ["checked"] * checkpoint.is_verified
+    return [*notes, *checkpoint.protected_by]
 
 
 def _runs_in(path: str) -> list[str]:
     """Return the folders in a folder that have checkpoints: it may be that of several runs."""
     storage, where = open_storage(path)
-    folders = [one.name for one in entries_at(storage, where) if one.kind == "folder"]
+    folders = [entry.name for entry in entries_at(storage, where) if entry.kind == "folder"]
     names = [name for name in folders if not is_reserved_name(name)]
     return [os.path.join(path, name) for name in names if _is_run(storage, f"{where}/{name}")]
 
@@ -94,15 +96,15 @@ def _is_run(storage: Storage, folder: str) -> bool:
         entries = storage.list(folder)
         if any(attempts_in(entries)):  # a checkpoint
             return False
-        below = [one.name for one in entries if one.kind == "folder"]
+        below = [entry.name for entry in entries if entry.kind == "folder"]
         return any(any(attempts_in(entries_at(storage, f"{folder}/{name}"))) for name in below)
     return False
 
 
-def _facts_of(one: RunCheckpoint) -> dict[str, object]:
-    facts = asdict(one)
+def _facts_of(checkpoint: RunCheckpoint) -> dict[str, object]:
+    facts = asdict(checkpoint)
     # JSON has no nan and no infinities.
     metrics = {
-        name: value if isfinite(value) else str(value) for name, value in one.metrics.items()
+        name: value if isfinite(value) else str(value) for name, value in checkpoint.metrics.items()
     }
     return {**facts, "metrics": metrics}

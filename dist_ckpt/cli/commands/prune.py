@@ -39,7 +39,7 @@ def prune(
     """  # noqa: D301 - click knows the backspace
     run, keep = Run(root), policies.parse(policy)
     plan = run.prune(keep, dry_run=True)
-    doomed = [one for one, reasons in plan if not reasons]
+    doomed = [checkpoint for checkpoint, reasons in plan if not reasons]
     if doomed and not (dry_run or yes):
         output.confirm(
             f"Remove {len(doomed)} checkpoints?",
@@ -51,8 +51,13 @@ def prune(
         plan = run.prune(keep, among=doomed)
     if as_json:
         facts = [
-            {"name": one.name, "path": one.path, "step": one.step, "kept_by": list(reasons)}
-            for one, reasons in plan
+            {
+                "name": checkpoint.name,
+                "path": checkpoint.path,
+                "step": checkpoint.step,
+                "kept_by": list(reasons),
+            }
+            for checkpoint, reasons in plan
         ]
         output.print_json("prune", {"root": root, "dry_run": dry_run, "checkpoints": facts})
     else:
@@ -62,11 +67,11 @@ def prune(
 
 
 def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[str]:
-    gone = [one for one, reasons in plan if not reasons]
-    for one, reasons in plan:
+    gone = [checkpoint for checkpoint, reasons in plan if not reasons]
+    for checkpoint, reasons in plan:
         if not reasons:
-            yield f"{verb}  {one.name}  {size(one.nbytes or 0)}"
+            yield f"{verb}  {checkpoint.name}  {size(checkpoint.nbytes or 0)}"
         elif explain:
-            yield f"kept  {one.name}  {'; '.join(reasons)}"
-    freed = size(sum(one.nbytes or 0 for one in gone))
+            yield f"kept  {checkpoint.name}  {'; '.join(reasons)}"
+    freed = size(sum(checkpoint.nbytes or 0 for checkpoint in gone))
     yield f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept"

@@ -87,7 +87,7 @@ def _summary(facts: Mapping[str, Any]) -> str:
     if facts["about"] == "run":
         num = facts["num_checkpoints"]
         checked = "" if facts["check"] == "none" else f", {facts['num_damaged']} damaged"
-        failed = sum(one["has_failed"] for one in facts["checkpoints"])
+        failed = sum(checkpoint["has_failed"] for checkpoint in facts["checkpoints"])
         more = f", {failed} could not be checked" if failed else ""
         return f"{num} checkpoint{'s' * (num != 1)}{checked}{more}"
     check = facts["verification"]
@@ -102,8 +102,12 @@ def _code(facts: Mapping[str, Any]) -> int:
     is_run = facts["about"] == "run"
     if facts["num_damaged"] if is_run else facts["unreadable"] or facts["verification"]["problems"]:
         return output.FINDING
-    failed = [one for one in facts["checkpoints"] if one["has_failed"]] if is_run else []
-    if any(one["state"] == "incompatible" for one in failed):
+    failed = (
+        [checkpoint for checkpoint in facts["checkpoints"] if checkpoint["has_failed"]]
+        if is_run
+        else []
+    )
+    if any(checkpoint["state"] == "incompatible" for checkpoint in failed):
         return output.INCOMPATIBLE
     has_failed = bool(failed) if is_run else facts["verification"]["has_failed"]
     return output.IO_ERROR if has_failed else output.FINE

@@ -66,5 +66,5 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
         return
     with output.progress("reshard") as update:
         report = rewrite(source, target, **given, progress=update)
-    told = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
-    output.print_written("reshard", report, f"{report.path}: {told}", as_json=as_json)
+    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    output.print_written("reshard", report, f"{report.path}: {summary}", as_json=as_json)

@@ -114,8 +114,8 @@ def _print_summary(ck: Checkpoint) -> None:
         ("values", _values(ck)),
     ]
     if facts["num_parameters"] is not None:
-        told = f"{facts['num_parameters']:,}, of which {facts['num_trainable']:,} are trained"
-        lines.append(("parameters", told))
+        summary = f"{facts['num_parameters']:,}, of which {facts['num_trainable']:,} are trained"
+        lines.append(("parameters", summary))
     for label in ("component", "dtype"):
         counts = _nbytes(facts[f"nbytes_by_{label}"])
         lines += [(label, f"{name}: {size(nbytes)}") for name, nbytes in counts]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.format.index.model_description import as_json as told
+from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.inspect.tensor_stats import TensorStats
 from dist_ckpt.tools.inspect.tensor_stats import stats as stats_of
@@ -31,35 +31,38 @@ def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_j
     """  # noqa: D301 - click knows the backspace
     path = os.fspath(resolve(path))
     with output.progress("stats") as update:
-        found = stats_of(path, include=include or None, exclude=exclude or None, progress=update)
-    bad = [one for one in found if not one.is_finite and one.alias_of is None]
+        tensors = stats_of(path, include=include or None, exclude=exclude or None, progress=update)
+    bad = [tensor for tensor in tensors if not tensor.is_finite and tensor.alias_of is None]
     with output.exit_with(output.FINDING if bad else output.FINE):
         if as_json:
-            facts = [told(_facts(one)) for one in found]
+            facts = [as_plain_json(_facts(tensor)) for tensor in tensors]
             output.print_json("stats", {"path": path, "ok": not bad, "tensors": facts})
         else:
-            _print_stats(found, len(bad))
+            _print_stats(tensors, len(bad))
 
 
-def _facts(one: TensorStats) -> Mapping[str, object]:
-    return asdict(one)
+def _facts(tensor: TensorStats) -> Mapping[str, object]:
+    return asdict(tensor)
 
 
-def _print_stats(found: tuple[TensorStats, ...], num_bad: int) -> None:
+def _print_stats(tensors: tuple[TensorStats, ...], num_bad: int) -> None:
     output.print_table(
         ("NAME", "DTYPE", "MIN", "MAX", "MEAN", "RMS", "ZEROS", "NAN", "INF"),
         [
             (
-                one.name,
-                one.dtype,
-                *(_number(value) for value in (one.min, one.max, one.mean, one.rms)),
-                *("-" if num is None else str(num) for num in (one.zeros, one.nan, one.inf)),
+                tensor.name,
+                tensor.dtype,
+                *(_number(value) for value in (tensor.min, tensor.max, tensor.mean, tensor.rms)),
+                *(
+                    "-" if num is None else str(num)
+                    for num in (tensor.zeros, tensor.nan, tensor.inf)
+                ),
             )
-            for one in found
+            for tensor in tensors
         ],
         right=frozenset(range(2, 9)),
     )
-    click.echo(f"{len(found)} tensors, {num_bad} with a nan or an infinity")
+    click.echo(f"{len(tensors)} tensors, {num_bad} with a nan or an infinity")
 
 
 def _number(value: float | None) -> str:

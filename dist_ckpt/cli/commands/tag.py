@@ -46,5 +46,5 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
 
 def _check_tagged(subject: CheckpointRef, name: str) -> None:
     listing = list_run(subject.storage, subject.path, now=time.time())
-    if not any(name in one.tags for one in listing.checkpoints):
+    if not any(name in checkpoint.tags for checkpoint in listing.checkpoints):
         raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")

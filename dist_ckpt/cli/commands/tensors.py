@@ -39,8 +39,8 @@ def tensors(
     dist-ckpt tensors runs/a@latest
     dist-ckpt tensors runs/a@latest -g model -g '*.exp_avg' --sort size
     """  # noqa: D301 - click knows the backspace
-    where, found = selected_tensors(path, include, exclude)
-    rows = [*found.items()]
+    where, selected = selected_tensors(path, include, exclude)
+    rows = [*selected.items()]
     if sort == "name":
         rows.sort()
     elif sort == "size":

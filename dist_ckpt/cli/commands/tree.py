@@ -23,10 +23,10 @@ def tree(
     dist-ckpt tree runs/a@latest --depth 2
     dist-ckpt tree runs/a@latest -g model
     """  # noqa: D301 - click knows the backspace
-    path, found = selected_tensors(path, include, exclude)
+    path, selected = selected_tensors(path, include, exclude)
     nbytes: dict[tuple[str, ...], int] = {}
     leaves: dict[tuple[str, ...], str] = {}
-    for fqn, info in found.items():
+    for fqn, info in selected.items():
         parts = tuple(fqn.split("."))
         own = info.nbytes if info.alias_of is None else 0
         for length in range(min(depth, len(parts)) + 1):

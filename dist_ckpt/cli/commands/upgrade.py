@@ -61,7 +61,7 @@ def _print(plan: UpgradePlan, *, dry_run: bool, as_json: bool) -> None:
         click.echo(f"{root}: nothing to upgrade")
         return
     if dry_run:
-        for one in plan.alive:
-            click.echo(f"may use it: {output.printable(one)}")
+        for job in plan.alive:
+            click.echo(f"may use it: {output.printable(job)}")
     counts = f"{plan.num_annotations} annotations and {plan.num_incarnations} incarnations"
     click.echo(f"{root}: {counts} {'would be ' * dry_run}converted")

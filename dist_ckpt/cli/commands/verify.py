@@ -38,11 +38,11 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     """  # noqa: D301 - click knows the backspace
     level: Level = "quick" if quick else "full"
     path = os.fspath(resolve(path))
-    listed = checkpoints(path)
-    if not listed or listed[0].path == open_storage(path)[1]:
+    listing = checkpoints(path)
+    if not listing or listing[0].path == open_storage(path)[1]:
         _verify_one(path, level, as_json=as_json)
     else:
-        _verify_all(path, listed, level, as_json=as_json)
+        _verify_all(path, listing, level, as_json=as_json)
 
 
 def _verify_one(path: str, level: Level, *, as_json: bool) -> None:
@@ -65,7 +65,9 @@ class _NotChecked:
     code: int = output.FINE
 
 
-def _verify_all(root: str, listed: Sequence[RunCheckpoint], level: Level, *, as_json: bool) -> None:
+def _verify_all(
+    root: str, listing: Sequence[RunCheckpoint], level: Level, *, as_json: bool
+) -> None:
     """Check the checkpoints of a run, each as `_verify_one` would; what fails stops none of them.
 
     Exits with `FINDING` if one is damaged, else with the code of the first that could not be
@@ -73,18 +75,18 @@ def _verify_all(root: str, listed: Sequence[RunCheckpoint], level: Level, *, as_
     """
     reports: list[VerifyReport] = []
     not_checked: list[_NotChecked] = []
-    for one in listed:
-        found = _verify(one, level)
-        if isinstance(found, VerifyReport):
-            reports.append(found)
+    for checkpoint in listing:
+        result = _verify(checkpoint, level)
+        if isinstance(result, VerifyReport):
+            reports.append(result)
         else:
-            not_checked.append(found)
+            not_checked.append(result)
         if not as_json:
             with suppress(BrokenPipeError):  # the exit code is still to be found out
-                _print(found)
-    codes = {one.code for one in not_checked} - {output.FINE}
+                _print(result)
+    codes = {checkpoint.code for checkpoint in not_checked} - {output.FINE}
     if not reports and not codes:
-        states = ", ".join(f"{one.path} is {one.why}" for one in not_checked)
+        states = ", ".join(f"{checkpoint.path} is {checkpoint.why}" for checkpoint in not_checked)
         raise NotFoundError(f"no committed checkpoint is in {root}: {states}. Check the path")
     num_damaged = sum(not report.ok for report in reports)
     with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
@@ -93,7 +95,9 @@ def _verify_all(root: str, listed: Sequence[RunCheckpoint], level: Level, *, as_
                 "path": root,
                 "ok": not num_damaged and not codes,
                 "checkpoints": [_facts(report) for report in reports],
-                "not_checked": [{"path": one.path, "why": one.why} for one in not_checked],
+                "not_checked": [
+                    {"path": checkpoint.path, "why": checkpoint.why} for checkpoint in not_checked
+                ],
             }
             output.print_json("verify-all", facts)
         else:
@@ -102,16 +106,16 @@ def _verify_all(root: str, listed: Sequence[RunCheckpoint], level: Level, *, as_
             click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
 
 
-def _verify(one: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
-    if one.state in ("open", "abandoned"):
-        return _NotChecked(one.path, f"not committed ({one.state})")
+def _verify(checkpoint: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
+    if checkpoint.state in ("open", "abandoned"):
+        return _NotChecked(checkpoint.path, f"not committed ({checkpoint.state})")
     try:
-        with output.progress(f"verify {one.name}") as update:
-            return verify_checkpoint(one.path, level=level, progress=update)
+        with output.progress(f"verify {checkpoint.name}") as update:
+            return verify_checkpoint(checkpoint.path, level=level, progress=update)
     except NotFoundError:
-        return _NotChecked(one.path, "replaced or deleted meanwhile")
+        return _NotChecked(checkpoint.path, "replaced or deleted meanwhile")
     except CheckpointError as error:
-        return _NotChecked(one.path, str(error), output.exit_code(error))
+        return _NotChecked(checkpoint.path, str(error), output.exit_code(error))
 
 
 def _facts(report: VerifyReport) -> dict[str, object]:

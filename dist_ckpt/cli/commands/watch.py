@@ -145,17 +145,17 @@ def _facts(
         "problem": look.listing.history_problem,
         "checkpoints": [
             {
-                "name": one.name,
-                "step": one.step,
-                "state": one.state,
-                "nbytes": one.nbytes,
-                "saved_at": one.saved_at,
-                "metrics": as_plain_json(one.metrics),
-                "is_orphaned": one.is_orphaned,
-                "nbytes_written": written.get(one.path),
-                "kept_by": list(kept.get(one.path, ())),
+                "name": checkpoint.name,
+                "step": checkpoint.step,
+                "state": checkpoint.state,
+                "nbytes": checkpoint.nbytes,
+                "saved_at": checkpoint.saved_at,
+                "metrics": as_plain_json(checkpoint.metrics),
+                "is_orphaned": checkpoint.is_orphaned,
+                "nbytes_written": written.get(checkpoint.path),
+                "kept_by": list(kept.get(checkpoint.path, ())),
             }
-            for one in look.listing.checkpoints
+            for checkpoint in look.listing.checkpoints
         ],
     }
 
@@ -194,14 +194,14 @@ def _table(look: RunObservation, keep: RetentionPolicy | None, most: int | None)
     kept = kept_by(look, keep)
     rows = [
         (
-            one.name if one.step is None else str(one.step),
-            "orphaned" if one.is_orphaned else one.state,
-            "-" if one.nbytes is None else size(one.nbytes),
-            "-" if one.saved_at is None else output.age(look.at - one.saved_at),
-            output.metrics_cell(one.metrics),
-            "; ".join(kept.get(one.path, ())),
+            checkpoint.name if checkpoint.step is None else str(checkpoint.step),
+            "orphaned" if checkpoint.is_orphaned else checkpoint.state,
+            "-" if checkpoint.nbytes is None else size(checkpoint.nbytes),
+            "-" if checkpoint.saved_at is None else output.age(look.at - checkpoint.saved_at),
+            output.metrics_cell(checkpoint.metrics),
+            "; ".join(kept.get(checkpoint.path, ())),
         )
-        for one in shown
+        for checkpoint in shown
     ]
     heads = ("STEP", "STATE", "SIZE", "AGE", "METRICS", "KEPT BY")
     table = output.table_lines(heads, rows, right=frozenset({0, 2, 3}))
