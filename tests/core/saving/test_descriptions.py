@@ -61,8 +61,16 @@ def test_config_and_kind_come_back_and_are_metadata(tmp_path: Path) -> None:
         ({"kind": ""}, ValueError, "kind='': give a text of 1 to 200"),
         ({"kind": "x" * 201}, ValueError, "give a text of 1 to 200"),
         ({"kind": "\ud800"}, ValueError, "give a text"),
-        ({"config": {}, "metadata": {"config": {}}}, ValueError, "config= is given, and metadata"),
-        ({"kind": "a", "metadata": {"kind": "a"}}, ValueError, "kind= is given, and metadata"),
+        (
+            {"config": {}, "metadata": {"config": {}}},
+            ValueError,
+            r"config= and metadata\['config'\] are both",
+        ),
+        (
+            {"kind": "a", "metadata": {"kind": "a"}},
+            ValueError,
+            r"kind= and metadata\['kind'\] are both",
+        ),
         ({"metadata": {"kind": 3}}, TypeError, "kind=3"),
     ],
 )
