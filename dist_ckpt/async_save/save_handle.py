@@ -1,4 +1,4 @@
-"""What `AsyncSaver.save` returns: a save under way."""
+"""The handle of a background save, which `AsyncSaver.save` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dist_ckpt.reports import SaveReport
 
 
 class SaveHandle:
-    """A background save. Threads may share it; only this rank is asked, and nobody else waits."""
+    """A background save. Threads may share it. Its methods are local: no other rank waits."""
 
     def __init__(
         self,
@@ -28,18 +28,18 @@ class SaveHandle:
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was saved, as two older saves were not written yet."""
+        """True if nothing was saved because two older saves were not written yet."""
         return self._order is None
 
     @property
     def superseded(self) -> bool:
-        """Whether a newer save has taken its place before it was begun."""
+        """True if a newer save replaced it before it began."""
         return self._order is not None and self._order.is_dropped
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Wait until the state may change. On the CPU it may when `save` returns.
 
-        TimeoutError if that takes longer; the save goes on.
+        TimeoutError after `timeout_s`; the save continues.
         """
         if self._order is not None and not self._order.staged.wait(timeout_s):
             raise TimeoutError(
@@ -47,7 +47,7 @@ class SaveHandle:
             )
 
     def done(self) -> bool:
-        """Say whether it is settled: durable, failed, skipped or superseded."""
+        """Return True if it is settled: durable, failed, skipped or superseded."""
         if self._order is None or self._writer is None:
             return True
         if not self._order.is_settled:
@@ -57,9 +57,9 @@ class SaveHandle:
     def result(self, timeout_s: float | None = None) -> SaveReport | None:
         """Wait until the checkpoint is durable; None if it was skipped or superseded.
 
-        Raises TimeoutError if that takes longer: the save goes on. Raises what the save failed of:
-        then no checkpoint was made, and older ones are as they were. But a rank whose own writer
-        has died cannot know whether the others had committed it just before.
+        TimeoutError after `timeout_s`; the save continues. Raises the error of a failed save: then
+        there is no new checkpoint, and older ones are unchanged. But if this rank's writer died,
+        the others may have committed the save just before.
         """
         if (failure := self.exception(timeout_s)) is not None:
             raise failure
@@ -68,7 +68,7 @@ class SaveHandle:
         return self._report(self._order.done)
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """Wait as `result` does; return what the save failed of instead of raising it."""
+        """Wait as `result` does, but return the error of the save instead of raising it."""
         order = self._order
         if order is None or self._writer is None:
             return None

@@ -97,20 +97,20 @@ def test_a_writer_may_finish_in_its_time(folder, monkeypatch, caplog):
 
 def test_a_writer_that_takes_longer_is_told_to_stop(folder, caplog):
     with writer(folder, 0, "told") as one:
-        assert settled(folder, 0, caplog) == ["rank 0 were told to stop"]
+        assert settled(folder, 0, caplog) == ["rank 0 were stopped"]
         assert one.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_writer_of_an_older_version_is_recognised_by_its_name(folder, caplog):
     with writer(folder, 0, "told", name="dist_ckpt.writer") as former:
-        assert settled(folder, 0, caplog) == ["rank 0 were told to stop"]
+        assert settled(folder, 0, caplog) == ["rank 0 were stopped"]
         assert former.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_writer_that_does_not_stop_is_killed(folder, monkeypatch, caplog):
     monkeypatch.setattr(orphan_writers, "_STOP_S", 0.1)
     with writer(folder, 0, "killed") as stubborn, writer(folder, 1, "told") as obedient:
-        assert settled(folder, 0, caplog) == ["rank 1 were told to stop", "rank 0 were killed"]
+        assert settled(folder, 0, caplog) == ["rank 1 were stopped", "rank 0 were killed"]
         assert stubborn.process.wait(60) == -signal.SIGKILL
         assert obedient.process.wait(60) == -signal.SIGTERM
     assert folder.rank(0).owner("writer") is None
@@ -121,7 +121,7 @@ def test_the_writer_of_a_living_trainer_is_left_alone(folder, caplog):
         lone = stack.enter_context(writer(folder, 1, "told"))
         for role in ("trainer", "writer"):
             stack.enter_context(writer(folder, 0, "told", role=role))
-        assert settled(folder, 0, caplog) == ["rank 1 were told to stop"]
+        assert settled(folder, 0, caplog) == ["rank 1 were stopped"]
         assert lone.process.wait(60) == -signal.SIGTERM
         assert folder.rank(0).owner("writer") is not None
 
@@ -129,7 +129,7 @@ def test_the_writer_of_a_living_trainer_is_left_alone(folder, caplog):
 def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder, caplog):
     with writer(folder, 0, "told"):
         lock = folder.rank(0).lock("trainer")
-        assert settled(folder, 0, caplog) == ["rank 0 were told to stop"]
+        assert settled(folder, 0, caplog) == ["rank 0 were stopped"]
         lock.release()
 
 
@@ -155,5 +155,5 @@ def test_a_writer_that_outlives_its_kill_is_reported(folder, monkeypatch):
     monkeypatch.setattr(orphan_writers, "_STOP_S", 0.1)
     monkeypatch.setattr(orphan_writers, "_KILL_S", 0.1)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if it hung in a call
-    with writer(folder, 4, "told"), pytest.raises(StorageError, match=r"rank 4 .*Mend that"):
+    with writer(folder, 4, "told"), pytest.raises(StorageError, match=r"rank 4 .*Repair"):
         end_orphan_writers(folder, 0)

@@ -48,10 +48,10 @@ from staged_saves import (
     Staged,
     State,
     Trainer,
+    decision_of,
     failure_of,
     hello,
     new_id,
-    verdict_of,
     write_of,
     writers,
 )
@@ -154,7 +154,7 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
                 one.complete()
             answers = [done(trainer) for trainer in trainers]
             assert [one.failure for one in answers] == [None] * world_size
-            assert len({str(one.verdict) for one in answers}) == 1
+            assert len({str(one.decision) for one in answers}) == 1
             assert set(answers[0].seconds) == {"claim", "write", "clean up"}
             assert all(one.writes.nbytes > 400_000 for one in answers)
             check(job.path / f"ck{turn}", state)
@@ -162,7 +162,7 @@ def test_what_is_staged_is_committed_and_sealed(job, world_size):
             (summary,) = dc.checkpoints(job.path / f"ck{turn}")
             assert summary.saved_at == STAGED_AT
             assert dc.open(job.path / f"ck{turn}").index.save == staged[0].snapshot.id
-            attempt = verdict_of(answers[0]).attempt
+            attempt = decision_of(answers[0]).attempt
             for rank, folder in enumerate(job.ranks(world_size)):
                 with kept_in(folder) as (found, problems):
                     assert problems == []

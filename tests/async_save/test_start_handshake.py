@@ -181,7 +181,7 @@ def test_a_save_is_no_failure_if_a_writer_died_when_others_had_committed_it(run,
         return bool(one.writer.unsettled)  # there is a writer, to write it
 
     assert run(rank) == [True, True]
-    assert "is committed, as other ranks say" in caplog.text
+    assert "is committed according to other ranks" in caplog.text
 
 
 # --- busy --------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_one_rank_alone_meets_nobody(run):
 def test_a_place_to_meet_that_is_none_is_refused(run, monkeypatch, place):
     monkeypatch.setattr(start_handshake, "_store", lambda *_: place)
     is_strange = place is None or [type(one) for one in place] != [str, int, bytes]
-    told = "not a message" if is_strange else "rank 0 sent no address at which the background"
+    told = "not a message" if is_strange else "rank 0 sent an invalid address for the store"
     for error in run(Rank.error):
         assert isinstance(error, RankError)
         assert told in str(error)

@@ -86,8 +86,8 @@ def order(writer: WriterHandle, name: str, arena: int = 0) -> WriteJob:
 
 
 def done(name: str, failure: Failure | None = None) -> Done:
-    verdict = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
-    return Done(name, verdict, failure, {}, IoCount(), IoCount(), IoCount(), 0)
+    decision = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
+    return Done(name, decision, failure, {}, IoCount(), IoCount(), IoCount(), 0)
 
 
 def die(fakes: FakeWriters) -> None:

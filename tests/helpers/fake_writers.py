@@ -50,8 +50,8 @@ class FakeWriter:
 
     def settle(self, name: str, failure: Failure | None = None) -> None:
         """Say that a save is committed, or why not."""
-        verdict = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
-        self._link.send(Done(name, verdict, failure, {}, IoCount(), IoCount(), IoCount(), 0))
+        decision = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
+        self._link.send(Done(name, decision, failure, {}, IoCount(), IoCount(), IoCount(), 0))
 
     def end(self) -> None:
         """End it as a kill does: the process, and with it its end of the link."""

@@ -174,9 +174,9 @@ def failure_of(done: Done) -> Failure:
     return done.failure
 
 
-def verdict_of(done: Done) -> CommitDecision:
-    assert done.verdict is not None
-    return done.verdict
+def decision_of(done: Done) -> CommitDecision:
+    assert done.decision is not None
+    return done.decision
 
 
 def write_of(

@@ -257,7 +257,7 @@ def _reporter(
     collectives = ranks.collectives
 
     def report(done: Done) -> SaveReport:
-        assert done.verdict is not None
+        assert done.decision is not None
         return SaveReport(
             path=path,
             step=step,
@@ -269,7 +269,7 @@ def _reporter(
             nbytes_receipt=done.nbytes_receipt,
             storage_reads=done.reads,
             storage_writes=done.writes,
-            **structs.asdict(done.verdict),
+            **structs.asdict(done.decision),
         )
 
     return report

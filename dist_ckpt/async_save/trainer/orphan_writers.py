@@ -1,4 +1,4 @@
-"""Writers that an earlier run has left on this host: they may finish, then they are ended."""
+"""Writers that an earlier run left on this host: they may finish, then they are ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dist_ckpt.errors import ConflictError, StorageError, ranks_text
 _log = logging.getLogger("dist_ckpt")
 
 _STOP_S = WRITER_END_S + 10.0
-# One that is killed ends when the kernel lets it.
+# A killed process ends when the kernel permits it.
 _KILL_S = 10.0
 _LOOK_S = 0.02
 
@@ -28,14 +28,17 @@ _MAX_WORDS_NBYTES = 4096
 def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
     """Wait `drain_timeout_s` for the writers on this host whose trainer is gone; then end them.
 
-    Those of this process's own rank among them: it holds the trainer's lock, and has not started a
-    writer. Whose trainer lives otherwise is another's business. On return none of them lives, and
-    what they have sealed stays as it is. Several processes may do it at once.
+    They include an old writer of this rank: this process has the trainer's lock, but no writer yet.
+    On return none of them lives. Sealed snapshots stay. Several processes may call it at once.
 
-    ConflictError if whoever holds a writer's lock is no writer that this process can see,
-    StorageError if one does not end though it was killed.
+    ConflictError if a writer's lock belongs to a process that is not a visible writer, StorageError
+    if a writer does not end after it was killed.
     """
-    left = {one.rank: one for one in folder.present() if _left_writer(one) is not None}
+    left = {
+        rank_folder.rank: rank_folder
+        for rank_folder in folder.present()
+        if _left_writer(rank_folder) is not None
+    }
     if not left:
         return
     _log.info(
@@ -43,34 +46,34 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
         *(folder.job, drain_timeout_s, ranks_text(left)),
     )
     finished = _gone(left, drain_timeout_s)
-    told = {rank for rank, one in left.items() if _end(one, signal.SIGTERM)}
+    stopped = {rank for rank, orphan in left.items() if _end(orphan, signal.SIGTERM)}
     gone = _gone(left, _STOP_S)
-    for one in left.values():
-        _end(one, signal.SIGKILL)
+    for orphan in left.values():
+        _end(orphan, signal.SIGKILL)
     killed = _gone(left, _KILL_S)
-    for what, ranks in (
-        ("finished", [*finished, *(rank for rank in gone if rank not in told)]),
-        ("were told to stop", [rank for rank in gone if rank in told]),
+    for outcome, ranks in (
+        ("finished", [*finished, *(rank for rank in gone if rank not in stopped)]),
+        ("were stopped", [rank for rank in gone if rank in stopped]),
         ("were killed", killed),
     ):
         if ranks:
-            _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), what)
-    for one in left.values():
+            _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), outcome)
+    for orphan in left.values():
         raise StorageError(
-            f"the background writer of rank {one.rank} ({_left_writer(one)}) does not end though "
-            f"it was killed: it waits for its storage. Mend that, or use another root, "
+            f"the background writer of rank {orphan.rank} ({_left_writer(orphan)}) was killed but "
+            f"does not end: it waits for its storage. Repair the storage, or use another root, "
             f"or another AsyncSaver(job=...)",
-            rank=one.rank,
+            rank=orphan.rank,
         )
 
 
 def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
-    """Wait until no writer is left, and take those that are gone out; return their ranks."""
+    """Wait until no writer is left. Remove those that are gone, and return their ranks."""
     until = time.monotonic() + timeout_s
     gone: list[int] = []
     while True:
-        for rank, one in list(left.items()):
-            if _left_writer(one) is None:
+        for rank, orphan in list(left.items()):
+            if _left_writer(orphan) is None:
                 del left[rank]
                 gone.append(rank)
         if not left or time.monotonic() >= until:
@@ -80,8 +83,8 @@ def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
 
 def _left_writer(folder: RankFolder) -> LockOwner | None:
     """Return the writer of a rank that lives without its trainer."""
-    # In this order: a new trainer has its lock before it starts a writer, so that the writer
-    # which was seen before its trainer was not is none of a living trainer's.
+    # Read the writer first: a new trainer takes its lock before it starts a writer. So a writer
+    # that was seen before its trainer's lock was free has no living trainer.
     writer = folder.owner("writer")
     if writer is None:
         return None
@@ -92,13 +95,13 @@ def _left_writer(folder: RankFolder) -> LockOwner | None:
 def _end(folder: RankFolder, number: signal.Signals) -> bool:
     """Send a signal to the writer of a rank; False if it has ended meanwhile.
 
-    ConflictError if its lock is held by something else.
+    ConflictError if another process has its lock.
     """
     owner = _left_writer(folder)
     if owner is None:
         return False
     with _pidfd(owner.pid) as pidfd:
-        # While that is open, the signal goes to the process that has been looked at, or to nobody.
+        # While the pidfd is open, the signal cannot reach another process.
         if pidfd is not None and _is_writer(owner.pid, folder):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
@@ -106,8 +109,8 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
     if _left_writer(folder) is None:
         return False
     raise ConflictError(
-        f"{folder.path}: the lock of the writer of rank {folder.rank} is held by {owner}, which is "
-        f"no background writer that this process can see (it may be in another container): stop "
+        f"{folder.path}: the lock of the writer of rank {folder.rank} belongs to {owner}, which is "
+        f"not a visible background writer (it may be in another container): stop "
         f"it, or use another root, or another AsyncSaver(job=...)",
         rank=folder.rank,
     )
@@ -115,7 +118,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
 
 @contextmanager
 def _pidfd(pid: int) -> Iterator[int | None]:
-    """Hold on to a process of this user by its number; None if there is none here."""
+    """Open a process of this user by its number; None if there is none here."""
     try:
         pidfd = os.pidfd_open(pid)
     except (OSError, AttributeError):  # AttributeError: no Linux
@@ -128,7 +131,7 @@ def _pidfd(pid: int) -> Iterator[int | None]:
 
 
 def _is_writer(pid: int, folder: RankFolder) -> bool:
-    """Say whether a process is a background writer, and has the lock file of a rank open."""
+    """Return True if a process is a background writer and has the lock file of a rank open."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(_MAX_WORDS_NBYTES).split(b"\0")

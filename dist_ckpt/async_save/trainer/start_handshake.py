@@ -1,4 +1,4 @@
-"""The first exchange of a background save: what has failed, who is busy, where the writers meet."""
+"""The first exchange of a background save: failures, busy ranks, the store of the writers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WhenBusy = Literal["wait", "skip", "supersede"]
 # Where writers meet: host, port, token.
 MeetingPlace = tuple[str, int, bytes]
 
-# The store of a group of one: nobody meets.
+# A group of one rank needs no store.
 _NOWHERE: MeetingPlace = ("", 0, b"")
 
-# A DNS name is no longer.
+# The longest DNS name.
 MAX_HOST_CHARS = 255
 
-# How much later than the newest save one is said to begin at least: a clock may be set back.
+# The least time between the starts of two saves: a clock may be set back.
 _LATER_S = 0.001
 
 
 class SaverInfo(Message, frozen=True):
-    """The options of a saver that are the same on all ranks, and so tell savers apart."""
+    """The options of a saver that are equal on all ranks. They identify the saver."""
 
     job: str | None
     root: str | None
@@ -48,11 +48,10 @@ def check_savers(call: str, savers: Sequence[SaverInfo]) -> None:
 
 
 class _WriterState(Message, frozen=True):
-    """How one rank's writer is.
+    """The state of one rank's writer.
 
-    `failed` are its saves of which nobody was told that they failed, and why; `committed` others.
-    `paused` is a save that can be superseded, "" if there is none. `joined` is where it has met the
-    other writers.
+    `failed` has the saves whose failure was not reported yet, and their errors. `paused` is a save
+    that can be superseded, or "". `joined` is the store of its last meeting with other writers.
     """
 
     saver: SaverInfo
@@ -66,12 +65,11 @@ class _WriterState(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """How a save begins on all ranks. It does not if one has `failed`, or if it `is_skipped`.
+    """How a save begins on all ranks. It does not begin if a save has `failed` or it `is_skipped`.
 
-    `committed` are saves that some rank knows to be checkpoints. `queued` is a save that this one
-    is to supersede on all ranks, once they agree on it: paused until then; "" if there is none.
-    `store` is where the writers meet. `began_at` is the coordinator's clock, but later than the
-    newest save that any rank knows.
+    `committed` are saves that are committed according to some rank. `queued` is a paused save that
+    this one supersedes on all ranks once they agree on it, or "". The writers meet in `store`.
+    `began_at` is the coordinator's clock, but later than the newest save of any rank.
     """
 
     failed: dict[str, Failure]
@@ -90,9 +88,9 @@ def agree_on_start(
 ) -> Start | None:
     """Return how a save begins, or None if it is skipped. Collective: every rank calls this.
 
-    `begin` returns this rank's writer, which may be dead. `is_urgent` says, also while it waits,
-    whether this save is to supersede another rather than to wait. Raises, on all ranks, what an
-    earlier save has failed of on any of them, once.
+    `begin` returns this rank's writer, which may be dead. If `is_urgent` becomes true, even during
+    the wait, this save supersedes another one instead of waiting. The error of an earlier save on
+    any rank is raised on all ranks, once.
     """
     channel = ranks.channel
     writer: WriterHandle | None = None
@@ -107,7 +105,7 @@ def agree_on_start(
                 writer.ensure()
                 supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and is_urgent())
                 paused = _paused(writer) if supersedes else ""
-            own = _WriterState(
+            writer_state = _WriterState(
                 saver=saver,
                 failed=failed,
                 committed=tuple(order.snapshot for order in writer.orders if order.is_committed),
@@ -117,10 +115,10 @@ def agree_on_start(
                 host=channel.host,
                 newest_at=writer.newest_at,
             )
-            gathered = readying.gather(own)
+            gathered = readying.gather(writer_state)
             if gathered is not None:
                 readying.decide(_judge(gathered, writer))
-        start = _taken_note_of(readying.result(Start), writer)
+        start = _apply_decision(readying.result(Start), writer)
     finally:
         if writer is not None and paused and (start is None or not start.queued):
             writer.go(paused, drop=False)
@@ -130,10 +128,10 @@ def agree_on_start(
 def _await_readiness(
     writer: WriterHandle, ranks: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
 ) -> None:
-    # What failed elsewhere is about to fail here: before it has, nobody can go on.
-    told = [order for order in writer.unsettled if order.is_told]
+    # A save that failed on another rank will fail here too: wait for that.
+    reported = [order for order in writer.unsettled if order.is_told]
     settled_s = 2 * ranks.config.heartbeat_timeout_s + ranks.config.join_timeout_s
-    writer.wait_for(lambda: all(order.is_settled for order in told), settled_s)
+    writer.wait_for(lambda: all(order.is_settled for order in reported), settled_s)
     writer.look()
     if saver.when_busy == "wait":
         writer.wait_for(lambda: not _is_busy(writer) or bool(writer.failed) or is_urgent(), None)
@@ -144,7 +142,7 @@ def _is_busy(writer: WriterHandle) -> bool:
 
 
 def _paused(writer: WriterHandle) -> str:
-    """Pause the save that may be superseded; return its name, "" if there is none."""
+    """Pause the save that may be superseded. Return its name, or ""."""
     unsettled = [order.snapshot for order in writer.unsettled]
     if unsettled and writer.pause(unsettled[-1]):
         return unsettled[-1]
@@ -156,47 +154,47 @@ def _failure_of(order: WriteJob, channel: Channel) -> Failure:
     return failure_of(order.failure, "write", channel.rank, channel.host)
 
 
-def _judge(told: Sequence[_WriterState], writer: WriterHandle) -> Start:
-    """Decide how the save begins; `writer` is the coordinator's: it may have to serve a store."""
-    check_savers("AsyncSaver.save", [one.saver for one in told])
-    committed = {snapshot for one in told for snapshot in one.committed}
+def _judge(states: Sequence[_WriterState], writer: WriterHandle) -> Start:
+    """Decide how the save begins. `writer` is the coordinator's: it may start a store."""
+    check_savers("AsyncSaver.save", [state.saver for state in states])
+    committed = {snapshot for state in states for snapshot in state.committed}
     failed = {
         snapshot: failure
-        for snapshot, failure in _failed(told).items()
+        for snapshot, failure in _failed(states).items()
         if snapshot not in committed
     }
-    is_busy = any(one.is_busy for one in told)
-    paused = {one.paused for one in told}
-    goes_on = not failed and not (is_busy and told[0].saver.when_busy == "skip")
+    is_busy = any(state.is_busy for state in states)
+    paused = {state.paused for state in states}
+    begins = not failed and not (is_busy and states[0].saver.when_busy == "skip")
     return Start(
         failed=failed,
         committed=tuple(sorted(committed)),
-        is_skipped=not goes_on,
-        # All ranks or none: else the writers of some would wait for those of others.
+        is_skipped=not begins,
+        # All ranks or none: otherwise some writers would wait for the others.
         queued=paused.pop() if is_busy and len(paused) == 1 else "",
-        store=_store(told, writer) if goes_on else _NOWHERE,
-        began_at=max(time.time(), max(one.newest_at for one in told) + _LATER_S),
+        store=_store(states, writer) if begins else _NOWHERE,
+        began_at=max(time.time(), max(state.newest_at for state in states) + _LATER_S),
     )
 
 
-def _store(told: Sequence[_WriterState], writer: WriterHandle) -> MeetingPlace:
-    """Return where all writers meet: where they have met before, or in a new store."""
-    if len(told) == 1:
+def _store(states: Sequence[_WriterState], writer: WriterHandle) -> MeetingPlace:
+    """Return the store that all writers have joined, or a new one."""
+    if len(states) == 1:
         return _NOWHERE
-    joined = told[0].joined
-    if joined is not None and all(one.joined == joined for one in told):
+    joined = states[0].joined
+    if joined is not None and all(state.joined == joined for state in states):
         return joined
-    others = [one.host for one in told if one.host != told[0].host]
-    return writer.serve(others[0] if others else "")
+    hosts = [state.host for state in states if state.host != states[0].host]
+    return writer.serve(hosts[0] if hosts else "")
 
 
-def _taken_note_of(start: Start, writer: WriterHandle) -> Start | None:
-    """Return how the save begins, None if it is skipped: the writer here knows now what all do."""
-    # What was committed though the writer here died before it could say so.
+def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
+    """Apply the decision to this rank's writer. Return None if the save is skipped."""
+    # Committed saves whose writer here died before it reported them.
     mistaken = [order for order in writer.failed if order.snapshot in start.committed]
     for order in mistaken:
         order.is_told = True
-        _log.warning("a background save is committed, as other ranks say: %s", order.failure)
+        _log.warning("a background save is committed according to other ranks: %s", order.failure)
     if start.failed:
         _raise(start.failed, writer)
     if mistaken:
@@ -209,37 +207,40 @@ def _taken_note_of(start: Start, writer: WriterHandle) -> Start | None:
 
 
 def _raise(failed: Mapping[str, Failure], writer: WriterHandle) -> None:
-    """Raise the failures; here too they count as told, if they are known yet or not."""
+    """Raise the failures. They count as reported on this rank, even if it has not seen them."""
     for order in writer.orders:
         if order.snapshot in failed:
             order.is_told = True
     writer.forget_told()
     error = first_error([error_of(failure) for failure in failed.values()])
-    error.add_note("That was an earlier save. This one was not begun: save again.")
+    error.add_note("The failure is of an earlier save. This save was not begun: save again.")
     raise error
 
 
 def _check_store(store: MeetingPlace) -> None:
-    """Raise RankError if this is no address and no token."""
+    """Raise RankError if the store has an invalid address or token."""
     host, port, token = store
-    is_place = 0 < len(host) <= MAX_HOST_CHARS and 0 < port < 1 << 16
-    if (is_place and len(token) == TOKEN_NBYTES) or store == _NOWHERE:
+    is_address = 0 < len(host) <= MAX_HOST_CHARS and 0 < port < 1 << 16
+    if (is_address and len(token) == TOKEN_NBYTES) or store == _NOWHERE:
         return
     raise RankError(
-        f"rank 0 sent no address at which the background writers can meet. "
+        f"rank 0 sent an invalid address for the store of the background writers. "
         f"{JOB_STORE_TEXTS.strange}",
         rank=COORDINATOR,
     )
 
 
-def _failed(told: Sequence[_WriterState]) -> dict[str, Failure]:
-    """Return why each save has failed, by its snapshot; the oldest save first.
+def _failed(states: Sequence[_WriterState]) -> dict[str, Failure]:
+    """Return the failure of each save, by its snapshot; the oldest save first.
 
-    The rank to which it happened knows best: the others may have seen no more than that it is gone.
+    The report of the rank that failed is preferred: others may only have seen that it is gone.
     """
     reports: dict[str, list[tuple[bool, int, Failure]]] = {}
-    for rank, one in enumerate(told):
-        for snapshot, failure in one.failed.items():
+    for rank, state in enumerate(states):
+        for snapshot, failure in state.failed.items():
             is_hearsay = failure.rank != rank
             reports.setdefault(snapshot, []).append((is_hearsay, rank, failure))
-    return {snapshot: min(some, key=lambda one: one[:2])[2] for snapshot, some in reports.items()}
+    return {
+        snapshot: min(rank_reports, key=lambda report: report[:2])[2]
+        for snapshot, rank_reports in reports.items()
+    }

@@ -153,12 +153,12 @@ class Paused(_Kind, frozen=True):
 class Done(_Kind, frozen=True):
     """A save is settled.
 
-    It has a `verdict` or a `failure`. `seconds` are the writer's, by phase; `reads` and `writes`
+    It has a `decision` or a `failure`. `seconds` are the writer's, by phase; `reads` and `writes`
     are those of the storage, `exchanges` of the channel, `nbytes_receipt` of them the receipt.
     """
 
     snapshot: str
-    verdict: CommitDecision | None
+    decision: CommitDecision | None
     failure: Failure | None
     seconds: Mapping[str, float]
     reads: IoCount

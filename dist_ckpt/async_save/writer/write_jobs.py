@@ -194,14 +194,14 @@ class WriterSave:
         """
         path, hello = self.write.path, self._saves.hello
         try:
-            verdict = self._commit(self._saves.meetings.channel(self.write))
+            decision = self._commit(self._saves.meetings.channel(self.write))
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
             _log.error("background save to %s failed: %s", path, error, exc_info=error)
             self.seal()
             host = host_of(hello.config)
             return self._done(None, failure_of(error, "background save", hello.rank, host))
-        _log.info("background save to %s is committed: %s", path, verdict)
-        return self._done(verdict, None)
+        _log.info("background save to %s is committed: %s", path, decision)
+        return self._done(decision, None)
 
     def _commit(self, channel: Channel) -> CommitDecision:
         phases, began = self._phases, channel.exchanges
@@ -240,12 +240,12 @@ class WriterSave:
         else:
             _log.info("what was staged for %s is sealed, and stays in memory", path)
 
-    def _done(self, verdict: CommitDecision | None, failure: Failure | None) -> Done:
+    def _done(self, decision: CommitDecision | None, failure: Failure | None) -> Done:
         """Return what the trainer is told."""
         storage, transaction = self._storage, self._transaction
         return Done(
             snapshot=self.write.snapshot,
-            verdict=verdict,
+            decision=decision,
             failure=failure,
             seconds=self._phases.seconds,
             reads=IoCount() if storage is None else storage.reads,
