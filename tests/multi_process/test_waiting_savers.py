@@ -54,7 +54,7 @@ def wait_for_saves(rank: int, root: str, job: str) -> str:
         handle = saver.save(state_of(rank, 2, 2), folder_of(root, 2), step=2)
         began = time.monotonic()
         with pytest.raises(
-            TimeoutError, match=r"not settled within 0\.2 s .*they go on, wait again"
+            TimeoutError, match=r"not settled within 0\.2 s .*they continue, wait again"
         ):
             saver.wait(0.2)
         assert 0.2 <= time.monotonic() - began < 50

@@ -1,8 +1,8 @@
-"""Which job a folder of checkpoints means: its id, which a folder made anew there has not.
+"""The id of a folder of checkpoints, from which its job id is computed.
 
-It is random and lies in the folder, in a file that `ls` shows: it goes with `rm -rf root/*` too.
-A folder's number and birth would not do: numbers are given again at once (ext4), or change while
-the folder stays (FUSE), and many file systems know no birth.
+The id is random. It is in a file that `ls` shows, so `rm -rf root/*` removes it too. Inode numbers
+and birth times are not enough: ext4 reuses a number at once, FUSE may change it, and many file
+systems have no birth time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NBYTES = 33
 
 
 def job_id(root: str, root_id: str) -> str:
-    """Return the job that a folder of checkpoints means, unless the user says it.
+    """Return the default job of a folder of checkpoints.
 
-    It is the same in every later run that saves into the same folder, on this host: a hash of the
-    user, the folder's id, its real path and its device, as a copy has its id.
+    It is the same in every later run on this host that saves into the folder: a hash of the user,
+    the folder's id, its real path, and its device. The id is not enough: a copy has it too.
     """
     real = os.path.realpath(root)
     words = f"{os.geteuid()}\0{_device(real)}\0{root_id}\0{real}"
@@ -37,7 +37,7 @@ def job_id(root: str, root_id: str) -> str:
 
 
 def find_root_id(storage: Storage, root: str) -> str | None:
-    """Return the id of a folder; None if it has none, or is not there.
+    """Return the id of a folder; None if it has no id or does not exist.
 
     CorruptError if something else has the file's name, StorageError if it cannot be read.
     """
@@ -55,28 +55,28 @@ def find_root_id(storage: Storage, root: str) -> str | None:
         count = reader.read_into(0, memoryview(data))
     finally:
         reader.close()
-    if (found := _CONTENT.fullmatch(data[:count])) is None:
+    if (content := _CONTENT.fullmatch(data[:count])) is None:
         raise CorruptError(
             f"{file} is not what dist_ckpt writes there: remove it, then what background saves "
             f"have left in memory of this folder is not found again; or use another root, or "
             f"AsyncSaver(job=...)"
         )
-    return found[1].decode()
+    return content[1].decode()
 
 
 def make_root_id(storage: Storage, root: str) -> str:
-    """Return the id of a folder, which gets one, and is made, if need be; it is durable then.
+    """Return the id of a folder. Create the folder and the id, durably, if they do not exist.
 
-    Whoever calls this at once gets the same one. StorageError or ExistsError if it cannot be made,
+    Concurrent callers get the same id. StorageError or ExistsError if it cannot be made,
     IncompatibleError if the folder is to be upgraded.
     """
     check_upgraded(storage, root)
     for _ in range(ROUNDS):
-        if (there := find_root_id(storage, root)) is not None:
-            return there
-        with suppress(FileExistsError, FileNotFoundError):  # another was faster, or removed it
+        if (root_id := find_root_id(storage, root)) is not None:
+            return root_id
+        with suppress(FileExistsError, FileNotFoundError):  # another process was first
             _put(storage, root)
-    raise StorageError(f"{root} is removed again and again: look who does that")
+    raise StorageError(f"{root} is removed again and again: find out what removes it")
 
 
 def _put(storage: Storage, root: str) -> None:
@@ -100,17 +100,17 @@ def _put(storage: Storage, root: str) -> None:
 
 
 def _make_durably(storage: Storage, root: str) -> None:
-    """Make the folder and what is missing above it, or leave nothing.
+    """Make the folder and its missing parents durably, or leave none of them.
 
-    A save finds them there then, and takes it that their names are durable.
+    A save that finds a folder assumes that its name is durable.
     """
-    made: list[str] = []
+    created: list[str] = []
     try:
-        make_folders(storage, root, made)
-        for folder in made:
+        make_folders(storage, root, created)
+        for folder in created:
             storage.sync(posixpath.dirname(folder))
     except BaseException:
-        for folder in reversed(made):
+        for folder in reversed(created):
             with suppress(StorageError, OSError):
                 storage.remove(folder)
         raise

@@ -1,4 +1,4 @@
-"""What a rank has of a job that saves in the background: folder, locks, arenas, writer."""
+"""One rank's part of a job that saves in the background: folder, locks, arenas, writer."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from dist_ckpt.errors import CheckpointError, ConflictError
 
 _log = logging.getLogger("dist_ckpt")
 
-# A writer that has nothing more to settle ends within this, or is killed.
+# A writer without unsettled saves ends within this time, or is killed.
 END_S = 60.0
 
 
 class Job:
-    """One rank's part of a job. It is this rank's one trainer on this host until `close`.
+    """One rank's part of a job. It is this rank's only trainer on this host until `close`.
 
-    Writers of an earlier run are settled with, and a new one is started. ConflictError if the
-    job has a living trainer of this rank, in this process or another. If it is not closed, it ends
-    with the last reference to it: its writer goes on as if this process had died.
+    It ends the writers of an earlier run and starts a new one. ConflictError if the job has a
+    living trainer of this rank, in this process or another. Without `close` it ends with its last
+    reference: its writer continues as if this process had died.
     """
 
     def __init__(self, hello: Hello, *, drain_timeout_s: float) -> None:
         self.folder = JobFolder(hello.job)
-        self._own = self.folder.rank(hello.rank)
-        self._lock = _trainer_lock(self._own)
+        self._rank_folder = self.folder.rank(hello.rank)
+        self._lock = _trainer_lock(self._rank_folder)
         try:
             end_orphan_writers(self.folder, drain_timeout_s)
-            self.arenas = ArenaPool(self._own)
-            self.writer = WriterHandle(self._own, hello)
+            self.arenas = ArenaPool(self._rank_folder)
+            self.writer = WriterHandle(self._rank_folder, hello)
             self.writer.newest_at = self.arenas.newest_at
             self.writer.ensure()
         except BaseException:
@@ -47,16 +47,16 @@ class Job:
         self.streams, self.pinned, self.fence = SideStreams(), PinnedArenas(), Fence()
         self._world_size = hello.world_size
         self._has_reclaimed = False
-        self._held = self._lock, self.arenas, self.pinned, self.fence, self.writer
-        self._dropped = finalize(self, _let_go, *self._held, hello.job)
-        # At the end of the process all that ends anyway.
+        self._resources = self._lock, self.arenas, self.pinned, self.fence, self.writer
+        self._dropped = finalize(self, _let_go, *self._resources, hello.job)
+        # At exit the process releases all of it.
         self._dropped.atexit = False
 
     def reclaim(self, *, all_are_here: bool) -> None:
-        """Remove what ranks have left that do not exist any more, once a checkpoint is durable.
+        """Remove the folders of ranks that no longer exist, once a checkpoint is durable.
 
-        `all_are_here`: all ranks of this run hold their locks just now. Otherwise one of them may
-        have ended, and have kept its snapshots for the next run: those are left alone.
+        `all_are_here`: all ranks of this run have their locks now. Otherwise a rank may have ended
+        and left snapshots for the next run: its folder stays.
         """
         if self._has_reclaimed or not self.writer.has_committed:
             return
@@ -67,15 +67,15 @@ class Job:
 
     def _ownerless(self) -> list[RankFolder]:
         folders = self.folder.present()
-        return [one for one in folders if not any(one.owner(role) for role in ROLES)]
+        return [folder for folder in folders if not any(map(folder.owner, ROLES))]
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until everything is settled. Raises TimeoutError, and what a save has failed of."""
+        """Wait until all saves are settled. Raises TimeoutError, or the error of a failed save."""
         writer = self.writer
         if not writer.wait_for(lambda: not writer.unsettled, timeout_s):
             paths = ", ".join(order.snapshot for order in writer.unsettled)
             raise TimeoutError(
-                f"saves are not settled within {timeout_s:g} s ({paths}): they go on, wait again"
+                f"saves are not settled within {timeout_s:g} s ({paths}): they continue, wait again"
             )
         failed = writer.failed
         for order in failed:
@@ -84,16 +84,15 @@ class Job:
             raise first_error(errors)
 
     def detach(self) -> None:
-        """Let the writer finish what is staged, and end by itself; others may be trainer."""
+        """Let the writer finish staged saves and end. Another process may become the trainer."""
         self._dropped.detach()
         self.fence.close()
-        _leave(*self._held)
+        _leave(*self._resources)
 
     def close(self, *, keep: bool) -> None:
-        """End the writer when everything is settled; give the memory back, unless `keep`.
+        """End the writer when all saves are settled. Free the memory, unless `keep`.
 
-        What may be nowhere else is kept as well. Raises what a save has failed of that nobody was
-        told of.
+        A snapshot that may be the only copy stays. Raises an error that was not reported yet.
         """
         self._dropped.detach()
         writer = self.writer
@@ -118,11 +117,11 @@ class Job:
 
     def _give_back(self) -> None:
         if self.writer.is_last_committed is not None:  # something was saved
-            if self.writer.is_last_committed or self._own.is_empty:
-                _remove(self._own)
+            if self.writer.is_last_committed or self._rank_folder.is_empty:
+                _remove(self._rank_folder)
         else:
-            gone = [one for one in self._ownerless() if one.rank >= self._world_size]
-            for folder in (self._own, *gone):
+            gone = [folder for folder in self._ownerless() if folder.rank >= self._world_size]
+            for folder in (self._rank_folder, *gone):
                 if not (name := only_copy_in(folder)):
                     _remove(folder)
                 else:
@@ -137,7 +136,7 @@ class Job:
 def _leave(
     lock: LockFile, arenas: ArenaPool, pinned: PinnedArenas, fence: Fence, writer: WriterHandle
 ) -> None:
-    """Let the writer finish what is staged, and others be trainer. Waits for no storage."""
+    """Let the writer finish staged saves; release the lock. Does not wait for storage."""
     try:
         fence.join()
         pinned.close()
@@ -155,11 +154,11 @@ def _let_go(
     writer: WriterHandle,
     job: str,
 ) -> None:
-    """Leave a job that was dropped, and not closed; say what became of its saves."""
+    """Leave a job that was not closed; log the state of its saves."""
     if not lock.is_held:  # a forked child has no part in it
         return
-    # Waits for nothing: a copy that is under way keeps the job. The fence's hook stays, for a step
-    # may be going through all of them just now; it does nothing any more.
+    # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
+    # an optimizer step may be iterating over all hooks now.
     _leave(lock, arenas, pinned, fence, writer)
     if unsettled := writer.unsettled:
         _log.warning(
@@ -172,28 +171,28 @@ def _let_go(
     warnings.warn(f"unclosed AsyncSaver of job {job}", ResourceWarning, stacklevel=2)
 
 
-def _trainer_lock(own: RankFolder) -> LockFile:
-    """Become the trainer of a rank. ConflictError if there is one."""
+def _trainer_lock(rank_folder: RankFolder) -> LockFile:
+    """Become the trainer of a rank. ConflictError if it has one."""
     try:
-        return own.lock("trainer")
+        return rank_folder.lock("trainer")
     except ConflictError:
-        owner = own.owner("trainer")
+        owner = rank_folder.owner("trainer")
         if owner is not None and not owner.is_this_process:
             raise
-    # One that was dropped may be part of a cycle, such as an error that was raised in it makes.
+    # An AsyncSaver without other references may be in a cycle, such as one made by its error.
     gc.collect()
     try:
-        return own.lock("trainer")
+        return rank_folder.lock("trainer")
     except ConflictError as error:
         raise ConflictError(
-            f"another AsyncSaver of job {own.job!r} is open in this process: close it, use "
+            f"another AsyncSaver of job {rank_folder.job!r} is open in this process: close it, use "
             f"another root, or give this one another job: AsyncSaver(job=...)",
-            rank=own.rank,
+            rank=rank_folder.rank,
         ) from error
 
 
 def _remove(folder: RankFolder) -> None:
-    """Remove what a rank has left, if no other is faster, or uses it by now."""
+    """Remove a rank's folder, unless another process was faster or uses it now."""
     with suppress(CheckpointError, OSError):
         folder.remove()
         _log.info("%s: what was left there is removed", folder.path)
