@@ -52,7 +52,7 @@ def make_room(accelerator: Any, folder: str) -> None:
     limit = accelerator.project_configuration.total_limit
     if limit is None or not accelerator.is_main_process:
         return
-    ours = [path for path in numbered(folder) if not is_accelerates(path)]
+    ours = [path for path in numbered_checkpoints(folder) if not is_accelerates(path)]
     for path in ours[: -max(limit, 1)]:
         try:
             delete(path)
@@ -67,11 +67,13 @@ def is_accelerates(path: str) -> bool:
     return not is_ours and any(_OWN_FILES.fullmatch(name) for name in names)
 
 
-def numbered(folder: str) -> list[str]:
+def numbered_checkpoints(folder: str) -> list[str]:
     """Return the checkpoints that accelerate has named, oldest first."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [name for name in names if re.fullmatch(r"checkpoint_\d+", name)]
-    return [os.path.join(folder, one) for one in sorted(found, key=lambda one: int(one[11:]))]
+    matching = [name for name in names if re.fullmatch(r"checkpoint_\d+", name)]
+    return [
+        os.path.join(folder, name) for name in sorted(matching, key=lambda name: int(name[11:]))
+    ]
 
 
 # Each is looked for before anything is saved, as accelerate may move it in any release.
@@ -82,16 +84,16 @@ NEEDED = (
 )
 
 
-def held(accelerator: Any) -> dict[str, Any]:
+def prepared_objects(accelerator: Any) -> dict[str, Any]:
     """Return what was prepared and registered, of each kind one, or several by number."""
-    found = {
+    objects = {
         "model": _one_or_more(accelerator._models),
         "optim": _one_or_more(accelerator._optimizers),
         "scheduler": _one_or_more(accelerator._schedulers),
         "custom": _one_or_more(accelerator._custom_objects),
         "scaler": accelerator.scaler,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in objects.items() if value is not None}
 
 
 def _one_or_more(values: list[Any]) -> Any:
@@ -183,17 +185,17 @@ class AcceleratedRun:
 
         `epochs` does it if it was not called.
         """
-        found = self._template()
-        step = self._checkpointer.restore(found)
+        template = self._template()
+        step = self._checkpointer.restore(template)
         self._is_restored = True
         if step is not None:
-            if not isinstance(found["position"], dict):
+            if not isinstance(template["position"], dict):
                 raise IncompatibleError(
                     f"step {step} was not saved by an AcceleratedRun: give another root, and that "
                     f"checkpoint as init= with init_strict=False"
                 )
             self._step = step
-            self._go_on_from(found["position"], found["data"].value)
+            self._go_on_from(template["position"], template["data"].value)
         return step
 
     def epochs(self, until: int) -> Iterator[int]:
@@ -321,7 +323,7 @@ class AcceleratedRun:
 
     def _template(self) -> dict[str, Any]:
         return {
-            **held(self._accelerator),
+            **prepared_objects(self._accelerator),
             "position": None,
             "data": PerRank(None, on_reshard="drop"),
             "rng": RNG(on_reshard="drop"),
@@ -407,7 +409,7 @@ def _save_state(
         raise ValueError("save_state needs a folder: save_state(output_dir)")
     hand_out_buffers_of(accelerator)
     path = os.path.expanduser(os.fspath(output_dir))
-    state = {**held(accelerator), "position": {"accumulated": accelerator.step}}
+    state = {**prepared_objects(accelerator), "position": {"accumulated": accelerator.step}}
     save(
         {**state, **_of_ranks(accelerator)}, path, overwrite=not project.automatic_checkpoint_naming
     )
@@ -426,16 +428,16 @@ def _load_state(
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs a folder: load_state(input_dir)")
         folder = os.path.join(accelerator.project_dir, "checkpoints")
-        if not (found_there := numbered(folder)):
+        if not (checkpoints := numbered_checkpoints(folder)):
             raise NotFoundError(f"{folder} has no checkpoint_N: save_state() makes them")
-        input_dir = found_there[-1]
+        input_dir = checkpoints[-1]
     path = os.path.expanduser(os.fspath(input_dir))
-    found = {**held(accelerator), "position": None, **_of_ranks(accelerator)}
+    template = {**prepared_objects(accelerator), "position": None, **_of_ranks(accelerator)}
     _refuse_own_files(path)
-    load(found, path)
-    for loader, state in zip(stateful_loaders(accelerator), found["data"].value, strict=True):
+    load(template, path)
+    for loader, state in zip(stateful_loaders(accelerator), template["data"].value, strict=True):
         loader.load_state_dict(state)
-    accelerator.step = found["position"]["accumulated"]
+    accelerator.step = template["position"]["accumulated"]
 
 
 def _refuse_own_files(path: str) -> None:

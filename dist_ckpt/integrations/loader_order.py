@@ -16,8 +16,8 @@ def sources_of(loaders: Iterable[Any]) -> dict[str, Any]:
     """Return what the next `iter` of loaders draws their order from, as plain data."""
     loaders = list(loaders)
     return {
-        "generators": [bytes(one.get_state().tolist()) for one in _generators(loaders)],
-        "seeds": [one.initial_seed for one in _seeded(loaders)],
+        "generators": [bytes(item.get_state().tolist()) for item in _generators(loaders)],
+        "seeds": [item.initial_seed for item in _seeded(loaders)],
     }
 
 
@@ -45,26 +45,26 @@ def set_sources(loaders: Iterable[Any], sources: dict[str, Any]) -> None:
 
 def _samplers(loader: Any) -> Iterator[Any]:
     """Yield the samplers of a loader, those inside of others behind them."""
-    found = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     for _ in range(4):  # accelerate puts one around one
-        yield from (one for one in found if one is not None)
-        inner = [getattr(one, name, None) for one in found for name in _INNER]
-        found = [one for one in inner if one is not None]
+        yield from (sampler for sampler in samplers if sampler is not None)
+        inner = [getattr(sampler, name, None) for sampler in samplers for name in _INNER]
+        samplers = [sampler for sampler in inner if sampler is not None]
 
 
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
     """Return what loaders draw from beside the global ones; of a seed, nothing is drawn."""
-    seeded = {id(getattr(one, "generator", None)) for one in _seeded(loaders)}
-    found: list[Any] = []
+    seeded = {id(getattr(item, "generator", None)) for item in _seeded(loaders)}
+    candidates: list[Any] = []
     for loader in loaders:
         own = [getattr(loader, name, None) for name in ("synchronized_generator", "generator")]
-        found += [*own, *(getattr(one, "generator", None) for one in _samplers(loader))]
-    generators = {id(one): one for one in found if isinstance(one, torch.Generator)}
-    return [one for number, one in generators.items() if number not in seeded]
+        candidates += [*own, *(getattr(item, "generator", None) for item in _samplers(loader))]
+    generators = {id(item): item for item in candidates if isinstance(item, torch.Generator)}
+    return [item for number, item in generators.items() if number not in seeded]
 
 
 def _seeded(loaders: list[Any]) -> list[Any]:
     """Return accelerate's samplers, whose order follows from their seed and the epoch."""
-    samplers = (one for loader in loaders for one in _samplers(loader))
-    found = {id(one): one for one in samplers if hasattr(one, "initial_seed")}
-    return [one for one in found.values() if type(one.initial_seed) is int]
+    samplers = (sampler for loader in loaders for sampler in _samplers(loader))
+    seeded = {id(sampler): sampler for sampler in samplers if hasattr(sampler, "initial_seed")}
+    return [sampler for sampler in seeded.values() if type(sampler.initial_seed) is int]

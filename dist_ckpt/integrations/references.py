@@ -117,7 +117,7 @@ class TrackerThread:
             while self._waiting and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             if self._waiting:
-                steps = ", ".join(str(one.step) for one in self._waiting)
+                steps = ", ".join(str(report.step) for report in self._waiting)
                 _log.warning(
                     "%s was not told of step %s within %g s: the checkpoints are safe",
                     *(self._tracker.name, steps, timeout_s),

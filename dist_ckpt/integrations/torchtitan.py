@@ -108,15 +108,15 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
 
     def _load(self, step: int = -1) -> bool:
         template = self._state(None)
-        found = self._checkpointer.restore(template, None if step == -1 else f"@{step}")
-        loader, place = self._loader, template["dataloader"].value
-        if place is not None:
-            _set_place(loader, place)
-        return found is not None or self._has_initial
+        restored = self._checkpointer.restore(template, None if step == -1 else f"@{step}")
+        loader, loader_state = self._loader, template["dataloader"].value
+        if loader_state is not None:
+            _set_loader_state(loader, loader_state)
+        return restored is not None or self._has_initial
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - its signature
         ck = self._checkpointer
-        ck.step(curr_step, lambda: self._state(_place(self._loader)))
+        ck.step(curr_step, lambda: self._state(_loader_state(self._loader)))
         is_asked = last_step or (self._first and curr_step == 1)
         if is_asked:
             ck.save(curr_step)
@@ -141,13 +141,13 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
 
     # --- state -----------------------------------------------------------------------------------
 
-    def _state(self, place: object) -> dict[str, Any]:
+    def _state(self, loader_state: object) -> dict[str, Any]:
         key = None
         if (rank := getattr(self._loader, "dp_rank", None)) is not None:
             key = ("dp", rank)
         return {
             **self._held,
-            "dataloader": PerRank(place, key=key),
+            "dataloader": PerRank(loader_state, key=key),
             "rng": RNG(on_reshard="drop"),
         }
 
@@ -164,7 +164,7 @@ _REFUSED = {
 
 def _options(config: Any) -> dict[str, Any]:
     """Return what torchtitan's policies are as options of `dc.Checkpointer`."""
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "save": save_policy.every(steps=config.interval)
         | save_policy.at_end
         | save_policy.on_signal("TERM"),
@@ -172,13 +172,13 @@ def _options(config: Any) -> dict[str, Any]:
         "read_only": config.load_only,
     }
     if config.initial_load_path is None:
-        return found
+        return options
     left_out = [f"{key}*" for key in map(_name_here, config.exclude_from_loading)]
     if config.initial_load_model_only:
-        found["init"] = Source(config.initial_load_path, include="model.*")
+        options["init"] = Source(config.initial_load_path, include="model.*")
     else:
-        found["init"] = Source(config.initial_load_path, exclude=left_out or None)
-    return found | {"init_strict": False}
+        options["init"] = Source(config.initial_load_path, exclude=left_out or None)
+    return options | {"init_strict": False}
 
 
 def _name_here(key: str) -> str:
@@ -189,22 +189,22 @@ def _one_or_more(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _place(loader: Any) -> Any:
+def _loader_state(loader: Any) -> Any:
     """Return where a loader is, as plain data: torchtitan's own state_dict pickles it."""
     if isinstance(loader, ParallelAwareDataloader):
         return StatefulDataLoader.state_dict(loader)
     return None if loader is None else loader.state_dict()
 
 
-def _set_place(loader: Any, place: Any) -> None:
+def _set_loader_state(loader: Any, state: Any) -> None:
     if isinstance(loader, ParallelAwareDataloader):
         if loader.generator is None:
             # It is iterated next, and draws a seed for its workers then: not from the generator
             # that was restored, for the run that was saved had drawn that seed long before.
             loader.generator = torch.Generator().manual_seed(torch.initial_seed())
-        StatefulDataLoader.load_state_dict(loader, place)
+        StatefulDataLoader.load_state_dict(loader, state)
     else:
-        loader.load_state_dict(place)
+        loader.load_state_dict(state)
 
 
 def _refuse_dcp(root: str) -> None:

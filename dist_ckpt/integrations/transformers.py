@@ -97,12 +97,13 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         _check_version(trainer)
         self._trainer = trainer
         self._follow(trainer)
-        if (found := _newest(self._root)) is None:
+        if (newest := _newest(self._root)) is None:
             return None
-        self._step, before, text = found
+        self._step, before, text = newest
         if before != (now := _batches_of(args)) and not args.ignore_data_skip:
             raise ValueError(
-                f"{self._root} was trained on {_told(before)}, and is now to be on {_told(now)}: "
+                f"{self._root} was trained on {_batch_text(before)}, "
+                f"and is now to be on {_batch_text(now)}: "
                 f"the Trainer counts batches, and would lose or repeat some. Begin the epoch anew "
                 f"with TrainingArguments(ignore_data_skip=True), or train as before"
             )
@@ -178,10 +179,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
                 f"the Trainer goes on from step {state.global_step}, and the checkpoint is of step "
                 f"{self._step}: give resume_from_checkpoint what callback.resume(trainer) returns"
             )
-        held = {key: kwargs[key] for key in ("model", "optimizer", "lr_scheduler")}
+        components = {key: kwargs[key] for key in ("model", "optimizer", "lr_scheduler")}
         self._checkpointer = ck = Checkpointer(self._root, **self._options)
         try:
-            ck.restore(lambda: self._state(held), None if self._step is None else f"@{self._step}")
+            ck.restore(
+                lambda: self._state(components), None if self._step is None else f"@{self._step}"
+            )
         except BaseException as error:
             ck.__exit__(type(error), error, error.__traceback__)
             raise
@@ -195,9 +198,9 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         """Whether the run was at its end when it was saved; the Trainer would do one more step."""
         if state.global_step >= state.max_steps:
             return True
-        for one in self._trainer.callback_handler.callbacks:
-            if isinstance(one, transformers.EarlyStoppingCallback) and (
-                one.early_stopping_patience_counter >= one.early_stopping_patience
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, transformers.EarlyStoppingCallback) and (
+                callback.early_stopping_patience_counter >= callback.early_stopping_patience
             ):
                 _log.warning(
                     "%s was ended by EarlyStoppingCallback at step %d, and stays so: to train on, "
@@ -287,25 +290,25 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         if self._checkpointer is not None:
             self._checkpointer.close()
 
-    def _state(self, held: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, components: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is saved, and filled: read anew for each save. Every rank calls it."""
         broadcast_module_buffers(self._trainer.model_wrapped)
-        found: dict[str, Any] = {
-            "model": held["model"],
-            "optim": held["optimizer"],
-            "scheduler": held["lr_scheduler"],
+        state: dict[str, Any] = {
+            "model": components["model"],
+            "optim": components["optimizer"],
+            "scheduler": components["lr_scheduler"],
             # Of another number of ranks the generators begin as the new ones do.
             "rng": RNG(on_reshard="drop"),
             **self._more,
         }
         if self._trainer.args.process_index == 0:  # others have other times in their logs
-            found["trainer"] = {
+            state["trainer"] = {
                 "state": _text_of(self._trainer),
                 "batches": _batches_of(self._trainer.args),
             }
         if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
-            found["scaler"] = scaler
-        return found
+            state["scaler"] = scaler
+        return state
 
 
 def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
@@ -317,7 +320,7 @@ def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
     }
 
 
-def _told(batches: Mapping[str, int]) -> str:
+def _batch_text(batches: Mapping[str, int]) -> str:
     return "{ranks} ranks by {samples} samples a batch and {batches} batches a step".format(
         **batches
     )
@@ -326,39 +329,39 @@ def _told(batches: Mapping[str, int]) -> str:
 def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
     """Return the step of a run's newest checkpoint, and what the Trainer said of itself in it."""
     try:
-        found = open_checkpoint(f"{os.fspath(root)}@latest", opener=OPENER)
+        checkpoint = open_checkpoint(f"{os.fspath(root)}@latest", opener=OPENER)
     except NotFoundError:
         return None
-    with found:
-        trainer = found.objects.get("trainer")
-    told = trainer if isinstance(trainer, dict) else {}
+    with checkpoint:
+        trainer = checkpoint.objects.get("trainer")
+    saved = trainer if isinstance(trainer, dict) else {}
     # The checkpoint's own number of ranks is not asked: `dist-ckpt reshard` changes that.
-    text, batches = told.get("state"), told.get("batches")
-    if found.step is None or not isinstance(text, str) or not isinstance(batches, dict):
+    text, batches = saved.get("state"), saved.get("batches")
+    if checkpoint.step is None or not isinstance(text, str) or not isinstance(batches, dict):
         raise IncompatibleError(
-            f"{found.path} was not saved by this callback: begin another run with it, "
-            f"CheckpointCallback(ANOTHER_ROOT, init={found.path!r}, init_strict=False)"
+            f"{checkpoint.path} was not saved by this callback: begin another run with it, "
+            f"CheckpointCallback(ANOTHER_ROOT, init={checkpoint.path!r}, init_strict=False)"
         )
-    return found.step, batches, text
+    return checkpoint.step, batches, text
 
 
 def _fill_callbacks(callbacks: Sequence[object], saved: Mapping[str, Any]) -> None:
     """Give the callbacks what they had counted, which the Trainer does only if it is asked to."""
     left = {name: [*some] if isinstance(some, list) else [some] for name, some in saved.items()}
-    for one in callbacks:
-        if isinstance(one, ExportableState) and (told := left.get(type(one).__name__)):
-            for name, value in told.pop(0).get("attributes", {}).items():
-                setattr(one, name, value)
+    for callback in callbacks:
+        if isinstance(callback, ExportableState) and (states := left.get(type(callback).__name__)):
+            for name, value in states.pop(0).get("attributes", {}).items():
+                setattr(callback, name, value)
 
 
 def _text_of(trainer: Any) -> str:
     """Return the Trainer's own state as it would write it into a checkpoint of its own."""
-    told: dict[str, list[object]] = {}
-    for one in (*trainer.callback_handler.callbacks, trainer.control):
-        if isinstance(one, ExportableState):
-            told.setdefault(type(one).__name__, []).append(one.state())
+    states: dict[str, list[object]] = {}
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
     # Of several of one class it wants a list, of one what that says.
-    own = {name: some if len(some) > 1 else some[0] for name, some in told.items()}
+    own = {name: some if len(some) > 1 else some[0] for name, some in states.items()}
     callbacks = {**trainer.state.stateful_callbacks, **own}
     return json.dumps({**asdict(trainer.state), "stateful_callbacks": callbacks}, sort_keys=True)
 

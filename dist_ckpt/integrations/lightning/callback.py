@@ -84,8 +84,8 @@ def _version_of(trainer: Any) -> str:
 def logged(trainer: Any) -> dict[str, float]:
     """Return what the loop that runs has logged, as numbers; nothing of other loops, or before."""
     values = trainer._logger_connector.metrics["callback"] if trainer._results is not None else {}
-    found = {name: _number(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    metrics = {name: _number(value) for name, value in values.items()}
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _number(value: Any) -> float | None:
@@ -110,8 +110,8 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_
 
 def _base() -> Any:
     """Return the class of Lightning's checkpoint callbacks, by the name that the program uses."""
-    found = [sys.modules[name] for name in _NAMES if name in sys.modules] or [_installed()]
-    return type("Base", tuple(one.callbacks.Checkpoint for one in found), {})
+    modules = [sys.modules[name] for name in _NAMES if name in sys.modules] or [_installed()]
+    return type("Base", tuple(module.callbacks.Checkpoint for module in modules), {})
 
 
 def _installed() -> Any:
@@ -173,7 +173,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         # Not in place: the Trainer is going through this list.
         trainer.callbacks = [
             _First(self),
-            *(one for one in trainer.callbacks if not _is_first(one)),
+            *(callback for callback in trainer.callbacks if not _is_first(callback)),
         ]
 
     def begin(self, trainer: Any) -> None:
@@ -271,7 +271,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
     def _stay_ended(self, ended_by: list[str]) -> None:
         """End a fit that EarlyStopping had ended, as it would have gone no further."""
         trainer = self._trainer
-        if ended_by and any(one.state_key in ended_by for one in trainer.early_stopping_callbacks):
+        if ended_by and any(
+            callback.state_key in ended_by for callback in trainer.early_stopping_callbacks
+        ):
             trainer.should_stop = True
             _log.warning(
                 "%s was ended by EarlyStopping at step %d, and stays so: to train on, leave that "
@@ -292,7 +294,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             self._position.let_go()
         trainer = self._trainer
         if trainer is not None:
-            trainer.callbacks = [one for one in trainer.callbacks if not _is_first(one)]
+            trainer.callbacks = [
+                callback for callback in trainer.callbacks if not _is_first(callback)
+            ]
 
     def _numbers(self) -> list[int]:
         names = self._options.get("save", DEFAULT_SAVE).signals
@@ -322,7 +326,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         assert self._position is not None, "training has begun"
         loops = rest["loops"]["fit_loop"]
         position, data = self._position.capture(loops)
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "model": trainer.lightning_module if weights is None else weights,
             "optim": _optimizers(trainer, weights),
             "position": position,
@@ -331,8 +335,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             **self._more,
         }
         if trainer.is_global_zero:
-            found["trainer"] = {**rest, "ended_by": _ended_by(trainer)}
-        return found
+            state["trainer"] = {**rest, "ended_by": _ended_by(trainer)}
+        return state
 
     def _hand_over(self, loaded: dict[str, Any]) -> None:
         """Have Lightning restore all but the tensors, as it does with a checkpoint of its own."""
@@ -379,7 +383,7 @@ def _stop(trainer: Any) -> None:
 def _ended_by(trainer: Any) -> list[str]:
     """Return the EarlyStopping callbacks that have told the Trainer to stop, by their keys."""
     stops = trainer.early_stopping_callbacks if trainer.should_stop else []
-    return [one.state_key for one in stops if one.stopped_epoch or one.stopping_reason_message]
+    return [stop.state_key for stop in stops if stop.stopped_epoch or stop.stopping_reason_message]
 
 
 def _check(trainer: Any, callback: LightningCheckpoint) -> None:
@@ -394,7 +398,7 @@ def _check(trainer: Any, callback: LightningCheckpoint) -> None:
         raise ValueError(
             "LightningCheckpoint does not save DeepSpeed engines: use Lightning's ModelCheckpoint"
         )
-    if sum(isinstance(one, LightningCheckpoint) for one in trainer.callbacks) > 1:
+    if sum(isinstance(entry, LightningCheckpoint) for entry in trainer.callbacks) > 1:
         raise ValueError("two FitCheckpoints in one Trainer: give it one, with one root")
     check_names(trainer)
 
@@ -404,8 +408,8 @@ def _has_hooks(trainer: Any) -> bool:
     names = ("on_save_checkpoint", "on_load_checkpoint")
     base = ("Callback", "CheckpointHooks")
     return any(
-        getattr(type(one), name).__qualname__.partition(".")[0] not in base
-        for one in (trainer.lightning_module, *trainer.callbacks)
+        getattr(type(owner), name).__qualname__.partition(".")[0] not in base
+        for owner in (trainer.lightning_module, *trainer.callbacks)
         for name in names
     )
 
@@ -428,38 +432,38 @@ def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     strategy.lightning_module_state_dict = lambda: dict(own)
     strategy.optimizer_state = lambda optimizer: {}
     try:
-        found = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     finally:
         del strategy.lightning_module_state_dict, strategy.optimizer_state
-    weights = found.pop("state_dict")
-    del found["optimizer_states"]
-    for name in [name for name in found if name.startswith(_HYPERPARAMETERS)]:
-        del found[name]
-    if (name := next(_sharded(found, ""), None)) is not None:
+    weights = dump.pop("state_dict")
+    del dump["optimizer_states"]
+    for name in [name for name in dump if name.startswith(_HYPERPARAMETERS)]:
+        del dump[name]
+    if (name := next(_sharded(dump, ""), None)) is not None:
         raise ValueError(
             f"{name[1:]} is a DTensor that a callback or a hook has put into the checkpoint: only "
             f"the module's and the optimizers' may be sharded, so leave that callback out"
         )
     changed = {name: value for name, value in weights.items() if own.get(name) is not value}
-    return found, {**own, **changed} if changed else None
+    return dump, {**own, **changed} if changed else None
 
 
 def _sharded(value: object, name: str) -> Iterator[str]:
     if isinstance(value, DTensor):
         yield name
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _sharded(one, f"{name}.{key}")
+        for key, item in value.items():
+            yield from _sharded(item, f"{name}.{key}")
     elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from _sharded(one, f"{name}.{number}")
+        for number, item in enumerate(value):
+            yield from _sharded(item, f"{name}.{number}")
 
 
 def _optimizers(trainer: Any, weights: Mapping[str, Any] | None) -> Any:
     """Return the optimizer, or several by number; named by the module if that is not saved."""
-    take: Callable[[Any], Any] = lambda one: one  # noqa: E731 - as it comes
+    take: Callable[[Any], Any] = lambda optimizer: optimizer  # noqa: E731 - as it comes
     if weights is not None:
         names = dict(trainer.lightning_module.named_parameters())
-        take = lambda one: Named(one, names)  # noqa: E731 - the other way to take it
-    taken = [take(one) for one in trainer.optimizers]
-    return taken[0] if len(taken) == 1 else {str(n): one for n, one in enumerate(taken)}
+        take = lambda optimizer: Named(optimizer, names)  # noqa: E731 - the other way to take it
+    taken = [take(optimizer) for optimizer in trainer.optimizers]
+    return taken[0] if len(taken) == 1 else {str(n): optimizer for n, optimizer in enumerate(taken)}

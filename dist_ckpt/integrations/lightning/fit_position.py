@@ -69,8 +69,8 @@ class FitPosition:
         """Say whether each loader knows where it is; one of unknown length was read ahead of."""
         is_sized = _number_of(self._trainer) is not None
         return is_sized and all(
-            hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
-            for one in self._loaders()
+            hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+            for loader in self._loaders()
         )
 
     # --- resume ----------------------------------------------------------------------------------
@@ -205,13 +205,13 @@ def _wake_averaging(trainer: Any) -> None:
 
     That sets rates anew, and they are those of the checkpoint already.
     """
-    for one in trainer.callbacks:
-        if type(one).__name__ != "StochasticWeightAveraging":
+    for callback in trainer.callbacks:
+        if type(callback).__name__ != "StochasticWeightAveraging":
             continue
-        if one.swa_start <= trainer.current_epoch <= one.swa_end:
+        if callback.swa_start <= trainer.current_epoch <= callback.swa_end:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             before = [dict(group) for group in groups]
-            one.on_train_epoch_start(trainer, trainer.lightning_module)
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
 

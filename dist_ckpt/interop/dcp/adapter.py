@@ -209,18 +209,18 @@ class StorageWriter(dcp.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save and commit, together with the other ranks. Raises what `dc.save` does."""
         ranks = single_process_session() if self._is_alone else session_of(self._group)
-        found: list[WriteResult] = []
+        results: list[WriteResult] = []
 
         def read() -> Any:
             local, sizes = local_state_of(plan, planner, ranks)
-            found.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
+            results.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
             return local
 
         path = _checked(self.checkpoint_id, "StorageWriter")
         with _lost_ranks_logged():
             self.report = save_together(ranks, StateReader(read), path, self._options)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(found)
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -294,32 +294,32 @@ class StorageReader(dcp.StorageReader):
         **kwargs: Any,
     ) -> None:
         """Check that values per rank are those of the rank that DCP takes this one for."""
-        told = kwargs.get("rank")
+        dcp_rank = kwargs.get("rank")
         # Who loads alone (no_dist) is told 0, whatever its rank, as is the first of any group.
-        if told and told != self._rank and self._found[1].per_rank:
+        if dcp_rank and dcp_rank != self._rank and self._source[1].per_rank:
             raise ValueError(
-                f"dcp.load calls this rank {told}, and in the group of the StorageReader it is "
+                f"dcp.load calls this rank {dcp_rank}, and in the group of the StorageReader it is "
                 f"{self._rank}; {self.checkpoint_id} has values per rank: give both the same "
                 "process_group="
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Say in the plan what this rank has found, and which rank of the job it is."""
-        return replace(plan, storage_data=(self._found[0].attempt.name, _job_rank()))
+        return replace(plan, storage_data=(self._source[0].attempt.name, _job_rank()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks have found the same, and say in their plans whether they meet.
 
         ConflictError if it was replaced meanwhile, ValueError for a group that is another one.
         """
-        told = [plan.storage_data for plan in plans]
-        found = sorted({str(name) for name, _ in told})
-        if len(found) > 1:
+        read_by_ranks = [plan.storage_data for plan in plans]
+        checkpoints = sorted({str(name) for name, _ in read_by_ranks})
+        if len(checkpoints) > 1:
             raise ConflictError(
                 f"{self.checkpoint_id}: the ranks have found different checkpoints there, "
-                f"{' and '.join(found)}: one was saved meanwhile; load again"
+                f"{' and '.join(checkpoints)}: one was saved meanwhile; load again"
             )
-        is_group = len(plans) > 1 and [rank for _, rank in told] == self._job_ranks()
+        is_group = len(plans) > 1 and [rank for _, rank in read_by_ranks] == self._job_ranks()
         if self._group is not None and len(plans) > 1 and not is_group:
             raise ValueError(
                 "dcp.load is called by other ranks than those of the group that the StorageReader "
@@ -330,7 +330,7 @@ class StorageReader(dcp.StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what is asked for into the planner's tensors. CorruptError names what is damaged."""
-        (opened, keys), meeting = self._found, str(plan.storage_data or "")
+        (opened, keys), meeting = self._source, str(plan.storage_data or "")
         # Other ranks of the job may read by themselves what this one does.
         is_one_of_many = not meeting and _is_in_job()
         ranks = single_process_session() if is_one_of_many else session_of(self._group)
@@ -364,7 +364,7 @@ class StorageReader(dcp.StorageReader):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     @property
-    def _found(self) -> tuple[OpenCheckpoint, DcpKeys]:
+    def _source(self) -> tuple[OpenCheckpoint, DcpKeys]:
         if self._opened is None:
             raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
         return self._opened

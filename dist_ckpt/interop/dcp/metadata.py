@@ -86,11 +86,11 @@ class DcpKeys:
 
         The groups of an optimizer are as long as anything of it is, as in a save.
         """
-        found = {name for name in self.names.values() if name in selection}
-        within = {above for name in found for above in names_above(name)}
+        chosen_names = {name for name in self.names.values() if name in selection}
+        within = {above for name in chosen_names for above in names_above(name)}
         groups = (name for name in self.names.values() if _PARAMS.fullmatch(name))
         kept = [name for name in groups if _PARAMS.sub(r"\1", name) in within]
-        return found.union(kept, (name.removesuffix(".params") for name in kept))
+        return chosen_names.union(kept, (name.removesuffix(".params") for name in kept))
 
     def broken_lists(self, kept: Set[str]) -> Iterator[str]:
         """Yield the lists in which something is kept behind what is left out."""
@@ -173,16 +173,16 @@ def models_of(
     `dc.save` names parameters as the whole state does, "model.0.weight", and torch as their model.
     `above` is the container that each name is in.
     """
-    found: dict[str, set[str]] = {}
+    models_by_optimizer: dict[str, set[str]] = {}
     for fqn, value in values.items():
         if (match := _PARAMS.fullmatch(fqn)) and isinstance(value, list):
             names = [str(name) for name in value]
             # A name that is no tensor's here is one of torch's already.
             models = {above.get(name, "") if name in tensors else "" for name in names}
-            found.setdefault(match[1], set()).update(models)
+            models_by_optimizer.setdefault(match[1], set()).update(models)
     return {
         f"{optimizer}.state": _common(models)
-        for optimizer, models in found.items()
+        for optimizer, models in models_by_optimizer.items()
         if _common(models)
     }
 

@@ -138,11 +138,13 @@ class _Collected:
         self._values: dict[str, object] = {}
 
     def add_tensor(self, fqn: str, component: str, chunks: _Chunks) -> None:
-        held = describe(chunks, fqn, rank=self._ranks.channel.rank, group=self._ranks.group_ranks)
-        view = self._views.setdefault(held.view, len(self._views))
+        local_tensor = describe(
+            chunks, fqn, rank=self._ranks.channel.rank, group=self._ranks.group_ranks
+        )
+        view = self._views.setdefault(local_tensor.view, len(self._views))
         number = self._components.setdefault(component, len(self._components))
-        self._entries.append(TensorEntry(fqn, held.dtype, held.shape, view, number))
-        self._parts[fqn] = held.parts
+        self._entries.append(TensorEntry(fqn, local_tensor.dtype, local_tensor.shape, view, number))
+        self._parts[fqn] = local_tensor.parts
         for item, tensor in zip(chunks.items, chunks.tensors, strict=True):
             self.sizes.append((item.index, tensor.nbytes))
 

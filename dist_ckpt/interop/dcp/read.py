@@ -89,7 +89,7 @@ class _Item:
     """A part of a tensor, or a value if it has no region."""
 
     fqn: str
-    place: _ItemPlace
+    location: _ItemPlace
     region: Region | None = None
 
 
@@ -99,16 +99,16 @@ def read(storage: Storage, folder: str, interest: ImportFilter = ALL) -> Foreign
     NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,
     IncompatibleError for what is damaged, or what no checkpoint can hold.
     """
-    found = Nested(folder, interest)
-    add_folder(found, storage, folder)
-    return found.state()
+    nested = Nested(folder, interest)
+    add_folder(nested, storage, folder)
+    return nested.state()
 
 
 def add_folder(
-    found: Nested,
+    nested: Nested,
     storage: Storage,
     folder: str,
-    place: Callable[[Path], Path] = lambda path: path,
+    map_path: Callable[[Path], Path] = lambda path: path,
     *,
     keep_unknown: bool = False,
 ) -> None:
@@ -123,29 +123,29 @@ def add_folder(
         raise no_metadata(storage, folder) from None
     metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
     contents = _MetadataContents(path, metadata)
-    paths = {fqn: place(own) for fqn, own in contents.paths.items()}
+    paths = {fqn: map_path(own) for fqn, own in contents.paths.items()}
     names = {fqn: joined(own) for fqn, own in paths.items()}
     chunks: dict[str, list[ForeignChunk]] = {
         fqn: [ForeignChunk(Region.whole(shape), path, 0)] if 0 in shape else []
         for fqn, (_, shape) in contents.tensors.items()
     }
-    wanted = {fqn for fqn, name in names.items() if not found.leaves_out(name)}
+    wanted = {fqn for fqn, name in names.items() if not nested.leaves_out(name)}
     tied = contents.tied(wanted)
     items = [item for item in contents.items if item.fqn in wanted and item.fqn not in tied]
     for archive, item in _archives(storage, folder, items):
         value = archive.read()
         if item.region is None:
-            found.add(paths[item.fqn], value, archive)
+            nested.add(paths[item.fqn], value, archive)
         else:
             chunks[item.fqn].append(_chunk(contents, item, archive, value, folder))
     for fqn, (dtype, shape) in contents.tensors.items():
         if fqn in tied:
-            found.add_alias(paths[fqn], names[tied[fqn]])
+            nested.add_alias(paths[fqn], names[tied[fqn]])
             continue
         if fqn in wanted and not chunks[fqn]:
             raise CorruptError(f"{path}: it has no part of {fqn}; use another checkpoint")
         tensor = ForeignTensor(names[fqn], dtype, shape, tuple(chunks[fqn]))
-        found.add_tensor(paths[fqn], tensor)
+        nested.add_tensor(paths[fqn], tensor)
 
 
 def no_metadata(storage: Storage, folder: str) -> NotFoundError:
@@ -167,7 +167,7 @@ def _chunk(
 ) -> ForeignChunk:
     """Return where a part of a tensor lies, which is to be what the metadata says of it."""
     dtype, _ = contents.tensors[item.fqn]
-    what = f"{folder}/{item.place.file}, {item.fqn}"
+    what = f"{folder}/{item.location.file}, {item.fqn}"
     if not isinstance(value, TensorView) or item.region is None:
         raise CorruptError(f"{what}: {shown(value)} in place of a tensor; use another checkpoint")
     if (value.dtype, value.shape) != (dtype, item.region.shape):
@@ -181,8 +181,8 @@ def _chunk(
 
 def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tuple[Archive, _Item]]:
     """Yield the items, in the order in which they lie in the files."""
-    ordered = sorted(items, key=lambda item: item.place)
-    for name, group in groupby(ordered, key=lambda item: item.place.file):
+    ordered = sorted(items, key=lambda item: item.location)
+    for name, group in groupby(ordered, key=lambda item: item.location.file):
         some, path = [*group], f"{folder}/{name}"
         try:
             file = opened_file(storage, path)
@@ -194,11 +194,11 @@ def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tup
         end = 0
         with closing(file):
             for item in some:
-                place, what = item.place, f"{path}, {item.fqn}"
-                if place.start < end:
+                location, what = item.location, f"{path}, {item.fqn}"
+                if location.start < end:
                     raise CorruptError(f"{what}: it overlaps another item; use another checkpoint")
-                end = place.start + place.nbytes
-                yield Archive(file, path, place.start, place.nbytes, what), item
+                end = location.start + location.nbytes
+                yield Archive(file, path, location.start, location.nbytes, what), item
 
 
 class _MetadataContents:
@@ -225,24 +225,24 @@ class _MetadataContents:
         places: dict[str, list[tuple[Region, _ItemPlace]]] = {}
         for item in self.items:
             if item.region is not None and item.fqn in wanted:
-                places.setdefault(item.fqn, []).append((item.region, item.place))
+                places.setdefault(item.fqn, []).append((item.region, item.location))
         first: dict[object, str] = {}
         for fqn, own in places.items():
             first.setdefault((self.tensors[fqn], *own), fqn)
-        told = ((fqn, first[self.tensors[fqn], *own]) for fqn, own in places.items())
-        return {fqn: other for fqn, other in told if fqn != other}
+        first_names = ((fqn, first[self.tensors[fqn], *own]) for fqn, own in places.items())
+        return {fqn: other for fqn, other in first_names if fqn != other}
 
     def _add(self, fqn: str, entry: object) -> None:
         if isinstance(entry, PickledRecord) and entry.name == "BytesStorageMetadata":
-            self.items.append(_Item(fqn, self._place(fqn, None)))
+            self.items.append(_Item(fqn, self._location(fqn, None)))
             return
         fields = self._record(entry, "TensorStorageMetadata")
         properties = self._record(fields.get("properties"), "TensorProperties")
         dtype = self._typed(properties.get("dtype"), DTypeValue).name
         shape = self._typed(fields.get("size"), Size).shape
         self.tensors[fqn] = dtype, shape
-        for one in self._typed(fields.get("chunks"), list):
-            chunk = self._record(one, "ChunkStorageMetadata")
+        for chunk_record in self._typed(fields.get("chunks"), list):
+            chunk = self._record(chunk_record, "ChunkStorageMetadata")
             offset, sizes = (
                 self._typed(chunk.get(name), Size).shape for name in ("offsets", "sizes")
             )
@@ -250,13 +250,13 @@ class _MetadataContents:
                 raise self._damaged(f"{fqn} is cut in {len(offset)} of {len(shape)} dimensions")
             # Ranks that hold nothing of a tensor have parts without elements.
             if 0 not in sizes:
-                self.items.append(_Item(fqn, self._place(fqn, offset), Region(offset, sizes)))
+                self.items.append(_Item(fqn, self._location(fqn, offset), Region(offset, sizes)))
 
-    def _place(self, fqn: str, offset: Shape | None) -> _ItemPlace:
-        place = self._places.get((fqn, offset))
-        if place is None:
+    def _location(self, fqn: str, offset: Shape | None) -> _ItemPlace:
+        location = self._places.get((fqn, offset))
+        if location is None:
             raise self._damaged(f"nowhere is {fqn}{f' at {list(offset)}' if offset else ''}")
-        return place
+        return location
 
     def _all_places(self, value: object) -> Iterator[tuple[tuple[str, Shape | None], _ItemPlace]]:
         for key, info in self._typed(value, dict).items():

@@ -46,7 +46,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         raise NotFoundError(
             f"{path} has no file of accelerate's save_state, such as optimizer.bin; check the path"
         )
-    return folder.found.state()
+    return folder.nested.state()
 
 
 def _check_parts(names: Set[str], path: str) -> None:
@@ -65,7 +65,7 @@ class _Folder:
     """What is found in a folder, one file or folder there after another."""
 
     def __init__(self, storage: Storage, path: str, interest: ImportFilter) -> None:
-        self.found = Nested(path, interest)
+        self.nested = Nested(path, interest)
         self.num_known = 0
         self._storage = storage
         self._path = path
@@ -87,50 +87,50 @@ class _Folder:
         """Add a model, or one of the files that it is in."""
         for tensor in safetensors_files.read_file(self._storage, path).tensors:
             fqn = tensor.fqn.removeprefix(f"{safetensors_files.MODEL}.")
-            self.found.add_tensor((top, fqn), replace(tensor, fqn=f"{top}.{fqn}"))
+            self.nested.add_tensor((top, fqn), replace(tensor, fqn=f"{top}.{fqn}"))
 
     def weights(self, path: str, top: str, _: re.Match[str]) -> None:
         """Add a model in a file of torch.save, or a part of one."""
         with opened(self._storage, path) as archive:
             for name, value in dict_of(archive).items():
-                self.found.add((top, str(name)), value, archive)
+                self.nested.add((top, str(name)), value, archive)
 
     def pickled(self, path: str, top: str, match: re.Match[str]) -> None:
         """Add anything in a file of torch.save."""
-        if self.found.leaves_out(top):
+        if self.nested.leaves_out(top):
             return
         with opened(self._storage, path) as archive:
             value = archive.read()
             if match[1] == "optimizer":
                 model = numbered("model", _number(match))
-                self.found.add_optimizer((top,), value, model, archive)
+                self.nested.add_optimizer((top,), value, model, archive)
             else:
-                self.found.add((top,), value, archive)
+                self.nested.add((top,), value, archive)
 
     def generators(self, path: str, _: str, match: re.Match[str]) -> None:
         """Add the random generators of a rank."""
         rank = int(match[2])
-        if self.found.leaves_out("rng"):
+        if self.nested.leaves_out("rng"):
             return
         with opened(self._storage, path) as archive:
             state = dict_of(archive)
             if not rank and "step" in state:
-                self.found.add(("accelerate_step",), state["step"], archive)
+                self.nested.add(("accelerate_step",), state["step"], archive)
             if strange := sorted(map(str, state.keys() - _GENERATORS - {"step"})):
                 raise IncompatibleError(
                     f"{path} has {', '.join(strange)}, generators that dc.RNG does not have: leave "
                     f"them all out (exclude='rng', on the command line --exclude rng)"
                 )
-            self.found.add_of_rank(("rng",), rank, _generators(state, rank, archive), archive)
+            self.nested.add_of_rank(("rng",), rank, _generators(state, rank, archive), archive)
 
     def distributed(self, path: str, top: str, match: re.Match[str]) -> None:
         """Add a folder of torch.distributed.checkpoint, with all under one key."""
 
-        def place(own: Path) -> Path:
+        def map_path(own: Path) -> Path:
             key, *rest = own
             return (top, *rest) if key == match[1].removeprefix("pytorch_").split("_")[0] else own
 
-        dcp_files.add_folder(self.found, self._storage, path, place)
+        dcp_files.add_folder(self.nested, self._storage, path, map_path)
 
     def refused(self, path: str, _: str, match: re.Match[str]) -> None:
         """Refuse what has another form, with what is to be done."""

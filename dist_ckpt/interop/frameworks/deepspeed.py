@@ -73,7 +73,7 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
         raise IncompatibleError(
             f"{folder}/{other} is of pipeline stages or experts, which are not read: {_UNIVERSAL}"
         )
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     for pattern in (_MODEL, _PARTITION):
         of_ranks: dict[int, str] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
@@ -84,13 +84,13 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
             of_ranks[int(match[1] or 0)] = match[0]
         if lacking := sorted({*range(len(of_ranks))} - of_ranks.keys()):
             raise NotFoundError(f"{folder} lacks the file of rank {lacking[0]}: copy it there")
-        found.append([of_ranks[rank] for rank in sorted(of_ranks)])
-    if not found[0]:
+        groups.append([of_ranks[rank] for rank in sorted(of_ranks)])
+    if not groups[0]:
         raise NotFoundError(
             f"{folder} has no file such as mp_rank_00_model_states.pt, so it is no checkpoint of "
             f"DeepSpeed; check the path"
         )
-    return found[0], found[1]
+    return groups[0], groups[1]
 
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -131,16 +131,16 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     """
     folder = latest(storage, path)
     models, partitions = files_of(storage, folder)
-    found = Nested(folder, interest)
+    nested = Nested(folder, interest)
     with ExitStack() as stack:
         archives = [
             [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]
             for names in (models, partitions)
         ]
-        saved = _ZeroFiles(found, *([(one, dict_of(one)) for one in some] for some in archives))
+        saved = _ZeroFiles(nested, *([(file, dict_of(file)) for file in some] for some in archives))
         saved.add_all()
     step = saved.model.get("global_steps")
-    return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+    return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +169,15 @@ _FileRead = tuple[Archive, dict[Any, Any]]
 class _ZeroFiles:
     """All files of a folder, of which the parts of each name are found."""
 
-    def __init__(self, found: Nested, models: list[_FileRead], partitions: list[_FileRead]) -> None:
-        self._found = found
+    def __init__(
+        self, nested: Nested, models: list[_FileRead], partitions: list[_FileRead]
+    ) -> None:
+        self._nested = nested
         self._models = models
         self._files = partitions
         self._archive, self.model = models[0]
         self._partitions = [
-            (one, self._typed(d.get("optimizer_state_dict"), dict)) for one, d in partitions
+            (file, self._typed(d.get("optimizer_state_dict"), dict)) for file, d in partitions
         ]
         first = self._partitions[0][1] if partitions else {}
         self._stage = first.get("zero_stage", 0 if not partitions else 1)
@@ -184,24 +186,24 @@ class _ZeroFiles:
     def add_all(self) -> None:
         """Add the model, the optimizer and everything else."""
         parameters: dict[str, _Parameter] = {}
-        for one in self._parameters() if self._partitions else ():
-            if parameters.setdefault(one.name, one) is not one:
-                raise self._damaged(f"two parameters are {one.name}")
+        for parameter in self._parameters() if self._partitions else ():
+            if parameters.setdefault(parameter.name, parameter) is not parameter:
+                raise self._damaged(f"two parameters are {parameter.name}")
         shared = self._typed(self.model.get("shared_params") or {}, dict)
         self._add_rest(parameters.keys(), shared)
         weights = [self._weights(n) for n in range(self._ranks)]
-        for one in parameters.values():
-            self._add(("model", one.name), one, weights)
+        for parameter in parameters.values():
+            self._add(("model", parameter.name), parameter, weights)
         for name, other in shared.items():
-            self._found.add_alias(("model", str(name)), f"model.{other}")
+            self._nested.add_alias(("model", str(name)), f"model.{other}")
         if self._partitions:
             self._add_optimizer([*parameters.values()])
             self._add_further()
         elif self.model.get("optimizer") is not None:
-            self._found.add(("optim",), self.model["optimizer"], self._archive)
+            self._nested.add(("optim",), self.model["optimizer"], self._archive)
         for key, value in self.model.items():
             if key not in _TOLD:
-                self._found.add((str(key),), value, self._archive)
+                self._nested.add((str(key),), value, self._archive)
 
     @property
     def _ranks(self) -> int:
@@ -218,8 +220,8 @@ class _ZeroFiles:
             if name in frozen and self._stage == 3:
                 self._add_frozen(name, self._shape(frozen[name]))
             elif name in buffers or self._stage < 3:
-                self._found.add(("model", name), value, self._archive)
-            elif not self._found.leaves_out(f"model.{name}"):
+                self._nested.add(("model", name), value, self._archive)
+            elif not self._nested.leaves_out(f"model.{name}"):
                 raise IncompatibleError(
                     f"{self._archive.what}: no file has data of {name}, as of a tied weight that "
                     f"is not told of: leave it out (exclude='model.{name}', on the command line "
@@ -284,7 +286,7 @@ class _ZeroFiles:
         """Return the vectors of the fp32 weights of a rank."""
         archive, state = self._partitions[rank]
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
-        return [(archive, self._view(one)) for one in self._typed(state.get(key), list)]
+        return [(archive, self._view(tensor)) for tensor in self._typed(state.get(key), list)]
 
     def _base(self, rank: int) -> dict[Any, Any]:
         """Return the state dict of the optimizer that works on the vectors of a rank."""
@@ -300,42 +302,48 @@ class _ZeroFiles:
         return base
 
     def _add_optimizer(self, parameters: list[_Parameter]) -> None:
-        if self._found.leaves_out("optim"):
+        if self._nested.leaves_out("optim"):
             return
         bases = [self._base(rank) for rank in range(self._ranks)]
         archive = self._partitions[0][0]
-        for one in parameters:
-            above = ("optim", "state", f"model.{one.name}")
-            where = one.runs[0] if one.runs else _FlatSlice(0, one.group, 0, ElementRange(0, 0))
+        for parameter in parameters:
+            above = ("optim", "state", f"model.{parameter.name}")
+            where = (
+                parameter.runs[0]
+                if parameter.runs
+                else _FlatSlice(0, parameter.group, 0, ElementRange(0, 0))
+            )
             first = self._entries(bases[where.rank], where.number)
             for key, value in first.items():
                 if isinstance(value, TensorView) and value.shape:
                     flats = [self._vectors(rank, base, key) for rank, base in enumerate(bases)]
-                    self._add((*above, str(key)), one, flats)
+                    self._add((*above, str(key)), parameter, flats)
                 else:
-                    self._found.add((*above, str(key)), value, self._partitions[where.rank][0])
-        told = self._typed(bases[0].get("param_groups"), list)
+                    self._nested.add((*above, str(key)), value, self._partitions[where.rank][0])
+        base_groups = self._typed(bases[0].get("param_groups"), list)
         names: dict[int, list[str]] = {}
-        for one in parameters:
-            names.setdefault(one.group, []).append(f"model.{one.name}")
-        if any(number >= len(told) for number in names):
-            raise self._damaged(f"its parameters are not in its {len(told)} groups")
-        groups = [{**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(told)]
-        self._found.add(("optim", "param_groups"), groups, archive)
+        for parameter in parameters:
+            names.setdefault(parameter.group, []).append(f"model.{parameter.name}")
+        if any(number >= len(base_groups) for number in names):
+            raise self._damaged(f"its parameters are not in its {len(base_groups)} groups")
+        groups = [
+            {**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(base_groups)
+        ]
+        self._nested.add(("optim", "param_groups"), groups, archive)
         for key in bases[0].keys() - {"state", "param_groups"}:
-            self._found.add(("optim", str(key)), bases[0][key], archive)
+            self._nested.add(("optim", str(key)), bases[0][key], archive)
 
     def _add_further(self) -> None:
         """Add what the partitions tell besides: what ZeRO does of the first, else of each rank."""
         for rank, (archive, file) in enumerate(self._files):
             for key in file.keys() - _FILE:
-                self._found.add_of_rank(("zero", str(key)), rank, file[key], archive)
+                self._nested.add_of_rank(("zero", str(key)), rank, file[key], archive)
         archive, state = self._partitions[0]
         for key, value in state.items():
             if key not in _LAYOUT:
                 if isinstance(value, PickledRecord):
                     value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
-                self._found.add(("zero", str(key)), value, archive)
+                self._nested.add(("zero", str(key)), value, archive)
 
     def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Vector]:
         archive, _ = self._partitions[rank]
@@ -343,28 +351,30 @@ class _ZeroFiles:
         return [(archive, self._view(self._entries(base, n).get(key))) for n in numbers]
 
     def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
-        return found
+        entries: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
+        return entries
 
-    def _add(self, path: tuple[str, ...], one: _Parameter, flats: Sequence[list[_Vector]]) -> None:
+    def _add(
+        self, path: tuple[str, ...], parameter: _Parameter, flats: Sequence[list[_Vector]]
+    ) -> None:
         """Add what lies as a parameter does, in vectors of the ranks."""
         fqn = ".".join(path)
-        if self._found.leaves_out(fqn):
+        if self._nested.leaves_out(fqn):
             return
         chunks, dtypes = list[ForeignChunk](), set[str]()
-        for run in one.runs:
+        for run in parameter.runs:
             archive, view = flats[run.rank][run.number]
             file, start = archive.locate(view, fqn)
             dtypes.add(view.dtype)
             if not view.is_contiguous or run.at + run.elements.numel > prod(view.shape):
                 raise self._damaged(f"{fqn} goes beyond the vector of rank {run.rank}")
-            cell = run.elements if run.elements.numel else Region.whole(one.shape)
-            if run.elements.numel or (0 in one.shape and not chunks):
+            cell = run.elements if run.elements.numel else Region.whole(parameter.shape)
+            if run.elements.numel or (0 in parameter.shape and not chunks):
                 chunks.append(ForeignChunk(cell, file, start + run.at * view.itemsize))
         if len(dtypes) != 1 or not chunks:
             raise self._damaged(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
-        tensor = ForeignTensor(fqn, dtypes.pop(), one.shape, tuple(chunks))
-        self._found.add_tensor(path, tensor, self._archive)
+        tensor = ForeignTensor(fqn, dtypes.pop(), parameter.shape, tuple(chunks))
+        self._nested.add_tensor(path, tensor, self._archive)
 
     def _check_count(self, first: Mapping[str, object]) -> None:
         count = first.get("partition_count", self._ranks)

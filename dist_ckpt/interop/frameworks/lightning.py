@@ -28,7 +28,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
 
     CorruptError, IncompatibleError for what is none, or holds what no checkpoint does.
     """
-    found = Nested(path, interest)
+    nested = Nested(path, interest)
     is_folder = is_file(storage, f"{path}/{LIGHTNING_META}")
     with opened(storage, f"{path}/{LIGHTNING_META}" if is_folder else path) as archive:
         state = dict_of(archive)
@@ -38,21 +38,21 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
                 f"of torch.save (--from torch)"
             )
         if is_folder:
-            dcp_files.add_folder(found, storage, path, _place)
-        _add(found, archive, state)
+            dcp_files.add_folder(nested, storage, path, _place)
+        _add(nested, archive, state)
     step = state.get("global_step")
-    return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+    return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
 
 
-def _add(found: Nested, archive: Archive, state: dict[object, object]) -> None:
+def _add(nested: Nested, archive: Archive, state: dict[object, object]) -> None:
     for key, value in state.items():
         if key == _MODEL:
-            found.add(("model",), value, archive)
+            nested.add(("model",), value, archive)
         elif key == _OPTIMIZERS:
             for number, optimizer in enumerate(value if isinstance(value, list) else [value]):
-                found.add_optimizer((numbered("optim", number),), optimizer, "model", archive)
+                nested.add_optimizer((numbered("optim", number),), optimizer, "model", archive)
         else:
-            found.add((str(key),), value, archive)
+            nested.add((str(key),), value, archive)
 
 
 def _place(path: Path) -> Path:

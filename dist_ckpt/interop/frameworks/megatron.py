@@ -38,10 +38,10 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     """
     folder = latest(storage, path)
     _check_about(storage, folder)
-    found = Nested(folder, interest)
+    nested = Nested(folder, interest)
     # Its metadata has the plans of all ranks as well.
-    dcp_files.add_folder(found, storage, folder, _place, keep_unknown=True)
-    if buffer := next((name for name in found.tensors if _BUFFERS.search(name)), None):
+    dcp_files.add_folder(nested, storage, folder, _place, keep_unknown=True)
+    if buffer := next((name for name in nested.tensors if _BUFFERS.search(name)), None):
         raise IncompatibleError(
             f"{folder}: {buffer} is a buffer of the distributed optimizer, in which parameters lie "
             f"as the ranks had them: save with --dist-ckpt-optim-fully-reshardable, or leave the "
@@ -51,9 +51,9 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         common = dict_of(archive)
         for key, value in common.items():
             plain = value.fields if isinstance(value, PickledRecord) else value
-            found.add((str(key),), plain, archive)
+            nested.add((str(key),), plain, archive)
     step = common.get("iteration")
-    return found.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+    return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
 
 
 def latest(storage: Storage, path: str) -> str:

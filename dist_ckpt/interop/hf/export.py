@@ -195,15 +195,15 @@ def _write_file(
     """Write one file; on return it is durable. CorruptError if what is read is damaged."""
     path = f"{folder}/{file.name}"
     if file.clone_of is not None:
-        source.check([_whole(one) for one, _ in file.tensors])
+        source.check([_whole(tensor) for tensor, _ in file.tensors])
         record = source.index.files[file.clone_of]
         stored = f"{source.folder}/{source.index.file_name(record)}"
         if clone(stored, record.header_nbytes, path, file):
             tell(file.data_nbytes)
             return
-    tensors = {one.fqn: one for one, _ in file.tensors}
+    tensors = {tensor.fqn: tensor for tensor, _ in file.tensors}
     # What is converted may be larger where it is written, which has to fit as well.
-    ratio = max(_itemsize(one.dtype) // _itemsize(one.saved) for one in tensors.values())
+    ratio = max(_itemsize(tensor.dtype) // _itemsize(tensor.saved) for tensor in tensors.values())
     windows = source.stream(tensors, window_nbytes=WINDOW_NBYTES // max(1, ratio), order="names")
     out = target.create(path, file.nbytes)
     try:
@@ -226,9 +226,9 @@ def _whole_files(
 ) -> dict[int, tuple[ExportContents, ...]]:
     """Return the files that hold some of the tensors whole, and nothing else, by number."""
     index = source.index
-    by_fqn = {one.fqn: one for one in tensors if one.saved == one.dtype}
+    by_fqn = {tensor.fqn: tensor for tensor in tensors if tensor.saved == tensor.dtype}
     components = {index.catalog.tensors[fqn].component for fqn in by_fqn}
-    found = {}
+    whole_files = {}
     for number, record in enumerate(index.files if index.has_digests else ()):
         if record.component not in components:
             continue
@@ -236,8 +236,8 @@ def _whole_files(
         if len(shards) and all(
             shard.fqn in by_fqn and shard.cell == Region.whole(shard.shape) for shard in shards
         ):
-            found[number] = tuple(by_fqn[shard.fqn] for shard in shards)
-    return found
+            whole_files[number] = tuple(by_fqn[shard.fqn] for shard in shards)
+    return whole_files
 
 
 def _whole(tensor: ExportContents) -> TensorRequest:
@@ -280,13 +280,13 @@ def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
     if not hasattr(os, "copy_file_range"):  # it is Linux's
         return False
     try:
-        with open(source, "rb") as held, open(path, "xb") as out:
+        with open(source, "rb") as source_file, open(path, "xb") as out:
             out.write(file.header)
             out.flush()
             done, nbytes = 0, file.data_nbytes
             while done < nbytes:
                 count = os.copy_file_range(
-                    *(held.fileno(), out.fileno(), nbytes - done),
+                    *(source_file.fileno(), out.fileno(), nbytes - done),
                     *(start + done, len(file.header) + done),
                 )
                 if not count:

@@ -183,7 +183,7 @@ def packed(
     checkpoint, in their order there, each of which is one file here, of whatever size.
     """
     groups: list[tuple[int | None, Sequence[ExportContents]]] = [*cloned.items()]
-    known = {one.name for group in cloned.values() for one in group}
+    known = {entry.name for group in cloned.values() for entry in group}
     free, group = 0, list[ExportContents]()
     for tensor in tensors:
         if tensor.name in known:
@@ -195,10 +195,10 @@ def packed(
         free -= tensor.nbytes
     count = len(groups)
     files = []
-    for number, (clone_of, held) in enumerate(groups, 1):
+    for number, (clone_of, members) in enumerate(groups, 1):
         name = ONE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
         # As safetensors has it: the widest first, so that each is aligned to its own size.
-        ordered = held if clone_of is not None else sorted(held, key=_by_alignment)
+        ordered = members if clone_of is not None else sorted(members, key=_by_alignment)
         files.append(_file(name, ordered, clone_of))
     return tuple(files)
 

@@ -74,11 +74,11 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
     gone = []
     for file in sorted(set(names.values())):
         try:
-            found, _ = _header_of(storage, f"{folder}/{file}")
+            in_file, _ = _header_of(storage, f"{folder}/{file}")
         except NotFoundError:
             gone.append(file)
             continue
-        tensors += [tensor for tensor in found if names.get(tensor.fqn) == file]
+        tensors += [tensor for tensor in in_file if names.get(tensor.fqn) == file]
     if gone:
         raise NotFoundError(f"{path} names files that are not there: {listed(gone)}; fetch them")
     if lacking := sorted(names.keys() - {tensor.fqn for tensor in tensors}):
@@ -91,7 +91,8 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
 
 def _state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json]) -> ForeignState:
     named = [
-        ForeignTensor(f"{MODEL}.{one.fqn}", one.dtype, one.shape, one.chunks) for one in tensors
+        ForeignTensor(f"{MODEL}.{entry.fqn}", entry.dtype, entry.shape, entry.chunks)
+        for entry in tensors
     ]
     tree = (
         Node("", "dict", (MODEL,)),
@@ -164,10 +165,10 @@ def _tensor(name: str, value: Json, path: str, start: int, total: int) -> Foreig
             f"({known}): convert it with the library that wrote it"
         )
     sizes = tuple(_numbers(shape, f"{what}, shape"))
-    place = tuple(_numbers(offsets, f"{what}, data_offsets"))
-    if len(sizes) > _MOST_DIMENSIONS or len(place) != 2 or not 0 < len(name) <= MAX_NAME_CHARS:
+    position = tuple(_numbers(offsets, f"{what}, data_offsets"))
+    if len(sizes) > _MOST_DIMENSIONS or len(position) != 2 or not 0 < len(name) <= MAX_NAME_CHARS:
         raise CorruptError(f"{what}: no tensor of a safetensors file; fetch the file anew")
-    first, stop = place
+    first, stop = position
     if stop - first != prod(sizes) * dtype.itemsize or start + stop > total:
         raise CorruptError(
             f"{what}: {list(sizes)} of {code} cannot be the bytes {first}:{stop} of "
@@ -180,10 +181,10 @@ def _tensor(name: str, value: Json, path: str, start: int, total: int) -> Foreig
 def _numbers(value: Json, what: str) -> Iterator[int]:
     if not isinstance(value, list):
         raise CorruptError(f"{what}: {strict_json.quoted(value)} is no list of numbers")
-    for one in value:
-        if type(one) is not int or not 0 <= one < 1 << 63:
-            raise CorruptError(f"{what}: {strict_json.quoted(one)} is no size")
-        yield one
+    for number in value:
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise CorruptError(f"{what}: {strict_json.quoted(number)} is no size")
+        yield number
 
 
 def _file_name(value: Json, path: str) -> str:

@@ -140,9 +140,9 @@ def _sizes(value: object) -> Shape:
     value = value.shape if isinstance(value, Size) else value
     if not isinstance(value, tuple | list) or len(value) > _MOST_DIMENSIONS:
         raise TypeError("sizes that are none")
-    for one in value:
-        if type(one) is not int or not 0 <= one < 1 << 63:
-            raise ValueError(f"{shown(one)} is no size")
+    for size in value:
+        if type(size) is not int or not 0 <= size < 1 << 63:
+            raise ValueError(f"{shown(size)} is no size")
     return tuple(value)
 
 
@@ -329,12 +329,12 @@ def _of_builtins() -> Mapping[str, object]:
         **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse),
         "bytes": _no_bytes,
     }
-    found: dict[str, object] = {}
+    table: dict[str, object] = {}
     for module in ("builtins", "__builtin__"):
-        found |= {
+        table |= {
             f"{module} {name}": PlaceholderFactory(name, make) for name, make in makers.items()
         }
-    return {**found, "__builtin__ xrange": found["builtins range"]}
+    return {**table, "__builtin__ xrange": table["builtins range"]}
 
 
 def _no_bytes(*args: object) -> bytes:
@@ -347,14 +347,14 @@ def _refuse(*_: object) -> object:
 
 
 def _of_numpy() -> Mapping[str, object]:
-    found: dict[str, object] = {
+    table: dict[str, object] = {
         "numpy dtype": PlaceholderFactory("dtype", _NumpyDType),
         "numpy ndarray": "an array",
     }
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        found[f"{module} scalar"] = PlaceholderFactory("scalar", _numpy_scalar)
-        found[f"{module} _reconstruct"] = PlaceholderFactory("_reconstruct", NumpyArray)
-    return found
+        table[f"{module} scalar"] = PlaceholderFactory("scalar", _numpy_scalar)
+        table[f"{module} _reconstruct"] = PlaceholderFactory("_reconstruct", NumpyArray)
+    return table
 
 
 def _of_paths() -> Mapping[str, object]:

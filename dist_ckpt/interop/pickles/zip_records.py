@@ -142,8 +142,8 @@ class ZipRecords:
         while at + 4 <= len(extra):
             kind, nbytes = struct.unpack_from("<2H", extra, at)
             if kind == 1:
-                for place in range(at + 4, min(at + 4 + nbytes, len(extra)) - 7, 8):
-                    yield struct.unpack_from("<Q", extra, place)[0]
+                for position in range(at + 4, min(at + 4 + nbytes, len(extra)) - 7, 8):
+                    yield struct.unpack_from("<Q", extra, position)[0]
             at += 4 + nbytes
 
     def _at(self, offset: int, nbytes: int) -> bytes:

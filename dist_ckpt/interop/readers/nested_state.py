@@ -64,7 +64,7 @@ def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
     for path in paths:
         for depth, key in enumerate(path):
             keys.setdefault(path[:depth], {})[key] = None
-    return tuple(Node(joined(path), *_container(found)) for path, found in keys.items())
+    return tuple(Node(joined(path), *_container(children)) for path, children in keys.items())
 
 
 def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
@@ -88,24 +88,24 @@ def _with_our_names(optimizer: object, model: str, budget: PickleBudget) -> obje
     names: dict[Any, str] = {}
     own = []
     for group in groups:
-        told = group.get("param_names") if isinstance(group, dict) else None
-        budget.spend(_OF_NAMES * len(told) if isinstance(told, list) else 0)
-        if not isinstance(told, list) or not _are_names(told, group.get("params")):
+        param_names = group.get("param_names") if isinstance(group, dict) else None
+        budget.spend(_OF_NAMES * len(param_names) if isinstance(param_names, list) else 0)
+        if not isinstance(param_names, list) or not _are_names(param_names, group.get("params")):
             return optimizer
-        budget.spend(sum(map(len, told)))
-        params = [f"{model}.{name}" for name in told]
+        budget.spend(sum(map(len, param_names)))
+        params = [f"{model}.{name}" for name in param_names]
         names.update(zip(group["params"], params, strict=True))
         own.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
     by_name = {names.get(key, key): value for key, value in state.items()}
     return {**optimizer, "state": by_name, "param_groups": own}
 
 
-def _are_names(told: list[object], params: object) -> bool:
-    if not isinstance(params, list) or len(params) != len(told):
+def _are_names(param_names: list[object], params: object) -> bool:
+    if not isinstance(params, list) or len(params) != len(param_names):
         return False
     # They are hashed: of longer ones a file could choose the hashes.
     numbers = all(type(number) is int and number.bit_length() <= 64 for number in params)
-    return numbers and all(type(name) is str for name in told)
+    return numbers and all(type(name) is str for name in param_names)
 
 
 class Pickled(Protocol):
@@ -307,18 +307,18 @@ class Nested:
     def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
         """Return a value as it is stored; None if that cannot be, and nobody needs it."""
         try:
-            if (found := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
+            if (unknown := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
                 # Without its groups an optimizer is none: all of it has to go.
-                whole = excluded_names(found[0].partition(".param_groups")[0])
+                whole = excluded_names(unknown[0].partition(".param_groups")[0])
                 remedy = f"leave it out ({whole}), or save it again without that"
-                raise IncompatibleError(f"{found[0]} {found[1]}; {remedy}")
-            made = _finished(value, budget, 0)
-            check_plain(made, fqn)
+                raise IncompatibleError(f"{unknown[0]} {unknown[1]}; {remedy}")
+            finished = _finished(value, budget, 0)
+            check_plain(finished, fqn)
         except (IncompatibleError, TypeError) as error:
             if not self._needs(fqn):
                 return None
             raise IncompatibleError(f"{self._what}: {error}") from None
-        return made
+        return finished
 
     def _check_name(self, fqn: str, above: str) -> None:
         self._check_text(fqn, above)
@@ -336,7 +336,7 @@ class Nested:
 
 
 def _unknown_in(
-    value: object, fqn: str, part_of: str, known: set[int], depth: int
+    value: object, fqn: str, part_of: str, visited: set[int], depth: int
 ) -> tuple[str, UnknownObject] | None:
     """Return what is unknown in a value, and the name by which it can be left out.
 
@@ -348,9 +348,9 @@ def _unknown_in(
         value = UnknownObject("an array of numpy's of objects or text, or one that lies in columns")
     if isinstance(value, UnknownObject):
         return part_of or fqn, value
-    if id(value) in known:
+    if id(value) in visited:
         return None
-    known.add(id(value))
+    visited.add(id(value))
     if isinstance(value, Mapping):
         keys = (key for key in value if isinstance(key, UnknownObject))
         if (unknown := next(keys, None)) is not None:
@@ -358,10 +358,10 @@ def _unknown_in(
         inner = ((join(fqn, key), child) for key, child in value.items())
     else:
         part_of = part_of or fqn
-        others = value if isinstance(value, set | frozenset) else _inner(value)
-        inner = ((fqn, child) for child in others)
-    found = (_unknown_in(child, name, part_of, known, depth + 1) for name, child in inner)
-    return next((one for one in found if one is not None), None)
+        members = value if isinstance(value, set | frozenset) else _inner(value)
+        inner = ((fqn, child) for child in members)
+    unknowns = (_unknown_in(child, name, part_of, visited, depth + 1) for name, child in inner)
+    return next((entry for entry in unknowns if entry is not None), None)
 
 
 def _key(key: object) -> str:
@@ -400,7 +400,7 @@ def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
         budget.spend(len(value.value.data))
         return value.value
     if type(value) is deque:
-        return deque((_finished(one, budget, depth + 1) for one in value), value.maxlen)
+        return deque((_finished(item, budget, depth + 1) for item in value), value.maxlen)
     entries, kind = entries_of(value), kind_of(value)
     if entries is None or kind is None:
         return value
@@ -415,7 +415,7 @@ def _nbytes(value: object) -> int:
     if isinstance(value, int):
         return value.bit_length() // 8
     if isinstance(value, Mapping | set | frozenset):  # keys, and members, which are no containers
-        return sum(8 + _nbytes(one) for one in value)
+        return sum(8 + _nbytes(item) for item in value)
     if isinstance(value, range):
         return sum(map(_nbytes, (value.start, value.stop, value.step)))
     if isinstance(value, Device | NumpyScalar):

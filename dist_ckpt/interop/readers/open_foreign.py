@@ -16,19 +16,19 @@ def open_pickled(
 ) -> tuple[Storage, str]:
     """Return what reads the files of a format as a checkpoint, and its path."""
     storage, text = open_storage(path)
-    found = FORMATS[kind]
-    state = reader_module(found.reader).read(storage, text, interest)
-    return checkpoint_of(storage, text, state, found.name), text
+    foreign_format = FORMATS[kind]
+    state = reader_module(foreign_format.reader).read(storage, text, interest)
+    return checkpoint_of(storage, text, state, foreign_format.name), text
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """Return what reads safetensors files as a checkpoint. IncompatibleError if these are none."""
     storage, text = open_storage(path)
-    if (found := foreign_at(storage, text)) is None:
+    if (files := foreign_at(storage, text)) is None:
         if not os.path.exists(text):
             raise NotFoundError(f"{text}: there is no such file or folder; check the path")
         raise IncompatibleError(
             f"{text} is no safetensors file, and no folder of them with "
             f"{HF_INDEX} or {HF_FILE}; check the path"
         )
-    return found, text
+    return files, text

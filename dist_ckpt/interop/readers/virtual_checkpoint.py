@@ -97,18 +97,18 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
     `storage` has the files that the chunks name; they are opened as they are read. `what` says what
     they are, for people. CorruptError if the chunks of a tensor overlap, or do not make the whole.
     """
-    held = _by_file(state.tensors)
+    by_file = _by_file(state.tensors)
     own = _values_of_ranks(state)
-    names = [*sorted(held), *(_NO_FILE for _ in range(len(held), len(own)))]
+    names = [*sorted(by_file), *(_NO_FILE for _ in range(len(by_file), len(own)))]
     try:
-        inventories = [_inventory(state, held.get(n, []), rank) for rank, n in enumerate(names)]
-        plan = plan_save([(one, (rank,)) for rank, one in enumerate(inventories)], len(names))
+        inventories = [_inventory(state, by_file.get(n, []), rank) for rank, n in enumerate(names)]
+        plan = plan_save([(entry, (rank,)) for rank, entry in enumerate(inventories)], len(names))
     except ValueError as error:
         raise CorruptError(f"{path}: the files do not make one state: {error}") from None
     main = objects_file.ObjectsFile(
         tree=plan.tree, values=dict(state.values), metadata=dict(state.metadata)
     )
-    chunks = {(one.fqn, part.cell): part for one in state.tensors for part in one.chunks}
+    chunks = {(entry.fqn, part.cell): part for entry in state.tensors for part in entry.chunks}
     documents: dict[str, bytes] = {}
     files: dict[str, Callable[[], ReadableFile]] = {}
     receipts = []
@@ -145,7 +145,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
 _NO_FILE = ""
 
 # What one file has: tensors, each with the cells of it that are there.
-_Held = list[tuple[ForeignTensor, tuple[Cell, ...]]]
+_FileContents = list[tuple[ForeignTensor, tuple[Cell, ...]]]
 
 
 def _values_of_ranks(state: ForeignState) -> list[dict[str, dict[Key, object]]]:
@@ -167,25 +167,25 @@ def _documents_of(
     return documents
 
 
-def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _Held]:
-    held: dict[str, _Held] = {}
+def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _FileContents]:
+    by_file: dict[str, _FileContents] = {}
     for tensor in tensors:
         cells: dict[str, list[Cell]] = {}
         for chunk in tensor.chunks:
             cells.setdefault(chunk.file, []).append(chunk.cell)
         for file, own in cells.items():
-            held.setdefault(file, []).append((tensor, tuple(own)))
-    return held or {_NO_FILE: []}
+            by_file.setdefault(file, []).append((tensor, tuple(own)))
+    return by_file or {_NO_FILE: []}
 
 
-def _inventory(state: ForeignState, held: _Held, rank: int) -> Inventory:
+def _inventory(state: ForeignState, contents: _FileContents, rank: int) -> Inventory:
     """Return what a rank would hold that had just one of the files."""
     components: dict[str, int] = {}
     views: dict[View, int] = {}
     entries = []
     tops = {str(key) for key in state.tree[0].keys}
-    own = {tensor.fqn for tensor, _ in held}
-    for tensor, cells in held:
+    own = {tensor.fqn for tensor, _ in contents}
+    for tensor, cells in contents:
         component = components.setdefault(_component(tensor.fqn, tops), len(components))
         view = views.setdefault(Parts(cells), len(views))
         entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, view, component))
@@ -339,9 +339,9 @@ def _in_row_major_order(
     inner = max(range(len(shape)), key=lambda dim: shape[dim])
     count, step, own_step = shape[inner], strides[inner], own[inner]
     others = [dim for dim in range(len(shape)) if dim != inner]
-    for place in product(*(range(shape[dim]) for dim in others)):
-        at = sum(i * strides[dim] for i, dim in zip(place, others, strict=True))
-        to = sum(i * own[dim] for i, dim in zip(place, others, strict=True))
+    for indices in product(*(range(shape[dim]) for dim in others)):
+        at = sum(i * strides[dim] for i, dim in zip(indices, others, strict=True))
+        to = sum(i * own[dim] for i, dim in zip(indices, others, strict=True))
         target[to : to + (count - 1) * own_step + 1 : own_step] = source[
             at : at + (count - 1) * step + 1 : step
         ]

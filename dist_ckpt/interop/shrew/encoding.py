@@ -97,8 +97,8 @@ class _FieldReader:
         return self._file.nbytes - self.at
 
     def corrupt(self, fact: str, at: int | None = None) -> CorruptError:
-        place = self.at if at is None else at
-        return CorruptError(f"{self._what}, byte {place}: {fact}: {_REMEDY}")
+        offset = self.at if at is None else at
+        return CorruptError(f"{self._what}, byte {offset}: {fact}: {_REMEDY}")
 
     def incompatible(self, fact: str, at: int) -> IncompatibleError:
         return IncompatibleError(f"{self._what}, byte {at}: {fact}")
@@ -140,11 +140,11 @@ class _FieldReader:
         """Read a count, and so many values behind their names; each takes `least` bytes or more."""
         count = self.u32(f"the number of {thing}s")
         self.check(count * least, f"{count} {thing}s, the least that they can be,")
-        found: dict[str, T] = {}
+        fields: dict[str, T] = {}
         for number in range(count):
             at = self.at
             name = self.text(f"the name of {thing} {number}")
-            if name in found:
+            if name in fields:
                 raise self.corrupt(f"{thing} {number} is named {_shown(name)}, as one before", at)
             if len(name) > _MAX_NAME_CHARS:
                 raise self.incompatible(
@@ -152,13 +152,13 @@ class _FieldReader:
                     "are the most in a checkpoint",
                     at,
                 )
-            found[name] = read(f"{thing} {_shown(name)}")
-        return found
+            fields[name] = read(f"{thing} {_shown(name)}")
+        return fields
 
 
 def _training(fields: _FieldReader) -> dict[str, object]:
     """Read sections in any order; what is in none of them is as shrew's own reader has it."""
-    found: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
+    state: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
     seen: set[int] = set()
     while (tag := fields.u8("the number of a section")) != _END:
         at = fields.at - 1
@@ -168,24 +168,24 @@ def _training(fields: _FieldReader) -> dict[str, object]:
             raise fields.corrupt(f"a second {_PARTS[tag]} section", at)
         seen.add(tag)
         if tag == _MODEL:
-            found["model"] = _tensors(fields)
+            state["model"] = _tensors(fields)
         elif tag == _OPTIMIZER:
-            found["optim"] = _optimizer(fields)
+            state["optim"] = _optimizer(fields)
         else:
-            found["epoch"] = fields.u64("the epoch")
-            found["global_step"] = fields.u64("the global step")
-            (found["best_loss"],) = fields.floats(1, "the best loss")
+            state["epoch"] = fields.u64("the epoch")
+            state["global_step"] = fields.u64("the global step")
+            (state["best_loss"],) = fields.floats(1, "the best loss")
             count = fields.u32("the number of losses")
-            found["loss_history"] = fields.floats(count, f"a history of {count} losses")
+            state["loss_history"] = fields.floats(count, f"a history of {count} losses")
     # The order in which they stand in a file.
-    return {name: found[name] for name in ("model", "optim", *_TRAINING) if name in found}
+    return {name: state[name] for name in ("model", "optim", *_TRAINING) if name in state}
 
 
 def _optimizer(fields: _FieldReader) -> dict[str, object]:
     return {
         "type": fields.text("the type of the optimizer"),
-        "scalars": fields.named(12, "scalar", lambda one: fields.floats(1, one)[0]),
-        "buffers": fields.named(12, "buffer", lambda one: _buffer(fields, one)),
+        "scalars": fields.named(12, "scalar", lambda label: fields.floats(1, label)[0]),
+        "buffers": fields.named(12, "buffer", lambda label: _buffer(fields, label)),
     }
 
 
@@ -195,7 +195,7 @@ def _buffer(fields: _FieldReader, what: str) -> FileTensor:
 
 
 def _tensors(fields: _FieldReader) -> dict[str, FileTensor]:
-    return fields.named(17, "tensor", lambda one: _tensor(fields, one))
+    return fields.named(17, "tensor", lambda label: _tensor(fields, label))
 
 
 def _tensor(fields: _FieldReader, what: str) -> FileTensor:
@@ -354,18 +354,18 @@ def _problems(state: Mapping[str, object]) -> Iterator[str]:
 def _optimizer_problems(optimizer: object, alone: str) -> Iterator[str]:
     fields = {"type", "scalars", "buffers"}
     if not isinstance(optimizer, Mapping) or optimizer.keys() != fields:
-        held = _value(optimizer)
+        description = _value(optimizer)
         if isinstance(optimizer, Mapping):
-            held = f"a mapping with {listed([_shown(str(key)) for key in optimizer])}"
+            description = f"a mapping with {listed([_shown(str(key)) for key in optimizer])}"
         yield (
-            f"optim is {held}: make it a mapping of 'type', 'scalars' and 'buffers', as an "
+            f"optim is {description}: make it a mapping of 'type', 'scalars' and 'buffers', as an "
             f"imported one is, leave it out, {alone}"
         )
         return
     if problem := _name_problem(optimizer["type"]):
         yield f"optim.type: {problem}"
     for field, is_good, wanted in (
-        ("scalars", lambda one: type(one) is float, "a float"),
+        ("scalars", lambda item: type(item) is float, "a float"),
         ("buffers", _is_buffer, "a float64 tensor of one dimension"),
     ):
         values = optimizer[field]

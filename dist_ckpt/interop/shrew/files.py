@@ -57,8 +57,8 @@ def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
             f"the source is a {type(source).__name__}: give the path of a .shrew file, or its bytes"
         ) from None
     with data as view:
-        held = _FileInMemory(view)
-        return _with_data(encoding.parse(held, "the .shrew bytes"), held.read)
+        memory = _FileInMemory(view)
+        return _with_data(encoding.parse(memory, "the .shrew bytes"), memory.read)
 
 
 def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
@@ -91,13 +91,13 @@ def import_file(
     time. On return the checkpoint is complete and durable; `overwrite` replaces the one that is
     there once it is. Raises what `read` does, before anything is written, and what `dc.save` does.
     """
-    with closing(LocalFile(file)) as held:
-        state = encoding.parse(held, held.path)
-        tell = CopyProgress(held.nbytes, progress)
+    with closing(LocalFile(file)) as source:
+        state = encoding.parse(source, source.path)
+        tell = CopyProgress(source.nbytes, progress)
 
         def source_of(tensor: PlainTensor) -> FileSource:
             assert isinstance(tensor, FileTensor)
-            return FileSource(held, tensor, tell)
+            return FileSource(source, tensor, tell)
 
         step = state.get("global_step")
         return save_single_process(
@@ -114,8 +114,8 @@ def plan_import_file(
     file: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
 ) -> DryRun:
     """Return what `import_file` would write. Nothing is changed. Raises what it does before."""
-    with closing(LocalFile(file)) as held:
-        state = encoding.parse(held, held.path)
+    with closing(LocalFile(file)) as source:
+        state = encoding.parse(source, source.path)
         return plan_single_process_save(described(state), target, overwrite=overwrite)
 
 

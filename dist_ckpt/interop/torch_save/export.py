@@ -138,7 +138,7 @@ class _ArchivePlan:
 
     @property
     def data_nbytes(self) -> int:
-        return sum(one.nbytes for one in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +166,7 @@ def _planned(
         saved = saved_tree_of(opened.catalog, opened.objects(), opened.objects)
         state = torch_state(saved, path, only, selection)
         # The widest first, each aligned to its own size.
-        tensors = sorted(state.tensors, key=lambda one: -DTYPES[one.dtype].itemsize)
+        tensors = sorted(state.tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
         yield _ArchivePlan(opened, pickled(state), tensors, state.not_plain)
 
 
@@ -298,8 +298,8 @@ class _Walk:
     def at(self, name: str) -> object:
         """Return what lies under a name."""
         saved = self._saved
-        if (found := saved.tensor(name)) is not None:
-            return self._tensor(name, *found)
+        if (stored := saved.tensor(name)) is not None:
+            return self._tensor(name, *stored)
         if saved.keys_of(name) is not None:
             self._refuse(name, "has a value for each rank")
             return None
@@ -391,9 +391,9 @@ def _is_plain(value: object) -> bool:
 
 def pickled(state: TorchState) -> bytes:
     """Return the pickle of a state, as torch.save makes it, but for the data of its tensors."""
-    held = io.BytesIO()
-    _Pickler(held, protocol=2).dump(state.value)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(state.value)
+    return buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):

@@ -50,9 +50,9 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         state = dict_of(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
-        found = Nested(path, interest)
-        found.add_top(state, archive)
-    return found.state()
+        nested = Nested(path, interest)
+        nested.add_top(state, archive)
+    return nested.state()
 
 
 def dict_of(archive: Archive) -> dict[Any, object]:

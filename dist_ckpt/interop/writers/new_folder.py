@@ -72,17 +72,17 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
             f"{path}: something is there already: choose another path, or "
             f"{'remove it' if overwrite is None else remedy}"
         )
-    others = [one.name for one in entries if one.kind != "file"]
-    ours = [one.name for one in entries if one.name.endswith(read.SUFFIX)]
-    files = [name for name in ours if name not in others]
-    others += [name for name in files if not _is_of_export(storage, path, name)]
-    if others:
+    foreign_names = [entry.name for entry in entries if entry.kind != "file"]
+    ours = [entry.name for entry in entries if entry.name.endswith(read.SUFFIX)]
+    files = [name for name in ours if name not in foreign_names]
+    foreign_names += [name for name in files if not _is_of_export(storage, path, name)]
+    if foreign_names:
         raise ExistsError(
-            f"{path} has {', '.join(sorted(others)[:5])}, which no export has written: it is not "
-            f"replaced, choose another path or remove it yourself"
+            f"{path} has {', '.join(sorted(foreign_names)[:5])}, which no export has "
+            f"written: it is not replaced, choose another path or remove it yourself"
         )
     gone = {*ours, read.INDEX}
-    return tuple(one.name for one in entries if one.name not in gone)
+    return tuple(entry.name for entry in entries if entry.name not in gone)
 
 
 def _is_of_export(storage: Storage, folder: str, name: str) -> bool:

@@ -76,7 +76,7 @@ def plan_single_process_save(
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     plan = plan_save([(state.inventory, (0,))], 1)
-    files = {one.name: one.nbytes for one in items_of(plan, 0)}
+    files = {file.name: file.nbytes for file in items_of(plan, 0)}
     files |= {name: len(data) for name, data in _objects_of(state, plan).items()}
     return dry_run(*open_storage(path), files, overwrite=overwrite)
 
