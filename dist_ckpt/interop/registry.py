@@ -1,7 +1,7 @@
-"""Which files of another system lie at a path that a user gives, if any do, and what reads them.
+"""Detect files of another system at a path, and select their reader.
 
-A table has the marker files of each system and the module of its reader, which is imported by its
-name when a marker is there: to load a checkpoint of ours imports no reader.
+A table lists the marker files and the reader module of each system. A reader is imported by name
+only when its marker exists: loading a dist_ckpt checkpoint imports no reader.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 MEGATRON_ABOUT = "metadata.json"
 MEGATRON_COMMON = "common.pt"
 
-# How a zip archive begins, and a pickle: torch.save writes the one, and once wrote the other.
+# First bytes of a zip archive and of pickles: torch.save writes zip, old versions wrote pickles.
 _PICKLED = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFormat:
-    """What another system pickles: what it is called, and the module with its `read`."""
+    """A pickled format of another system: its description, and the module with its `read`."""
 
     name: str
     reader: str
 
 
-# By what `dist-ckpt import --from` takes.
+# By the value of `dist-ckpt import --from`.
 FORMATS = {
     "dcp": ForeignFormat("a folder of torch.distributed.checkpoint", "dcp.read"),
     "torch": ForeignFormat("a file of torch.save", "torch_save.read"),
@@ -51,7 +51,7 @@ FORMATS = {
     "megatron": ForeignFormat("a folder of Megatron", "frameworks.megatron"),
 }
 
-# Folders that have all of these files are of that format; the first that fits.
+# A folder with all of these files has that format; the first match counts.
 _FOLDERS = (
     ((LIGHTNING_META, DCP_METADATA), "lightning"),
     ((MEGATRON_LATEST,), "megatron"),
@@ -66,11 +66,11 @@ def reader_module(name: str) -> ModuleType:
 
 
 def foreign_at(storage: Storage, path: str) -> Storage | None:
-    """Return what reads the files of another system at `path` as a checkpoint there, else None.
+    """Return a storage that presents another system's files at `path` as a checkpoint, or None.
 
-    A safetensors file, or a folder of them as Hugging Face writes it. A checkpoint of ours is that,
-    whatever else lies in its folder. IncompatibleError, with what to do, for files that only their
-    own library may read. CorruptError, NotFoundError for what is damaged, or lacks files.
+    These are a safetensors file, or a folder of them as Hugging Face writes it. A folder with
+    attempts of dist_ckpt is always a dist_ckpt checkpoint. IncompatibleError, with the remedy, for
+    files that must be imported. CorruptError, NotFoundError for damaged or missing files.
     """
     if (start := _start_of(storage, path)) is not None:
         return _in_file(storage, path, start)
@@ -78,7 +78,7 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
         entries = storage.list(path)
         is_ours = any(attempts_in(entries))
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
-        return None  # who looks for a checkpoint there says why
+        return None  # the caller that opens the checkpoint reports the reason
     return None if is_ours else _in_folder(storage, path, [entry.name for entry in entries])
 
 
@@ -117,7 +117,7 @@ def _safetensors() -> _SafetensorsReader:
 
 
 def _pickled_kind(storage: Storage, path: str, names: Collection[str]) -> str | None:
-    """Return which system has written a folder, if its files say so."""
+    """Return the system that wrote a folder, if its marker files identify one."""
     first, *others = _FOLDERS
     if _has(storage, path, *first[0]):
         return first[1]
@@ -144,9 +144,9 @@ def _has(storage: Storage, path: str, *names: str) -> bool:
 
 
 def _start_of(storage: Storage, path: str) -> bytes | None:
-    """Return the first bytes of a file; None if there is no file."""
+    """Return the first bytes of a file; None if the file does not exist."""
     try:
-        # Through links: of what Hugging Face has downloaded all files are some.
+        # Follow links: all files in the Hugging Face cache are links.
         file = storage.open(real_path(path))
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return None

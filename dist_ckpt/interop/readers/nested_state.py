@@ -1,6 +1,6 @@
-"""What another system has pickled, nested as it was, as the tensors and values of a checkpoint.
+"""Turn nested state that another system pickled into the tensors and values of a checkpoint.
 
-What is of interest in the files of another system, which may hold what no checkpoint can.
+`ImportFilter` selects names: files may contain values that a checkpoint cannot store.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignSt
 
 
 class ImportFilter(NamedTuple):
-    """What of the files is looked into: all names that `looked_into` does not leave out.
+    """The names to read: all that `looked_into` selects.
 
-    A value that a checkpoint cannot hold is refused only if its name is one that `needs` is true
-    for: nobody reads the others.
+    A value that a checkpoint cannot store is an error only if `needs(name)` is true.
     """
 
     looked_into: Selection = SELECT_ALL
@@ -49,12 +48,12 @@ ALL = ImportFilter()
 
 Path = tuple[PathKey, ...]
 
-# What a name costs beside its characters: it has a record of its own.
+# The cost of a name in addition to its characters: each name has a record.
 _OF_NAMES = 64
 
 
 def joined(path: Path) -> str:
-    """Return the name of what is at a path."""
+    """Return the name for a path."""
     return ".".join(map(str, path))
 
 
@@ -75,7 +74,7 @@ def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
 
 
 def numbered(name: str, number: int) -> str:
-    """Return what the first of several is called, and the others: `optim`, `optim_1`."""
+    """Return the name of one of several objects: `optim`, `optim_1`, `optim_2`."""
     return f"{name}_{number}" if number else name
 
 
@@ -103,26 +102,26 @@ def _with_our_names(optimizer: object, model: str, budget: PickleBudget) -> obje
 def _are_names(param_names: list[object], params: object) -> bool:
     if not isinstance(params, list) or len(params) != len(param_names):
         return False
-    # They are hashed: of longer ones a file could choose the hashes.
+    # Larger integers are refused: a file could choose their hashes.
     numbers = all(type(number) is int and number.bit_length() <= 64 for number in params)
     return numbers and all(type(name) is str for name in param_names)
 
 
 class Pickled(Protocol):
-    """A pickle that was read: where tensors lie that it tells of, and what may be made of it."""
+    """A parsed pickle: the location of its tensors, and the budget for what is built from it."""
 
     budget: PickleBudget
 
     def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
-        """Return the file that a tensor's elements lie in, and where they begin."""
+        """Return the file with a tensor's elements, and their offset."""
 
 
 class Nested:
-    """What is found in files, name by name; `what` names them in errors.
+    """Collects the contents of files, name by name; `what` names the files in errors.
 
-    A container that holds tensors is a node of the tree, everything else is a value. A tensor that
-    is another one as well is an alias of the first. IncompatibleError for what no checkpoint holds,
-    with its name; where it is not needed there is None.
+    A container with tensors is a node of the tree, everything else is a value. A second name of a
+    tensor is an alias. IncompatibleError names a value that a checkpoint cannot store; if the value
+    is not needed, None is stored instead.
     """
 
     def __init__(self, what: str, interest: ImportFilter = ALL) -> None:
@@ -140,15 +139,15 @@ class Nested:
         self._known: dict[int, bool] = {}
 
     def leaves_out(self, fqn: str) -> bool:
-        """Say whether a name is one that the selection leaves out."""
-        # What is longer is refused soon; to match all names above it would take its square.
+        """Return True if the selection excludes a name."""
+        # Longer names are refused later; matching all names above one takes quadratic time.
         is_out = len(fqn) <= MAX_FQN_CHARS and fqn not in self._selection
         if is_out:
             self._left_out.append(fqn)
         return is_out
 
     def add(self, path: Path, value: object, pickled: Pickled) -> None:
-        """Add what is at a path of the state, and what is in it."""
+        """Add the value at a path of the state, with all values inside it."""
         if self.leaves_out(joined(path)):
             return
         with self._errors_at(path):
@@ -158,12 +157,12 @@ class Nested:
     def _add_chosen(self, path: Path, value: object, pickled: Pickled) -> None:
         self._place(path)
         with self._errors_at(path):
-            self._known = {}  # by identity, of what lives as long as the value
+            self._known = {}  # by identity of objects that live as long as the value
             self._add(joined(path), value, pickled, 0, "")
 
     @contextmanager
     def _errors_at(self, path: Path) -> Iterator[None]:
-        """Say of what is wrong in a value where that is."""
+        """Raise a ValueError as CorruptError with the path."""
         try:
             yield
         except ValueError as error:
@@ -174,15 +173,15 @@ class Nested:
     def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
         """Add an optimizer's state dict, by the names of its parameters in a model if it has them.
 
-        Torch's optimizers have them that were made of `named_parameters()`. Others have numbers,
-        which say where in the groups of an optimizer a parameter is: so a load finds it.
+        Optimizers of torch have names if they were built from `named_parameters()`. Others have
+        numbers: the position of a parameter in the groups, which a load uses.
         """
         with self._errors_at(path):
             named = _with_our_names(value, model, pickled.budget)
         self.add(path, named, pickled)
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
-        """Add all of a state, of which its dict is the top, also if no tensor is in it."""
+        """Add a whole state, whose dict is the top, even if it has no tensor."""
         with self._errors_at(()):
             chosen = self._chosen("", state, pickled.budget, 0)
             holds_tensors = _holds_tensors(chosen, {}, 0)
@@ -196,7 +195,7 @@ class Nested:
             self._add_chosen((key,), value, pickled)
 
     def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
-        """Add a tensor that lies in files in parts; a short pickle may tell of many."""
+        """Add a tensor whose parts are in files. With `pickled`, charge its budget for the name."""
         if not self.leaves_out(tensor.fqn):
             self._place(path)
             self.tensors[tensor.fqn] = tensor
@@ -204,7 +203,7 @@ class Nested:
                 self._spend(pickled.budget, tensor.fqn)
 
     def add_alias(self, path: Path, other: str) -> None:
-        """Add another name of a tensor that is there. ValueError if that was left out."""
+        """Add another name of an added tensor. ValueError if that tensor was excluded."""
         fqn = joined(path)
         if self.leaves_out(fqn):
             return
@@ -215,7 +214,7 @@ class Nested:
         self._aliases[fqn] = other
 
     def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
-        """Add plain data, without tensors, that each rank has its own of."""
+        """Add one rank's value of plain data, without tensors."""
         fqn = joined(path)
         if self.leaves_out(fqn):
             return
@@ -225,7 +224,7 @@ class Nested:
         self.per_rank.setdefault(fqn, {})[rank] = own
 
     def state(self, step: int | None = None) -> ForeignState:
-        """Return all of it. ValueError for a pattern, of names to leave out, that matched none."""
+        """Return the state. ValueError for an exclude pattern that matched no name."""
         if problems := self._selection.unmatched(self._left_out):
             raise ValueError("; ".join(problems))
         emptied = all(value in ({}, []) for value in self._values.values())
@@ -245,7 +244,7 @@ class Nested:
             raise CorruptError(f"{self._what}: {fqn[:100]}: {error}") from None
 
     def _check_apart(self, tree: Iterable[Node]) -> None:
-        """Raise IncompatibleError if two things have a name, as "a.b" and "b" in "a" would."""
+        """Raise IncompatibleError if two entries have one name, such as "a.b" and "b" in "a"."""
         known = set[str]()
         nodes = (node.fqn for node in tree)
         for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
@@ -262,7 +261,7 @@ class Nested:
         self._paths[fqn] = path
 
     def _chosen(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
-        """Return a value without what the selection leaves out of its dicts."""
+        """Return a value without the dict entries that the selection excludes."""
         if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
             return value
         _check_depth(depth)
@@ -305,10 +304,10 @@ class Nested:
         self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
 
     def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
-        """Return a value as it is stored; None if that cannot be, and nobody needs it."""
+        """Return a value as it is stored; None if it cannot be stored and is not needed."""
         try:
             if (unknown := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
-                # Without its groups an optimizer is none: all of it has to go.
+                # An optimizer cannot be used without its groups: exclude all of it.
                 whole = excluded_names(unknown[0].partition(".param_groups")[0])
                 remedy = f"leave it out ({whole}), or save it again without that"
                 raise IncompatibleError(f"{unknown[0]} {unknown[1]}; {remedy}")
@@ -338,10 +337,10 @@ class Nested:
 def _unknown_in(
     value: object, fqn: str, part_of: str, visited: set[int], depth: int
 ) -> tuple[str, UnknownObject] | None:
-    """Return what is unknown in a value, and the name by which it can be left out.
+    """Return the first unknown object in a value, and the name by which it can be excluded.
 
-    That is `part_of` if it is in a list or the like, of which no part can be left out. Each
-    container is looked into once, however often it is in others; `known` are their ids.
+    The name is `part_of` inside a list or similar: its parts cannot be excluded. Each container is
+    visited once; `visited` has their ids.
     """
     _check_depth(depth)
     if isinstance(value, NumpyArray) and value.value is None:
@@ -380,7 +379,7 @@ def _inner(value: object) -> Iterable[object]:
 
 
 def _holds_tensors(value: object, known: dict[int, bool], depth: int) -> bool:
-    """Say whether there is a tensor in a value, looking into each container once."""
+    """Return True if a value contains a tensor. Each container is visited once."""
     if isinstance(value, TensorView):
         return True
     if id(value) not in known:
@@ -391,7 +390,7 @@ def _holds_tensors(value: object, known: dict[int, bool], depth: int) -> bool:
 
 
 def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
-    """Return a value with arrays in place of what stood for them."""
+    """Return a value with arrays in place of their placeholders."""
     _check_depth(depth)
     budget.spend(8 + _nbytes(value))
     if isinstance(value, NumpyArray):
@@ -408,9 +407,9 @@ def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
 
 
 def _nbytes(value: object) -> int:
-    """Return about what a value takes where it is stored, without what a container has in it.
+    """Return the approximate stored size of a value, without the contents of a container.
 
-    It is stored as often as it is named, and a stream names it again by two bytes.
+    A value is stored once per reference, and a stream repeats a reference in two bytes.
     """
     if isinstance(value, int):
         return value.bit_length() // 8

@@ -1,4 +1,4 @@
-"""Files of another system as a checkpoint, for who says of which system they are."""
+"""Open files of another system as a checkpoint when the caller names the system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, foreign_at, r
 def open_pickled(
     kind: str, path: str | os.PathLike[str], interest: ImportFilter = ALL
 ) -> tuple[Storage, str]:
-    """Return what reads the files of a format as a checkpoint, and its path."""
+    """Return a storage that presents the files of a format as a checkpoint, and its path."""
     storage, text = open_storage(path)
     foreign_format = FORMATS[kind]
     state = reader_module(foreign_format.reader).read(storage, text, interest)
@@ -22,7 +22,7 @@ def open_pickled(
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return what reads safetensors files as a checkpoint. IncompatibleError if these are none."""
+    """Return a storage that presents safetensors files as a checkpoint, and its path."""
     storage, text = open_storage(path)
     if (files := foreign_at(storage, text)) is None:
         if not os.path.exists(text):

@@ -1,7 +1,7 @@
-"""A checkpoint of which only the documents are made: its tensors lie in files of another system.
+"""Virtual checkpoints: only the documents are built, the tensors stay in another system's files.
 
-So these files load into any layout, and are looked into and resharded, as our own are. They have no
-digests: `Index.has_digests` is False, and nothing of them is compared but sizes and names.
+Such files load into any layout, and can be inspected and resharded. They have no digests
+(`Index.has_digests` is False): only sizes and names are checked.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.core.storage.wrappers.read_only import FileOfBytes, ReadOnlyFiles
 from dist_ckpt.errors import CorruptError
 
-# Elements that lie apart are read with all that is between them, if that is no more than so many
-# times what is wanted, or than so many bytes.
+# Strided elements are read together with the gaps between them, if the total is at most `_SPARSE`
+# times the requested bytes, or at most `_READ_AT_ONCE` bytes.
 _SPARSE = 8
 _READ_AT_ONCE = 8 << 20
 
@@ -53,8 +53,8 @@ LOOSE = "state"
 class ForeignChunk:
     """A cell of a tensor, little-endian in a file, from byte `start` on.
 
-    It lies there row-major. A box may have its elements `strides` apart: then it is brought into
-    order, in memory as a whole, when it is read.
+    It is stored row-major. With `strides`, a box is copied into row-major order when it is read,
+    in memory as a whole.
     """
 
     cell: Cell
@@ -65,7 +65,7 @@ class ForeignChunk:
 
 @dataclass(frozen=True, slots=True)
 class ForeignTensor:
-    """A tensor in the files of another system, and where each cell of it lies."""
+    """A tensor in the files of another system, with the location of each cell."""
 
     fqn: str
     dtype: str
@@ -75,11 +75,10 @@ class ForeignTensor:
 
 @dataclass(frozen=True, slots=True)
 class ForeignState:
-    """What the files of another system hold: `tree` are the containers, as of an objects file.
+    """The state in the files of another system; `tree` has the containers, as in an objects file.
 
-    `values` are plain data by name; `metadata` is what the files say of themselves; `aliases` are
-    names of tensors that have another name as well, each with that. `per_rank` are values by name
-    and rank, and `step` is what the files say that they are of.
+    `values` are plain data by name, and `metadata` is the files' own. `aliases` maps each further
+    name of a tensor to its first. `per_rank` has values by name and rank; `step` is the files' own.
     """
 
     tensors: Sequence[ForeignTensor]
@@ -92,10 +91,10 @@ class ForeignState:
 
 
 def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -> ReadOnlyFiles:
-    """Return the files of a checkpoint that seems to lie at `path`.
+    """Return a storage that presents the state as a checkpoint at `path`.
 
-    `storage` has the files that the chunks name; they are opened as they are read. `what` says what
-    they are, for people. CorruptError if the chunks of a tensor overlap, or do not make the whole.
+    `storage` has the files that the chunks name; each is opened when it is read. `what` describes
+    the format in messages. CorruptError if the chunks of a tensor overlap or leave gaps.
     """
     by_file = _by_file(state.tensors)
     own = _values_of_ranks(state)
@@ -141,10 +140,10 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
     return ReadOnlyFiles(f"{path}/{EMPTY_DIGESTS}", files, remedy)
 
 
-# Of a rank that has values of its own, and no file.
+# The file name of a rank that has values but no file.
 _NO_FILE = ""
 
-# What one file has: tensors, each with the cells of it that are there.
+# The tensors in one file, each with its cells in that file.
 _FileContents = list[tuple[ForeignTensor, tuple[Cell, ...]]]
 
 
@@ -179,7 +178,7 @@ def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _FileContents]:
 
 
 def _inventory(state: ForeignState, contents: _FileContents, rank: int) -> Inventory:
-    """Return what a rank would hold that had just one of the files."""
+    """Return the inventory of a rank that has exactly one of the files."""
     components: dict[str, int] = {}
     views: dict[View, int] = {}
     entries = []
@@ -204,21 +203,21 @@ def _inventory(state: ForeignState, contents: _FileContents, rank: int) -> Inven
 
 
 def _component(fqn: str, tops: Collection[str]) -> str:
-    """Return the key of the state that a tensor is below, or `LOOSE` if it is one itself."""
+    """Return the top-level key above a tensor, or `LOOSE` if the tensor is at the top."""
     _, *above = names_above(fqn)
     return next((name for name in above if name in tops), LOOSE)
 
 
 def _header_of(file: FilePlan) -> bytes:
-    """Return a shard file's header, whose digests nobody looks at."""
+    """Return a shard file's header. Its digests are zeros: they are never checked."""
     return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of a file's data section that lie in another file, from `there` on.
+    """Bytes of a data section, stored in another file from offset `there` on.
 
-    With `strides` they are elements of `shape` that lie apart there.
+    With `strides` they are the elements of a strided box of `shape`.
     """
 
     start: int
@@ -238,7 +237,7 @@ def _open(storage: Storage, path: str, header: bytes, segments: Sequence[Segment
 
 
 class _VirtualFile:
-    """A shard file: its header, and behind that what lies in another file."""
+    """A shard file: its header in memory, its data in another file."""
 
     num_links = 1
 
@@ -247,13 +246,13 @@ class _VirtualFile:
         self._header = header
         self._segments = segments
         self._starts = [segment.start for segment in segments]
-        # The last segment that was brought into order, as its parts are asked for one by one.
+        # The last segment that was copied into row-major order: its parts are read one by one.
         self._in_order: tuple[int, memoryview] | None = None
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Its size, whatever of that the other file has."""
+        """The planned size, even if the other file is shorter."""
         return (
             len(self._header)
             + sum(segment.nbytes for segment in self._segments[-1:])
@@ -268,7 +267,7 @@ class _VirtualFile:
         while done < len(target):
             at = offset + done - len(self._header)
             number = bisect_right(self._starts, at) - 1
-            # Of those that begin at one place the last has bytes.
+            # Of segments with equal starts, only the last has bytes.
             segment = self._segments[number]
             within = at - segment.start
             wanted = min(len(target) - done, segment.nbytes - within)
@@ -299,7 +298,7 @@ class _VirtualFile:
     def _brought_together(
         self, start: int, shape: Shape, strides: Shape, itemsize: int
     ) -> memoryview:
-        """Return elements in order; of what lies far apart little more is read than is wanted."""
+        """Return the elements in row-major order, and read few bytes between distant elements."""
         spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         if spanned * itemsize <= max(_SPARSE * prod(shape) * itemsize, _READ_AT_ONCE):
             there = memoryview(bytearray(spanned * itemsize))
@@ -320,9 +319,10 @@ class _VirtualFile:
 def _in_row_major_order(
     there: memoryview, shape: Shape, strides: Shape, itemsize: int
 ) -> memoryview:
-    """Return elements that lie apart, as of a transposed tensor; `there` begins with the first.
+    """Copy strided elements, such as a transposed tensor's, into row-major order.
 
-    CorruptError if `there` is too short. The longest dimension is copied at a time.
+    `there` begins with the first element; CorruptError if it is too short. One copy moves the
+    longest dimension.
     """
     if itemsize == 16:  # a complex number is two of the widest words
         return _in_row_major_order(there, (*shape, 2), (*(2 * stride for stride in strides), 1), 8)

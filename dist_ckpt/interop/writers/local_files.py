@@ -14,14 +14,14 @@ from dist_ckpt.interop.writers.plain_states import FileTensor
 class LocalFile:
     """A regular file, open for reading; close it when done. Threads may share it.
 
-    Raises NotFoundError if there is none, ValueError if it is no regular file, StorageError if it
-    cannot be opened.
+    Raises NotFoundError if it does not exist, ValueError if it is not a regular file, StorageError
+    if it cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = checked_file_path(path)
         try:
-            # It may be a pipe, whose other end nobody opens.
+            # O_NONBLOCK: a pipe without a writer would block here.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise NotFoundError(f"{self.path}: there is no such file; check the path") from None
@@ -34,13 +34,13 @@ class LocalFile:
             raise ValueError(f"{self.path} is no regular file: give the path of a file")
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return so many bytes. CorruptError if the file has become shorter meanwhile."""
+        """Return `nbytes` bytes. CorruptError if the file was truncated since it was opened."""
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill memory. CorruptError if the file has become shorter meanwhile."""
+        """Fill memory. CorruptError if the file was truncated since it was opened."""
         done = 0
         while done < memory.nbytes:
             try:
@@ -60,7 +60,7 @@ class LocalFile:
 
 
 class FileSource:
-    """The bytes of a tensor in a file (`Source`); `tell` is told how many were read."""
+    """The bytes of a tensor in a file (`Source`); `tell` gets the count of each read."""
 
     __slots__ = ("_file", "_tell", "_tensor")
 

@@ -1,4 +1,4 @@
-"""Folders of files for other systems: there whole and durable, or not at all."""
+"""Create folders of files for other systems: complete and durable, or not at all."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _log = logging.getLogger("dist_ckpt")
 
 @contextmanager
 def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterator[str]:
-    """Yield a folder to write files into, durably; it is at `path` when the `with` has ended well.
+    """Yield a temporary folder to write into; rename it to `path`, durably, at the end.
 
-    Until then it has another name, beside that one; after an error it is removed. An empty folder
-    at `path` is replaced, and with `overwrite` one that an export has made: other files in it, such
-    as a config.json, are in the new one as well. `overwrite` is None for what is never replaced.
-    ExistsError if something else is there.
+    The temporary folder is next to `path`, and is removed after an error. An empty folder at `path`
+    is replaced. With `overwrite`, so is a folder of an earlier export: its other files, such as
+    config.json, are linked into the new one. `overwrite` is None if replacing is impossible.
+    ExistsError if anything else exists at `path`.
     """
     check_replaceable(storage, path, overwrite=overwrite)
     temporary = temporary_beside(path)
@@ -49,13 +49,14 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterat
         if not is_put:
             _remove(storage, temporary)
         raise
-    _remove(storage, temporary)  # after an exchange, what was there before
+    _remove(storage, temporary)  # after an exchange, this is the old folder
 
 
 def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) -> tuple[str, ...]:
-    """Return which files of a folder at `path` are to stay. ExistsError if it must not be replaced.
+    """Return the files to keep of a folder at `path`. ExistsError if it must not be replaced.
 
-    With `overwrite` a folder may be whose safetensors files are all of exports: the others stay.
+    With `overwrite`, a folder can be replaced if exports wrote all its safetensors files. Its other
+    files are kept.
     """
     if not isinstance(overwrite, bool | None):
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
@@ -94,7 +95,7 @@ def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
 
 
 def _put(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None:
-    """Give the folder its name; what had it before has the other one, if that was not empty."""
+    """Rename the folder to `path`; a nonempty old folder gets the temporary name."""
     try:
         if os.path.lexists(path):
             with suppress(OSError):
@@ -117,7 +118,7 @@ def _put(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None
 
 
 def _remove(storage: Storage, folder: str) -> None:
-    """Remove a folder of files. Logs what cannot be."""
+    """Remove a folder of files. A failure is only logged."""
     try:
         for entry in storage.list(folder):
             storage.remove(f"{folder}/{entry.name}")

@@ -1,4 +1,4 @@
-"""States of plain dicts, whose tensors are just bytes: what a save takes of one, without torch."""
+"""States of plain dicts whose tensors are bytes: the input of a save without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dist_ckpt.core.planning.plan import Inventory, TensorEntry, Whole
 
 
 class PlainTensor(Protocol):
-    """A tensor of which the bytes are somewhere: `Array`, `StoredTensor`, `FileTensor`.
+    """A tensor given by its bytes: `Array`, `StoredTensor` or `FileTensor`.
 
     Its bytes are row-major and little-endian; `dtype` is a code of the format.
     """
@@ -34,13 +34,13 @@ class PlainTensor(Protocol):
 
 
 def is_tensor(value: object) -> TypeGuard[PlainTensor]:
-    """Say whether a value is a `PlainTensor`; of torch and numpy none is, nor of plain data."""
+    """Return True for a `PlainTensor`; False for tensors of torch and numpy, and plain data."""
     return type(getattr(value, "dtype", None)) is str
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor whose bytes lie in a file, from byte `start` on."""
+    """A tensor whose bytes are in a file, from byte `start` on."""
 
     dtype: str
     shape: Shape
@@ -54,7 +54,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlainState:
-    """What one process saves: `tensors` and `values` are what is behind the inventory's names."""
+    """The state that one process saves: `tensors` and `values` by the inventory's names."""
 
     inventory: Inventory
     tensors: Mapping[str, PlainTensor]
@@ -62,10 +62,10 @@ class PlainState:
 
 
 def described(state: Mapping[str, object]) -> PlainState:
-    """Return what a save of a state takes: it is stored as `dc.save` stores such a dict of tensors.
+    """Return the inventory, tensors and values of a state, named as `dc.save` names them.
 
-    A dict that holds a tensor is a container, everything else is a value. Raises TypeError for one
-    that is no plain data. No two of its names, keys joined by dots, may be equal.
+    A dict that contains a tensor is a container, everything else is a value. TypeError for a value
+    that is not plain data. Names, which are keys joined by dots, must be unique.
     """
     tree: list[Node] = []
     components: dict[str, int] = {}

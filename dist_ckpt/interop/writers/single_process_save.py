@@ -1,4 +1,4 @@
-"""Save a plain state as a checkpoint: by one process, which is no rank of a job, without torch."""
+"""Save a plain state as a checkpoint in one process, without torch and without a job."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def save_single_process(
     overwrite: bool,
     imported_from: str,
 ) -> SaveReport:
-    """Save a state at `path`: claimed, written and committed as a save by one rank is.
+    """Save a state at `path`: claim, write and commit it as a save by one rank.
 
-    `source_of` returns where the bytes of a tensor of the state come from; threads ask for several
-    at once. On return the checkpoint is complete and durable; if it raises, there is none of this
-    call. Raises what `dc.save` raises, and what the sources do.
+    `source_of` returns the source of a tensor's bytes; threads call it at the same time. On return
+    the checkpoint is complete and durable; if it raises, this call made no checkpoint. Raises the
+    errors of `dc.save` and of the sources.
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
@@ -72,7 +72,7 @@ def save_single_process(
 def plan_single_process_save(
     state: PlainState, path: str | os.PathLike[str], *, overwrite: bool
 ) -> DryRun:
-    """Return what `save_single_process` would write. Nothing is changed. Raises as it does."""
+    """Return the plan of `save_single_process`, with its errors. Nothing is changed."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     plan = plan_save([(state.inventory, (0,))], 1)
