@@ -29,9 +29,9 @@ _Add = Callable[["_Folder", str, str, re.Match[str]], None]
 
 
 def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
-    """Return what a folder holds. NotFoundError if nothing of accelerate's is there.
+    """Return the state in a folder. NotFoundError if accelerate wrote none of its files.
 
-    CorruptError, IncompatibleError for what is damaged or not known, or what no checkpoint holds.
+    CorruptError, IncompatibleError for damaged or unknown files, or values that cannot be stored.
     """
     try:
         entries = sorted(storage.list(path, follow=True), key=lambda entry: entry.name)
@@ -50,7 +50,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
 
 
 def _check_parts(names: Set[str], path: str) -> None:
-    """Raise NotFoundError if a file lacks of those that a model was written into."""
+    """Raise NotFoundError if one of a model's files is missing."""
     matches = filter(None, map(_PART.fullmatch, sorted(names)))
     for stem, width, total, suffix in dict.fromkeys((m[1], len(m[2]), m[3], m[4]) for m in matches):
         parts = (f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in range(1, int(total) + 1))
@@ -62,7 +62,7 @@ def _check_parts(names: Set[str], path: str) -> None:
 
 
 class _Folder:
-    """What is found in a folder, one file or folder there after another."""
+    """Collects the state of a folder, file by file."""
 
     def __init__(self, storage: Storage, path: str, interest: ImportFilter) -> None:
         self.nested = Nested(path, interest)
@@ -133,7 +133,7 @@ class _Folder:
         dcp_files.add_folder(self.nested, self._storage, path, map_path)
 
     def refused(self, path: str, _: str, match: re.Match[str]) -> None:
-        """Refuse what has another form, with what is to be done."""
+        """Refuse a form that cannot be read, with the remedy."""
         raise IncompatibleError(f"{path}{_REMEDIES[match[1]]}")
 
 
@@ -143,7 +143,7 @@ def _number(match: re.Match[str]) -> int:
 
 
 def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> dict[str, object]:
-    """Return the states as `dc.RNG` has them; of several GPUs that of the rank's number."""
+    """Return the states as `dc.RNG` has them; with several GPUs, the GPU of the rank's number."""
     made: dict[str, object] = {"python": state.get("random_state")}
     match state.get("numpy_random_seed"):
         case ("MT19937", NumpyArray() as key, int(at), int(has), float(gauss)) if key.value:

@@ -1,10 +1,8 @@
 """Folders of DeepSpeed's `save_checkpoint` with ZeRO: partitions of all ranks, made whole.
 
-Parameters are the fp32 master weights, and the optimizer's state is by their names: each lies in
-flat vectors of the ranks, of which `param_shapes` says what comes after what. Nothing is merged
-here: parts are read where they lie. The order: deepspeed/utils/zero_to_fp32.py.
-
-Which files of a folder of DeepSpeed's hold what of which rank.
+Parameters are the fp32 master weights, and the optimizer's state is by their names. Each is in flat
+vectors of the ranks, in the order of `param_shapes`. Nothing is merged: parts are read in place.
+The order: deepspeed/utils/zero_to_fp32.py.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _UNIVERSAL = (
 
 
 def is_folder(storage: Storage, path: str) -> bool:
-    """Say whether a path is a folder of `save_checkpoint`, or has some, one of them the latest."""
+    """Return True for a folder of `save_checkpoint`, or a folder of these with a `latest` file."""
     try:
         return any(
             _MODEL.fullmatch(entry.name) or _PARTITION.fullmatch(entry.name)
@@ -120,14 +118,14 @@ _LAYOUT = frozenset(
     }
 )
 
-# A flat vector of a rank: a view and the archive that it lies in.
+# A flat vector of a rank: a view and its archive.
 _Vector = tuple[Archive, TensorView]
 
 
 def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
-    """Return what a folder holds, of the step that it says; with `latest`, that of the newest.
+    """Return the state in a folder, with its step; with a `latest` file, that of the newest save.
 
-    CorruptError, IncompatibleError for what is damaged, or cut in other ways than ZeRO's.
+    CorruptError, IncompatibleError for damaged files, or partitions that are not ZeRO's.
     """
     folder = latest(storage, path)
     models, partitions = files_of(storage, folder)
@@ -145,7 +143,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
 
 @dataclass(frozen=True, slots=True)
 class _FlatSlice:
-    """Elements of a tensor that lie in the vector `number` of a rank, from `at` on there."""
+    """Elements of a tensor in the vector `number` of a rank, from offset `at` on."""
 
     rank: int
     number: int
@@ -155,7 +153,7 @@ class _FlatSlice:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter that is partitioned: its group, and where the parts of it lie."""
+    """A partitioned parameter: its group, and the locations of its parts."""
 
     name: str
     shape: Shape
@@ -167,7 +165,7 @@ _FileRead = tuple[Archive, dict[Any, Any]]
 
 
 class _ZeroFiles:
-    """All files of a folder, of which the parts of each name are found."""
+    """All files of a folder, from which the parts of each name are located."""
 
     def __init__(
         self, nested: Nested, models: list[_FileRead], partitions: list[_FileRead]
@@ -244,7 +242,7 @@ class _ZeroFiles:
         self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
 
     def _parameters(self) -> Iterator[_Parameter]:
-        """Yield the parameters that are partitioned, each with its parts."""
+        """Yield the partitioned parameters, each with its parts."""
         groups = [self._typed(g, dict) for g in self._typed(self.model.get("param_shapes"), list)]
         sizes = [[prod(view.shape) for _, view in self._weights(r)] for r in range(self._ranks)]
         if self._stage == 3:
@@ -334,7 +332,7 @@ class _ZeroFiles:
             self._nested.add(("optim", str(key)), bases[0][key], archive)
 
     def _add_further(self) -> None:
-        """Add what the partitions tell besides: what ZeRO does of the first, else of each rank."""
+        """Add the other values of the partitions: ZeRO's own of the first rank, others of each."""
         for rank, (archive, file) in enumerate(self._files):
             for key in file.keys() - _FILE:
                 self._nested.add_of_rank(("zero", str(key)), rank, file[key], archive)
@@ -357,7 +355,7 @@ class _ZeroFiles:
     def _add(
         self, path: tuple[str, ...], parameter: _Parameter, flats: Sequence[list[_Vector]]
     ) -> None:
-        """Add what lies as a parameter does, in vectors of the ranks."""
+        """Add a tensor that has a parameter's layout in vectors of the ranks."""
         fqn = ".".join(path)
         if self._nested.leaves_out(fqn):
             return
@@ -416,7 +414,7 @@ class _ZeroFiles:
 
 
 def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_FlatSlice]:
-    """Yield where elements lie of vectors (rank, number, size), one behind the other."""
+    """Yield the locations of elements in consecutive vectors (rank, number, size)."""
     if not numel:  # nowhere; but what has none has a dtype
         yield from (
             _FlatSlice(rank, number, 0, ElementRange(0, 0)) for rank, number, _ in vectors[:1]

@@ -24,9 +24,9 @@ _IN_FOLDERS = "optimizer_"
 
 
 def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
-    """Return what a checkpoint holds, of the step that it says.
+    """Return the state in a checkpoint, with its step.
 
-    CorruptError, IncompatibleError for what is none, or holds what no checkpoint does.
+    CorruptError, IncompatibleError for other files, or values that cannot be stored.
     """
     nested = Nested(path, interest)
     is_folder = is_file(storage, f"{path}/{LIGHTNING_META}")

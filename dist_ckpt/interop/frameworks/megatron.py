@@ -27,19 +27,19 @@ COMMON, ABOUT, LATEST = MEGATRON_COMMON, MEGATRON_ABOUT, MEGATRON_LATEST
 _MAX_TEXT_NBYTES = 1 << 20
 _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
 
-# The distributed optimizer's buffers, in which parameters lie one behind the other.
+# The distributed optimizer's buffers, which concatenate parameters.
 _BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
 
 
 def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
-    """Return what a folder holds, of the iteration that it says; that of a run, of its latest.
+    """Return the state in a folder, with its iteration; for a run's folder, the latest one.
 
-    CorruptError, IncompatibleError for what is damaged, or what no checkpoint can hold.
+    CorruptError, IncompatibleError for damaged files, or values that cannot be stored.
     """
     folder = latest(storage, path)
     _check_about(storage, folder)
     nested = Nested(folder, interest)
-    # Its metadata has the plans of all ranks as well.
+    # `keep_unknown`: the metadata also has the plans of all ranks.
     dcp_files.add_folder(nested, storage, folder, _place, keep_unknown=True)
     if buffer := next((name for name in nested.tensors if _BUFFERS.search(name)), None):
         raise IncompatibleError(

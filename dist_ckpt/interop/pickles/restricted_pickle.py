@@ -1,12 +1,9 @@
-"""Pickles of other systems, read without unpickling: what they name is never looked up.
+"""Read pickles of other systems without unpickling: names in them are never looked up.
 
-An interpreter of the opcodes that Python writes for plain data. A name in the stream is only a key
-of a table that the caller gives: to a value, or to a `PlaceholderFactory`, a function of ours that
-makes plain data or an inert stand-in. What is in no table becomes an `UnknownObject`, which has its
-name alone. Nothing is imported, no method of what was made is looked up, and time and memory are
-bounded by the size of the stream.
-
-What stands for the objects of a pickle that is read without unpickling it.
+This interprets the opcodes that Python writes for plain data. A name in the stream is only a key of
+the caller's table. The table has values, and `PlaceholderFactory` functions that make plain data or
+inert placeholders. Any other name becomes an `UnknownObject`. Nothing is imported, no method of a
+built object is looked up, and the size of the stream bounds time and memory.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ from typing import Any, Protocol
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
-# A list or dict may be in several others, by two bytes each; what is made of a stream may be so
-# many times as large as it.
+# Two bytes repeat a reference to a list or dict. So limit the objects built from a stream to this
+# multiple of its size.
 _MOST_TIMES = 64
 _FREE = 1 << 16
 
 
 class PlaceholderFactory:
-    """A function of ours, for what a stream wants to be called under a name."""
+    """The function of dist_ckpt that is called for a name in a stream."""
 
     __slots__ = ("make", "name")
 
@@ -35,14 +32,14 @@ class PlaceholderFactory:
 
 
 class Settable(Protocol):
-    """A stand-in that takes a state after it was made."""
+    """A placeholder that gets a state after it was created."""
 
     def set_state(self, state: object) -> None:
-        """Take it. ValueError or TypeError if it is none."""
+        """Set the state. ValueError or TypeError if it is invalid."""
 
 
 class PickledRecord:
-    """An instance of a class that is not looked up: its fields."""
+    """The fields of an instance whose class is not looked up."""
 
     __slots__ = ("fields", "name")
 
@@ -51,14 +48,14 @@ class PickledRecord:
         self.fields: dict[str, object] = {}
 
     def set_state(self, state: object) -> None:
-        """Take the fields."""
+        """Set the fields."""
         if not isinstance(state, dict):
             raise TypeError(f"the state of a {self.name} is no dict")
         self.fields = state
 
 
 def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> PlaceholderFactory:
-    """Return what stands for a class: it makes records, which get their fields afterwards."""
+    """Return a placeholder of a class: it makes records, which get their fields later."""
 
     def make(*args: object) -> PickledRecord:
         if args:
@@ -69,7 +66,7 @@ def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> Placeho
 
 
 class UnknownObject:
-    """What a stream names and no table has, or what that was called for: nothing but the name."""
+    """An object whose name is not in the table, or the result of calling it: only the name."""
 
     __slots__ = ("name",)
 
@@ -81,25 +78,25 @@ class UnknownObject:
 
 
 class PickleBudget:
-    """What may still be made of a stream of so many bytes. ValueError when it is spent."""
+    """The remaining cost of building objects from a stream. ValueError when it is spent."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = _MOST_TIMES * nbytes + _FREE
 
     def spend(self, count: int) -> None:
-        """Note that so much is made."""
+        """Subtract a cost."""
         self._left -= count
         if self._left < 0:
             raise ValueError("it is short, and would make far more than it has bytes")
 
 
 def remedied(unknown: UnknownObject, what: str) -> IncompatibleError:
-    """Return the error for what is unknown, and cannot be left out."""
+    """Return the error for an unknown object that cannot be excluded."""
     return IncompatibleError(f"{what} {unknown}; save it again without that")
 
 
 def shown(value: object) -> str:
-    """Return a value in short, for messages; a number may be too long for `repr`."""
+    """Return a short text of a value for messages; a number may be too long for `repr`."""
     if type(value) is int and value.bit_length() > 64:
         return "a number beyond 64 bits"
     if isinstance(value, str):
@@ -109,11 +106,11 @@ def shown(value: object) -> str:
 
 _OF_CALLS = 16
 
-# Keys and members are hashed: of others than these a file could choose the hashes.
+# Types of keys and members. For other types a file could choose the hashes.
 _HASHED = (str, int, bool, bytes, type(None))
 
-# Two long texts that are alike are compared whole each time that one is looked up, in a few bytes
-# of the stream; so are the parts of names put together.
+# A few bytes of the stream can compare two equal long texts in full, or join the parts of a name
+# again. So long texts cost their length, and names have a limit.
 _LONG_TEXT = 1 << 12
 _MOST_OF_NAMES = 1000
 
@@ -128,12 +125,12 @@ def read(
     *,
     keep_unknown: bool = False,
 ) -> object:
-    """Return what a pickle holds; `what` names it in errors.
+    """Return the value of a pickle; `what` names it in errors.
 
-    `table` has what may be named, as "module name"; `persistent` makes what a persistent id stands
-    for. IncompatibleError names what else is named; with `keep_unknown` an `UnknownObject` is in
-    place of that, and of all that is made of it, so the caller can say where it is. CorruptError
-    says what makes no sense.
+    `table` has the allowed names, as "module name"; `persistent` resolves persistent ids. Any other
+    name raises IncompatibleError. With `keep_unknown` it becomes an `UnknownObject` instead, as
+    does everything built from it, so that the caller can report its location. CorruptError for an
+    invalid stream.
     """
     try:
         return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
@@ -146,7 +143,7 @@ def read(
 
 
 class _UnknownNameError(Exception):
-    """What a stream names and is in no table."""
+    """A name in a stream that is not in the table."""
 
     def __init__(self, unknown: UnknownObject) -> None:
         super().__init__(unknown.name)
@@ -209,12 +206,12 @@ class _Machine:
         return line
 
     def _marked(self) -> list[Any]:
-        """Return what is above the last mark, and go on below it."""
+        """Return the items above the last mark, and restore the stack below it."""
         items, self._stack = self._stack, self._below.pop()
         return items
 
     def _spend_on(self, items: Collection[object]) -> None:
-        """Note that each of some items is looked at: it may be long, and named again and again."""
+        """Spend the cost of visiting items: they may be long, and referenced many times."""
         lengths = (len(item) for item in items if isinstance(item, str | bytes))
         self._budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT))
 
@@ -287,7 +284,7 @@ class _Machine:
             target[self._hashable(key)] = value
 
     def _hashable(self, key: object) -> object:
-        """Return a key of a dict, or what names it where that is told of by its place."""
+        """Return a key of a dict, or with `keep_unknown` an `UnknownObject` for a bad key."""
         if not self._keep_unknown:
             _check_hashed(key)
         elif not _is_hashed(key):
@@ -352,7 +349,7 @@ class _Machine:
             return
         if type(maker) is not PlaceholderFactory or type(args) is not tuple:
             raise TypeError(f"a call of {shown(maker)}")
-        # What is made may have all of it again: a set takes a hundred bytes for each member.
+        # The result may copy its arguments: a set takes a hundred bytes for each member.
         self._budget.spend(_OF_CALLS * sum(len(a) for a in args if hasattr(a, "__len__")))
         for arg in args:
             self._spend_on(arg if isinstance(arg, list | tuple | dict) else ())

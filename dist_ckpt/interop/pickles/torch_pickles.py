@@ -1,4 +1,4 @@
-"""What torch.save names in its pickles, and what stands for it here: no torch is needed."""
+"""The names in pickles of torch.save, with their placeholders; torch is not needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dist_ckpt.interop.pickles.restricted_pickle import PlaceholderFactory, hash
 _MOST_DIMENSIONS = 64
 _MOST_OF_KEYS = 1 << 16
 
-# The classes of typed storages, as they are still written.
+# The classes of typed storages, which torch still writes.
 STORAGES = {
     "Double": "float64",
     "Float": "float32",
@@ -48,7 +48,7 @@ _UNTYPED = "a storage"
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """The memory of tensors: the record that has its bytes, and its dtype if it has one."""
+    """A storage of tensors: the record with its bytes, and its dtype if it has one."""
 
     key: str
     dtype: str | None
@@ -56,7 +56,7 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor of a file: elements of a record, from the `start`-th on, `strides` apart."""
+    """A tensor in a file: elements of a record, from index `start` on, with `strides`."""
 
     storage: StorageRef
     dtype: str
@@ -66,12 +66,12 @@ class TensorView:
 
     @property
     def itemsize(self) -> int:
-        """Of an element."""
+        """The size of an element in bytes."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie as they are stored, row by row."""
+        """True if the elements are stored row-major without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -81,14 +81,14 @@ class TensorView:
 
     @property
     def num_spanned(self) -> int:
-        """From its first element to its last, that one too."""
+        """The number of elements from the first to the last, both included."""
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
 
 def storage_of(identity: object) -> object:
-    """Return what a persistent id of torch.save stands for."""
+    """Return the storage of a persistent id of torch.save."""
     match identity:
         case ("storage", DTypeValue(name), str(key), _, int()):
             return StorageRef(key, name)
@@ -153,7 +153,7 @@ def _parameter(tensor: object, *_: object) -> TensorView:
 
 
 def _of_class(function: object, cls: object, args: object, _: object) -> object:
-    """`_rebuild_from_type_v2`: a tensor with attributes, which are not kept."""
+    """`_rebuild_from_type_v2`: a tensor with attributes, which are dropped."""
     if (
         cls not in _TENSOR_CLASSES
         or not isinstance(function, PlaceholderFactory)
@@ -176,7 +176,7 @@ def _device(kind: object, index: object = None) -> Device:
 
 
 def _encode(text: object, encoding: object = "latin1") -> bytes:
-    """How protocol 2 writes bytes."""
+    """Return the bytes that protocol 2 wrote as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise TypeError("bytes in another encoding than latin1")
     return text.encode("latin-1")
@@ -255,7 +255,7 @@ def _time(cls: type[datetime.datetime] | type[datetime.date]) -> PlaceholderFact
 
 
 class _NumpyDType:
-    """A dtype of numpy's: its code, such as "<f8"."""
+    """A numpy dtype: its code, such as "<f8"."""
 
     def __init__(self, code: object, *_: object) -> None:
         if type(code) is not str or len(code) > 16:
@@ -267,7 +267,7 @@ class _NumpyDType:
         """Take the order of its bytes, the second field; what follows is for fields and units."""
         if not isinstance(state, tuple) or len(state) < 5 or type(state[1]) is not str:
             raise TypeError("a dtype of numpy's without a state")
-        # With fields, or big-endian, it is none that has a name here.
+        # A dtype with fields, or a big-endian one, has no name here.
         self._order = state[1] if all(part is None for part in state[2:5]) else ">"
 
     @property
@@ -275,7 +275,7 @@ class _NumpyDType:
         return f"{self._order}{self._code}"
 
 
-# Its codes of what is stored as a tensor.
+# The numpy codes of dtypes that are stored as tensors.
 _OF_NUMPY = {
     **{f"i{n}": f"int{n * 8}" for n in (1, 2, 4, 8)},
     **{f"u{n}": f"uint{n * 8}" for n in (1, 2, 4, 8)},
@@ -286,13 +286,13 @@ _OF_NUMPY = {
 
 
 class NumpyArray:
-    """An array of numpy's, once it has its state."""
+    """A numpy array, valid once it has its state."""
 
     def __init__(self, *_: object) -> None:
         self.value: ArrayValue | None = None
 
     def set_state(self, state: object) -> None:
-        """Take the shape, the dtype and the bytes; of what has no place here none."""
+        """Set the shape, the dtype and the bytes; `value` stays None for unsupported arrays."""
         match state:
             case (int(), shape, _NumpyDType() as dtype, False, bytes(data)):
                 name, sizes = _OF_NUMPY.get(dtype.code[1:]), _sizes(shape)
@@ -325,7 +325,7 @@ def _of_builtins() -> Mapping[str, object]:
         "frozenset": _frozenset,
         "complex": _complex,
         "range": range,
-        # Of these only the names are of use: for a defaultdict.
+        # Only the names are used: for a defaultdict.
         **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse),
         "bytes": _no_bytes,
     }
@@ -338,7 +338,7 @@ def _of_builtins() -> Mapping[str, object]:
 
 
 def _no_bytes(*args: object) -> bytes:
-    """How protocol 2 writes no bytes."""
+    """Return the empty bytes, which protocol 2 writes as a call."""
     return _encode("") if not args else _encode(None)
 
 

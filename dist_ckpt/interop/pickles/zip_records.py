@@ -1,4 +1,4 @@
-"""Where the records of a zip archive lie, as torch.save writes one: uncompressed."""
+"""Locate the records of a zip archive of torch.save, which are uncompressed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _BEYOND = 0xFFFFFFFF
 _ENCRYPTED = 1
 
-# How much of an archive's end is looked at first: of a small one it is all that is asked for.
+# The size of the first read, at the archive's end: it covers all of a small archive.
 _TAIL_NBYTES = 4096
 
-# Some million records: what is longer is a lie, and would be read as a whole.
+# Some million records: a larger directory is refused, as it would be read whole.
 _MAX_DIRECTORY_NBYTES = 256 << 20
 
 
@@ -30,8 +30,8 @@ _MAX_DIRECTORY_NBYTES = 256 << 20
 class ZipRecord:
     """A record: its data's size, its local header, and its name with that of the archive.
 
-    `is_plain` says that it is neither compressed nor encrypted. `checksum` is its CRC-32, or 0 as
-    torch writes it without.
+    `is_plain` is True if it is neither compressed nor encrypted. `checksum` is its CRC-32, or 0 if
+    torch wrote none.
     """
 
     nbytes: int
@@ -44,8 +44,8 @@ class ZipRecord:
 class ZipRecords:
     """The records of an archive of `nbytes` bytes, which `read(offset, nbytes)` reads.
 
-    `what` names it in errors: CorruptError for what is no whole archive, IncompatibleError for a
-    record that is compressed.
+    `what` names it in errors: CorruptError for an incomplete archive, IncompatibleError for a
+    compressed record.
     """
 
     def __init__(self, read: ReadAt, nbytes: int, what: str) -> None:
@@ -62,7 +62,7 @@ class ZipRecords:
             at = self._add(data, at)
 
     def bytes_of(self, name: str, most: int) -> bytes:
-        """Return the data of a record that is no longer than `most`, checked by its checksum."""
+        """Return the data of a record of at most `most` bytes, checked by its checksum."""
         start, nbytes = self.span_of(name)
         if nbytes > most:
             raise CorruptError(f"{self._what}: its record {name} has {nbytes} bytes: too many")
@@ -73,7 +73,7 @@ class ZipRecords:
         return data
 
     def span_of(self, name: str) -> tuple[int, int]:
-        """Return where the data of a record begins, and its size."""
+        """Return the offset of a record's data, and its size."""
         record = self.records.get(name)
         if record is None:
             raise CorruptError(f"{self._what}: it has no record {name}; fetch it anew")
@@ -91,7 +91,7 @@ class ZipRecords:
         return start, record.nbytes
 
     def _directory(self) -> tuple[int, int]:
-        """Return where the directory begins, and its size."""
+        """Return the offset of the directory, and its size."""
         tail_at = max(self._nbytes - _TAIL_NBYTES, 0)
         tail = self._at(tail_at, self._nbytes - tail_at)
         at = tail.rfind(b"PK\x05\x06")
@@ -108,7 +108,7 @@ class ZipRecords:
         return start, size
 
     def _add(self, data: bytes, at: int) -> int:
-        """Add the record of an entry of the directory; return where the next entry begins."""
+        """Add the record of a directory entry; return the offset of the next entry."""
         if at + _ENTRY.size > len(data):
             raise self._damaged("its directory is cut off")
         entry = _ENTRY.unpack_from(data, at)

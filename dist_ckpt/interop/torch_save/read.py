@@ -1,8 +1,7 @@
 """Files of torch.save: zip archives with a pickle, which is read without unpickling it.
 
-The bytes of a tensor lie in the archive uncompressed, so it is read from there, as from a
-safetensors file. The format: torch/serialization.py, and `interop/pickles/restricted_pickle.py`
-here.
+The bytes of a tensor are uncompressed in the archive and are read in place. The format:
+torch/serialization.py, and `interop/pickles/restricted_pickle.py` here.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 
 MAX_PICKLE_NBYTES = 1 << 30
 
-# As of a safetensors file: what the tensors are parts of, if there is nothing else.
+# The top-level key for a state dict of tensors alone, as for a safetensors file.
 MODEL = "model"
 
 # Views of one storage may be stored one by one; a file may not come to more than so many times
@@ -42,9 +41,9 @@ _SMALL_NBYTES = 64 << 10
 
 
 def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
-    """Return what a file holds; a state dict of tensors alone is that of `{"model": model}`.
+    """Return the state in a file; a state dict of tensors alone becomes `{"model": ...}`.
 
-    CorruptError, IncompatibleError for what is no such file, or holds what no checkpoint does.
+    CorruptError, IncompatibleError for another kind of file, or values that cannot be stored.
     """
     with opened(storage, path) as archive:
         state = dict_of(archive)
@@ -56,7 +55,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
 
 
 def dict_of(archive: Archive) -> dict[Any, object]:
-    """Return what is in an archive, as most of what is saved is a dict. IncompatibleError."""
+    """Return the dict in an archive. IncompatibleError if it contains anything else."""
     state = archive.read()
     if isinstance(state, UnknownObject):
         raise remedied(state, archive.what)
@@ -70,7 +69,7 @@ def dict_of(archive: Archive) -> dict[Any, object]:
 
 @contextmanager
 def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> Iterator[Archive]:
-    """Open a file of torch.save, in which `table` has what may be named. NotFoundError."""
+    """Open a file of torch.save; `table` has the allowed names. NotFoundError if it is missing."""
     try:
         file = opened_file(storage, path)
     except FileNotFoundError:
@@ -85,10 +84,10 @@ def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> 
 
 
 class Archive:
-    """An archive of torch.save that lies in a file: the bytes `start` to `start + nbytes`.
+    """An archive of torch.save in a file: the bytes `start` to `start + nbytes`.
 
-    `what` names it in errors, `table` has what may be named in its pickle. Close it not: the file
-    is the caller's.
+    `what` names it in errors; `table` has the allowed names of its pickle. The caller closes the
+    file.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class Archive:
         self.budget = PickleBudget(0)
 
     def read(self) -> object:
-        """Return what was saved: plain data, with a `TensorView` in place of each tensor."""
+        """Return the saved value: plain data, with a `TensorView` in place of each tensor."""
         records = self._records.records
         if "constants.pkl" in records:
             raise IncompatibleError(
@@ -141,7 +140,7 @@ class Archive:
         return restricted_pickle.read(data, self._table, self.what, storage_of, keep_unknown=True)
 
     def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
-        """Return the file that a tensor's elements lie in, and where they begin."""
+        """Return the file with a tensor's elements, and their offset."""
         start, nbytes = self._records.span_of(f"data/{view.storage.key}")
         first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
         if end > nbytes and view.num_spanned:
@@ -158,7 +157,7 @@ class Archive:
         return self._path, self._start + start + first
 
     def _count(self, view: TensorView, fqn: str) -> None:
-        """Raise CorruptError if the tensors come to far more than the archive has bytes."""
+        """Raise CorruptError if the tensors are far larger than the archive."""
         if view not in self._located:
             self._located.add(view)
             self._left -= prod(view.shape) * view.itemsize
@@ -169,7 +168,7 @@ class Archive:
             )
 
     def bytes_of(self, view: TensorView, fqn: str) -> bytes:
-        """Return the bytes of a small tensor that is no view of a part of another."""
+        """Return the bytes of a small contiguous tensor."""
         _, start = self.locate(view, fqn)
         nbytes = prod(view.shape) * view.itemsize
         if not view.is_contiguous or nbytes > MAX_PICKLE_NBYTES:
@@ -188,7 +187,7 @@ class Archive:
 
 
 def opened_file(storage: Storage, path: str) -> ReadableFile:
-    """Open a file, through links. FileNotFoundError, also for what would be below a file."""
+    """Open a file, following links. FileNotFoundError, also if a parent is a file."""
     try:
         return storage.open(real_path(path))
     except StorageError as error:
@@ -198,7 +197,7 @@ def opened_file(storage: Storage, path: str) -> ReadableFile:
 
 
 def is_file(storage: Storage, path: str) -> bool:
-    """Say whether there is a file at a path."""
+    """Return True if a file exists at a path."""
     try:
         storage.open(real_path(path)).close()
     except (FileNotFoundError, CheckpointError):
