@@ -5,9 +5,7 @@ with AcceleratedRun(accelerator, "runs/a", save=dc.every(steps=500)) as run:
         for batch in run.batches(loader):
             ...
 
-The folders that accelerate names by number, and how many of them stay.
-
-What an Accelerator has prepared and registered, by private names of accelerate's.
+The names of prepared objects are private in accelerate; `NEEDED` lists them.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ def count_save(project: Any) -> None:
 
 
 def make_room(accelerator: Any, folder: str) -> None:
-    """Delete the oldest checkpoints above the project's limit, now that there is a newer one.
+    """Delete the oldest checkpoints above the project's limit, after a newer one is complete.
 
-    What accelerate has written stays, and what is pinned: no save fails for what is not removed.
+    Folders that accelerate wrote and pinned checkpoints stay. A failed removal fails no save.
     """
     limit = accelerator.project_configuration.total_limit
     if limit is None or not accelerator.is_main_process:
@@ -61,14 +59,14 @@ def make_room(accelerator: Any, folder: str) -> None:
 
 
 def is_accelerates(path: str) -> bool:
-    """Say whether accelerate has written a folder, and nothing of ours is in it."""
+    """Return True if accelerate wrote a folder that has no checkpoint of dist_ckpt."""
     names = os.listdir(path) if os.path.isdir(path) else []
     is_ours = any(re.match(r"a\d+-", name) for name in names)
     return not is_ours and any(_OWN_FILES.fullmatch(name) for name in names)
 
 
 def numbered_checkpoints(folder: str) -> list[str]:
-    """Return the checkpoints that accelerate has named, oldest first."""
+    """Return the folders named `checkpoint_N`, oldest first."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     matching = [name for name in names if re.fullmatch(r"checkpoint_\d+", name)]
     return [
@@ -76,7 +74,7 @@ def numbered_checkpoints(folder: str) -> list[str]:
     ]
 
 
-# Each is looked for before anything is saved, as accelerate may move it in any release.
+# Checked before anything is saved, as any release of accelerate may rename them.
 NEEDED = (
     *("_models", "_optimizers", "_schedulers", "_custom_objects", "_dataloaders", "scaler"),
     *("_save_model_state_pre_hook", "_load_model_state_pre_hook", "step", "sync_gradients"),
@@ -85,7 +83,7 @@ NEEDED = (
 
 
 def prepared_objects(accelerator: Any) -> dict[str, Any]:
-    """Return what was prepared and registered, of each kind one, or several by number."""
+    """Return the prepared and registered objects by kind: one object, or several by number."""
     objects = {
         "model": _one_or_more(accelerator._models),
         "optim": _one_or_more(accelerator._optimizers),
@@ -120,7 +118,7 @@ def _kind_of(accelerator: Any) -> str:
 
 
 def stateful_loaders(accelerator: Any) -> list[Any]:
-    """Return the prepared loaders that know where they are."""
+    """Return the prepared loaders that have a `state_dict` of their position."""
     return [
         loader
         for loader in accelerator._dataloaders
@@ -129,7 +127,7 @@ def stateful_loaders(accelerator: Any) -> list[Any]:
 
 
 def check(accelerator: Any) -> None:
-    """Raise for what is not saved as it should, or not there."""
+    """Raise an error for a setup that cannot be saved correctly."""
     if (kind := _kind_of(accelerator)) in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         raise ValueError(f"{kind} is not saved by this: use accelerate's own save_state")
     if missing := [name for name in NEEDED if not hasattr(accelerator, name)]:
@@ -212,10 +210,10 @@ class AcceleratedRun:
                 self._say()  # of a loop over batches that was left by `break`
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield what a prepared loader yields in this epoch, behind what was trained on before.
+        """Yield the batches of this epoch from a prepared loader, without those already trained.
 
-        What the body of the loop has done counts when the next batch is asked for, or the loop is
-        left by `break`. It ends early when the run is to stop.
+        A batch counts as done when the loop requests the next one or ends by `break`. The iterator
+        ends early when the run must stop.
         """
         if not self._is_restored:
             raise ValueError("loop over run.epochs(...), and in that over run.batches(loader)")
@@ -246,7 +244,7 @@ class AcceleratedRun:
                 return
 
     def _begin(self, loader: Any) -> Iterator[Any]:
-        """Draw the order of the epoch, or that of the save again, and pass over what was had."""
+        """Draw the order of the epoch, or the saved order again, and skip the trained batches."""
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._epoch)
         count = _length(loader)
@@ -287,16 +285,16 @@ class AcceleratedRun:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of steps done."""
         return self._step
 
     @property
     def stopped(self) -> TrainingStopped | None:
-        """Why the run is to end now, and which exit code makes a scheduler start it again."""
+        """The reason to end the run now, with the exit code that makes a scheduler restart it."""
         return self._checkpointer.stopped
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """Say what was measured: in the body of the loop of its step, else of the last one."""
+        """Record metrics: of the current step inside the loop body, else of the last step."""
         self._checkpointer.metrics(self._step + self._is_in_batches, values)
 
     def close(self) -> None:
@@ -382,7 +380,7 @@ def _length(loader: Any) -> int | None:
 
 
 def attach(accelerator: accelerate.Accelerator) -> None:
-    """Have an Accelerator's `save_state` and `load_state` write and read checkpoints of ours.
+    """Make an Accelerator's `save_state` and `load_state` use checkpoints of dist_ckpt.
 
     Their folders are what `dc.load`, `dist-ckpt verify` and all else take. Every rank calls both.
     What is saved and loaded is what `AcceleratedRun` says, and loaders that have a `state_dict`,
@@ -441,7 +439,7 @@ def _load_state(
 
 
 def _refuse_own_files(path: str) -> None:
-    """Raise IncompatibleError for a folder that accelerate has written, and nothing of ours."""
+    """Raise IncompatibleError for a folder that accelerate wrote itself."""
     if is_accelerates(path):
         raise IncompatibleError(
             f"{path} was written by accelerate itself: load it before attach(accelerator)"
@@ -449,7 +447,7 @@ def _refuse_own_files(path: str) -> None:
 
 
 def _of_ranks(accelerator: Any) -> dict[str, Any]:
-    """Return what each rank has of its own: loaders that know where they are, and generators."""
+    """Return the state of this rank: positions of loaders, and random generators."""
     states = [loader.state_dict() for loader in stateful_loaders(accelerator)]
     on_reshard: Literal["error", "drop"] = "error" if states else "drop"
     return {

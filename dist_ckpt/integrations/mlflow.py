@@ -12,7 +12,7 @@ from dist_ckpt.integrations.references import Reference, TrackerThread, as_recor
 
 
 def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> TrackerThread:
-    """Return an `on_commit` that puts references down in a run of MLflow's; see `TrackerThread`.
+    """Return an `on_commit` that logs references to an MLflow run; see `TrackerThread`.
 
     Each is an artifact `checkpoints/step-00000500.json`; the newest is in the tags
     `checkpoint.path`, `checkpoint.step` and `checkpoint.digest` as well, for searches. No weights

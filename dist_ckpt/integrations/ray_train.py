@@ -1,4 +1,4 @@
-"""Ray Train: tells it which checkpoint is the newest, by its path, and uploads nothing.
+"""Ray Train: report the path of the newest checkpoint to Ray, and upload nothing.
 
 told = RayCheckpointReporter(run_folder("train"))
 with dc.Checkpointer(told.root, on_commit=told.on_commit) as ck:
@@ -27,8 +27,8 @@ if not TYPE_CHECKING:
 def run_folder(name: str = "checkpoints") -> str:
     """Return a folder for a run inside of that of Ray's experiment; for use in a worker.
 
-    Ray takes a checkpoint where it lies only if it is there. All workers have to see it: give
-    RunConfig a `storage_path` on storage that they share.
+    Ray uses a checkpoint in place only inside that folder. All workers must see it: give RunConfig
+    a `storage_path` on shared storage.
     """
     storage = ray.train.get_context().get_storage()
     path = str(storage.experiment_fs_path)
@@ -45,9 +45,10 @@ class RayCheckpointReporter:
 
     Give `on_commit` to `dc.Checkpointer`, and call `report` in place of `ray.train.report`, on
     every worker equally often. `Result.checkpoint.path` is then what `dc.load` and `dc.open` take.
-    What is committed last, at the end, is told by a `report` after the checkpointer is closed.
+    To report the last commit, call `report` after the checkpointer is closed.
 
-    `keep` of the Checkpointer says what stays: Ray's `num_to_keep` deletes as well, and is refused.
+    `keep` of the Checkpointer decides which checkpoints stay. Ray's `num_to_keep` also deletes, and
+    is refused.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -70,14 +71,14 @@ class RayCheckpointReporter:
             path, self._newest = self._newest, None
         ray.train.report(
             dict(metrics),
-            # Pruned meanwhile: a newer one is committed, and is told next.
+            # Pruned meanwhile: a newer checkpoint is committed, and the next report has it.
             checkpoint=ray.train.Checkpoint(path) if path and os.path.isdir(path) else None,
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
 
 def _check_num_to_keep() -> None:
-    """Raise ValueError if Ray would delete checkpoints that it was told of."""
+    """Raise ValueError if Ray would delete reported checkpoints."""
     from ray.train.v2._internal.execution.context import (  # noqa: PLC0415  (private: it may move)
         get_train_context,
     )

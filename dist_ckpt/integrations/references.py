@@ -1,4 +1,4 @@
-"""Checkpoints told to a tracker by reference, in a thread that neither delays nor fails a run."""
+"""Send references of checkpoints to a tracker, in a thread that never delays or fails a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reference_of(checkpoint: Checkpoint) -> Reference:
 
 
 def as_record(reference: Reference) -> dict[str, str | int | None]:
-    """Return a reference as what JSON has."""
+    """Return a reference as a JSON object."""
     return asdict(reference)
 
 
@@ -68,7 +68,7 @@ class Tracker(Protocol):
     name: str
 
     def put(self, reference: Reference) -> None:
-        """Put one down; may raise, and may take its time."""
+        """Record a reference; may raise, and may be slow."""
         ...
 
 
@@ -107,7 +107,7 @@ class TrackerThread:
                 atexit.register(self.close)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait, so long at most, until the tracker was told. Never raises; may be called again."""
+        """Wait at most `timeout_s` for the tracker. Never raises; may be called again."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self._is_closed:

@@ -129,7 +129,7 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         return is_asked or curr_step % self._interval == 0
 
     def _maybe_wait_for_staging(self) -> None:
-        """Do nothing: what a save needs is copied, or guarded, when it returns."""
+        """Do nothing: a save has copied or protected its data when it returns."""
 
     def _wait_for_saving(self) -> None:
         """Do nothing: `save_future` is never set."""
@@ -163,7 +163,7 @@ _REFUSED = {
 
 
 def _options(config: Any) -> dict[str, Any]:
-    """Return what torchtitan's policies are as options of `dc.Checkpointer`."""
+    """Return torchtitan's policies as options of `dc.Checkpointer`."""
     options: dict[str, Any] = {
         "save": save_policy.every(steps=config.interval)
         | save_policy.at_end
@@ -190,7 +190,7 @@ def _one_or_more(values: list[Any]) -> Any:
 
 
 def _loader_state(loader: Any) -> Any:
-    """Return where a loader is, as plain data: torchtitan's own state_dict pickles it."""
+    """Return a loader's position as plain data: torchtitan's own state_dict pickles it."""
     if isinstance(loader, ParallelAwareDataloader):
         return StatefulDataLoader.state_dict(loader)
     return None if loader is None else loader.state_dict()

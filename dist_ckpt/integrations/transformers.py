@@ -31,7 +31,7 @@ from dist_ckpt.openers import OPENER
 
 _log = logging.getLogger("dist_ckpt")
 
-# What the Trainer reads of a folder that it is told to resume from.
+# The file that the Trainer reads in the folder to resume from.
 _STATE_FILE = "trainer_state.json"
 
 # The Trainer's private names that are taken over; each is looked for before training begins.
@@ -152,7 +152,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             return
 
         def run_what_is_left(*args: Any, **kwargs: Any) -> None:
-            # It looks whether it is to stop after each step, but not before the first.
+            # The Trainer checks for a stop after each step, but not before the first.
             if not trainer.control.should_training_stop:
                 run_epoch(*args, **kwargs)
 
@@ -195,7 +195,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             control.should_training_stop = self._has_ended(state)
 
     def _has_ended(self, state: transformers.TrainerState) -> bool:
-        """Whether the run was at its end when it was saved; the Trainer would do one more step."""
+        """Return True if the run was saved at its end; the Trainer would do one more step."""
         if state.global_step >= state.max_steps:
             return True
         for callback in self._trainer.callback_handler.callbacks:
@@ -297,7 +297,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             "model": components["model"],
             "optim": components["optimizer"],
             "scheduler": components["lr_scheduler"],
-            # Of another number of ranks the generators begin as the new ones do.
+            # On another number of ranks the generators start as in a fresh run.
             "rng": RNG(on_reshard="drop"),
             **self._more,
         }
@@ -312,7 +312,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
 
 def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
-    """Return what a step's batches depend on, which is what the Trainer counts by."""
+    """Return the numbers that determine a step's batches, by which the Trainer counts."""
     return {
         "ranks": args.world_size,
         "samples": args.train_batch_size,
@@ -327,7 +327,7 @@ def _batch_text(batches: Mapping[str, int]) -> str:
 
 
 def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
-    """Return the step of a run's newest checkpoint, and what the Trainer said of itself in it."""
+    """Return the step of a run's newest checkpoint, with the Trainer's batches and state."""
     try:
         checkpoint = open_checkpoint(f"{os.fspath(root)}@latest", opener=OPENER)
     except NotFoundError:
@@ -346,7 +346,7 @@ def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | N
 
 
 def _fill_callbacks(callbacks: Sequence[object], saved: Mapping[str, Any]) -> None:
-    """Give the callbacks what they had counted, which the Trainer does only if it is asked to."""
+    """Restore the saved attributes of callbacks, which the Trainer does only on request."""
     left = {name: [*some] if isinstance(some, list) else [some] for name, some in saved.items()}
     for callback in callbacks:
         if isinstance(callback, ExportableState) and (states := left.get(type(callback).__name__)):
@@ -355,12 +355,12 @@ def _fill_callbacks(callbacks: Sequence[object], saved: Mapping[str, Any]) -> No
 
 
 def _text_of(trainer: Any) -> str:
-    """Return the Trainer's own state as it would write it into a checkpoint of its own."""
+    """Return the Trainer's state as it would write it into its own checkpoint."""
     states: dict[str, list[object]] = {}
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             states.setdefault(type(callback).__name__, []).append(callback.state())
-    # Of several of one class it wants a list, of one what that says.
+    # The Trainer wants a list for several callbacks of a class, and the state alone for one.
     own = {name: some if len(some) > 1 else some[0] for name, some in states.items()}
     callbacks = {**trainer.state.stateful_callbacks, **own}
     return json.dumps({**asdict(trainer.state), "stateful_callbacks": callbacks}, sort_keys=True)

@@ -278,7 +278,7 @@ def torch_state(saved: SavedTree, path: str, only: str | None, selection: Select
 
 
 class _Walk:
-    """A walk through a state, which gathers what it comes upon."""
+    """A walk through a state, which collects its values and tensors."""
 
     def __init__(self, saved: SavedTree, selection: Selection) -> None:
         self.tensors: list[ExportContents] = []
@@ -296,7 +296,7 @@ class _Walk:
             self._optimizers |= dict.fromkeys((group, groups), groups.rpartition(".")[0])
 
     def at(self, name: str) -> object:
-        """Return what lies under a name."""
+        """Return the value under a name."""
         saved = self._saved
         if (stored := saved.tensor(name)) is not None:
             return self._tensor(name, *stored)
@@ -369,7 +369,7 @@ def _tensors_of(saved: SavedTree) -> frozenset[str]:
 
 @cache
 def can_be_saved(dtype: str) -> bool:
-    """Say whether torch.save knows a dtype: not those of less than a byte."""
+    """Return True if torch.save supports a dtype: none of less than a byte."""
     with suppress(KeyError):
         torch.save(torch.empty(0, dtype=torch_dtype(dtype)), io.BytesIO())  # noqa: TID251
         return True
@@ -377,7 +377,7 @@ def can_be_saved(dtype: str) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Say whether torch.load takes a value with weights_only=True."""
+    """Return True if torch.load accepts a value with weights_only=True."""
     if type(value) in (dict, OrderedDict, Counter):
         assert isinstance(value, Mapping)
         return all(_is_plain(key) and _is_plain(child) for key, child in value.items())

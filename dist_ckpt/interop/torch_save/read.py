@@ -55,7 +55,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
 
 
 def dict_of(archive: Archive) -> dict[Any, object]:
-    """Return the dict in an archive. IncompatibleError if it contains anything else."""
+    """Return the nonempty dict in an archive. IncompatibleError for anything else."""
     state = archive.read()
     if isinstance(state, UnknownObject):
         raise remedied(state, archive.what)
