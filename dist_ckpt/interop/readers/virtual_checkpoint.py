@@ -144,7 +144,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
 _NO_FILE = ""
 
 # The tensors in one file, each with its cells in that file.
-_FileContents = list[tuple[ForeignTensor, tuple[Cell, ...]]]
+_TensorsInFile = list[tuple[ForeignTensor, tuple[Cell, ...]]]
 
 
 def _values_of_ranks(state: ForeignState) -> list[dict[str, dict[Key, object]]]:
@@ -166,8 +166,8 @@ def _documents_of(
     return documents
 
 
-def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _FileContents]:
-    by_file: dict[str, _FileContents] = {}
+def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _TensorsInFile]:
+    by_file: dict[str, _TensorsInFile] = {}
     for tensor in tensors:
         cells: dict[str, list[Cell]] = {}
         for chunk in tensor.chunks:
@@ -177,7 +177,7 @@ def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _FileContents]:
     return by_file or {_NO_FILE: []}
 
 
-def _inventory(state: ForeignState, contents: _FileContents, rank: int) -> Inventory:
+def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inventory:
     """Return the inventory of a rank that has exactly one of the files."""
     components: dict[str, int] = {}
     views: dict[View, int] = {}
