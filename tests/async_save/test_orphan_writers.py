@@ -135,7 +135,9 @@ def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder,
 
 def test_a_process_that_is_no_writer_is_never_ended(folder):
     with writer(folder, 2, "told", name="something_else") as other:
-        with pytest.raises(ConflictError, match=r"rank 2 is held by process \d+ on .* stop it"):
+        with pytest.raises(
+            ConflictError, match=r"the writer of rank 2 belongs to process \d+ on .* stop it"
+        ):
             end_orphan_writers(folder, 0)
         assert other.process.poll() is None
 
@@ -146,7 +148,7 @@ def test_a_writer_that_only_has_the_number_of_the_owner_is_not_ended(folder):
         lock = Path(folder.rank(0).path, "writer.lock")
         words = lock.read_text().replace(str(owner.process.pid), str(other.process.pid), 1)
         lock.write_text(words)
-        with pytest.raises(ConflictError, match=f"held by process {other.process.pid} on"):
+        with pytest.raises(ConflictError, match=f"belongs to process {other.process.pid} on"):
             end_orphan_writers(folder, 0)
         assert (owner.process.poll(), other.process.poll()) == (None, None)
 
