@@ -1,7 +1,4 @@
-"""`dc.AsyncSaver`: saves that training pays for with one copy; a process of their own writes.
-
-The options of `dc.AsyncSaver`.
-"""
+"""`dc.AsyncSaver`, and its options: training waits for one copy, and a separate process writes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The background writer of this rank, as its trainer sees it: started, told what to do, watched.
-
-How a trainer starts its background writer.
-"""
+"""The writer process of this rank, from the trainer's side: start it, send it jobs, watch it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What other processes ask a run for, as rank 0 sees it: `dist-ckpt request-save`.
+"""Requests to save or to end: of other processes (`dist-ckpt request-save`), and of this rank.
 
-A thread of its own looks for requests and answers them: the rounds must not wait for the storage,
-and the maintenance may be busy with pruning for minutes. It also writes the run's heartbeat.
-
-What this rank asks all others for: a save that no step policy calls for, or an end.
+A separate thread of rank 0 polls for requests of other processes and answers them: the rounds must
+not wait for the storage, and the maintenance may prune for minutes. It also writes the run's
+heartbeat. `RankRequests` has the requests of this rank.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
 callback = LightningCheckpoint("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
 Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 
-The private names of Lightning that the callback depends on, and nothing else.
-
-Each is looked for before a fit begins, as Lightning may move them in any release.
-
-What `self.log` of a Lightning module has logged, as metrics of a step.
+The callback depends on some private names of Lightning, which may move in any release. It checks
+them before a fit begins. Values of `self.log` become the metrics of a step.
 """
 
 from __future__ import annotations

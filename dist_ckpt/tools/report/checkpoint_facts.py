@@ -1,8 +1,7 @@
-"""What a report says of one checkpoint, as JSON.
+"""The contents of the report of one checkpoint, as JSON.
 
-The names of tensors as a tree of sizes, grouped so far that a page can show it. Pure.
-
-Who stores what: the bytes of each rank's files, by component. Pure.
+They include the tensors as a tree of sizes, grouped so that a page can show it, and the bytes of
+each rank's files by component.
 """
 
 from __future__ import annotations
