@@ -51,8 +51,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import SaveAgreement, SaveRequest, agree
-from dist_ckpt.core.saving.save_cache import CachedPlan
+from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
 from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.core.checkpoint.verify import VerifyReport, verify
     from dist_ckpt.core.loading.build import build
-    from dist_ckpt.core.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.core.loading.load import load
     from dist_ckpt.core.loading.load_options import Source
     from dist_ckpt.core.planning.sharding_config import ShardingConfig
     from dist_ckpt.core.saving.save import save
-    from dist_ckpt.core.saving.to_bytes import to_bytes
     from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
+    from dist_ckpt.core.state_as_bytes import from_bytes, load_bytes, to_bytes
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
     from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
@@ -79,9 +78,9 @@ _MODULES = {
     "at_end": "checkpointer.save_policy",
     "on_signal": "checkpointer.save_policy",
     "load": "core.loading.load",
-    "to_bytes": "core.saving.to_bytes",
-    "from_bytes": "core.loading.from_bytes",
-    "load_bytes": "core.loading.from_bytes",
+    "to_bytes": "core.state_as_bytes",
+    "from_bytes": "core.state_as_bytes",
+    "load_bytes": "core.state_as_bytes",
     "Source": "core.loading.load_options",
     "build": "core.loading.build",
     "open": "core.checkpoint.checkpoint",

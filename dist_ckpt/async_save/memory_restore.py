@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     recovered_saves,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
-from dist_ckpt.core.checkpoint.opener import MemorySource
+from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups

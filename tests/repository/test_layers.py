@@ -28,6 +28,7 @@ ORDER = (
     "interop.registry",
     "async_save",
     "runs",
+    "core.state_as_bytes",
     "core.loading",
     "core.saving",
     "core.checkpoint",
@@ -44,8 +45,9 @@ ORDER = (
 )
 
 # Modules that are rooms of their own: what opens a user's path knows runs, other systems and
-# snapshots; of other systems it knows the table of their readers, which are imported by name.
-ROOMS_OF_ONE_MODULE = ("openers", "interop.registry")
+# snapshots; of other systems it knows the table of their readers, which are imported by name. The
+# bytes of a state are both saved and loaded.
+ROOMS_OF_ONE_MODULE = ("openers", "interop.registry", "core.state_as_bytes")
 
 # Imports that point up; none is added.
 KNOWN_ARROWS: set[tuple[str, str]] = set()

@@ -17,7 +17,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     recovered_saves,
 )
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
+from dist_ckpt.core.checkpoint.open_checkpoint import NOTHING_IN_MEMORY, MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
 from dist_ckpt.core.format.index.index import Index

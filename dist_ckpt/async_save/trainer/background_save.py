@@ -24,11 +24,10 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.planning.plan import Inventory
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import SaveAgreement, SaveRequest, agree
+from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save import SaveOptions
-from dist_ckpt.core.saving.save_cache import CachedPlan
 from dist_ckpt.core.shard_io.memory.cuda import check_no_capture
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.tree.containers import State

@@ -14,26 +14,26 @@ from types import EllipsisType
 from typing import SupportsIndex
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
-from dist_ckpt.core.checkpoint.parameter_counts import ParameterCounts, count_parameters
+from dist_ckpt.core.checkpoint.open_checkpoint import NATIVE, OpenCheckpoint, Opener
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Region, Shape
-from dist_ckpt.core.format.index.index import Index, Key
+from dist_ckpt.core.format.index.index import Catalog, Index, Key
 from dist_ckpt.core.format.index.model_description import (
     as_json,
     config_of,
     kind_of,
     problems_of_report,
 )
+from dist_ckpt.core.format.layout import check_shape
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.shard_io.memory.host_array import Array
+from dist_ckpt.core.state.tree.containers import RECORD, join, whole_of
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
@@ -342,3 +342,47 @@ def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
     if not -size <= number < size:
         raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
     return range(number % size, number % size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """How many elements the parameters have, and those of them that are trained; tied ones once."""
+
+    num_parameters: int
+    num_trainable: int
+
+
+def count_parameters(
+    catalog: Catalog, value_of: Callable[[str], object], component: str | None = None
+) -> ParameterCounts | None:
+    """Count the parameters, of one component or of all; None where it is not known which they are.
+
+    A quantized one counts as the whole that it stands for, whose shape is in the plain value that
+    `value_of` returns by its name. CorruptError if that is no shape.
+    """
+    wholes: dict[str, tuple[int, bool]] = {}
+    for fqn, trainable in catalog.parameters.items():
+        record = catalog.tensors[fqn]
+        if component not in (None, catalog.components[record.component].name):
+            continue
+        if (whole := whole_of(fqn, catalog.values)) is None:
+            wholes[fqn] = prod(record.shape), trainable
+        elif whole not in wholes:
+            wholes[whole] = _numel_of(whole, value_of(join(whole, RECORD))), trainable
+    if not wholes:
+        return None
+    counts = list(wholes.values())
+    return ParameterCounts(
+        sum(numel for numel, _ in counts), sum(numel for numel, trains in counts if trains)
+    )
+
+
+def _numel_of(whole: str, record: object) -> int:
+    shape = record.get("shape") if isinstance(record, Mapping) else None
+    try:
+        if not (isinstance(shape, list | tuple) and all(type(n) is int and n >= 0 for n in shape)):
+            raise ValueError("not one of whole numbers")
+        check_shape(tuple(shape), 1)
+    except ValueError as error:
+        raise CorruptError(f"{whole} is no tensor: its shape {shape!r}: {error}") from None
+    return prod(shape)

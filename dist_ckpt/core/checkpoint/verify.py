@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Literal
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import ROUNDS, find, is_there, read_document
 from dist_ckpt.core.commit.records.record_store import note_verified
 from dist_ckpt.core.format import filenames

@@ -8,33 +8,32 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource, OpenCheckpoint, Opener
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import problems_of_description
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.loading.collective_read import by_checkpoint, open_all
 from dist_ckpt.core.loading.load_messages import (
     CheckFindings,
     LoadRequest,
     ResolvedSources,
     bits_of,
-    short,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceShare, uses_of
-from dist_ckpt.core.loading.read_once.read_once_agreement import listen, runs_of
-from dist_ckpt.core.planning.load.load_planner import problems_of
+from dist_ckpt.core.loading.shared_read_group import listen, runs_of, short
+from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.load.read_sharing import BlockRequests
+from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
-from dist_ckpt.core.shard_io.read.open_files import OpenFiles
+from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
 from dist_ckpt.core.shard_io.read.read_work import CellTargets
 from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import rename_of
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
-from dist_ckpt.core.state.binding.sources.scopes import Scope, Scopes, tagged
+from dist_ckpt.core.state.binding.sources.scopes import Scope, Scopes, tagged, untagged
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.leaves import without_frozen
 from dist_ckpt.core.storage import Storage
@@ -302,3 +301,55 @@ def _names(found: ResolvedSources, saved: SavedTree) -> Sequence[str]:
         return found.names
     every = enumerate(found.checkpoints)
     return [tagged(number, name) for number, one in every for name in one.names]
+
+
+# --- the files of several checkpoints --------------------------------------------------------
+
+
+def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
+    """Return what is wanted of each checkpoint, by the names there."""
+    if not saved.origins:
+        return [[*wanted]]
+    found: list[list[TensorRequest]] = [[] for _ in saved.origins]
+    for want in wanted:
+        number, fqn = untagged(want.fqn)
+        found[number].append(want._replace(fqn=fqn))
+    return found
+
+
+def open_all(
+    checkpoints: Sequence[OpenCheckpoint],
+    wanted: Sequence[Sequence[TensorRequest]],
+    saved: SavedTree,
+    *,
+    threads: int,
+    stack: ExitStack,
+) -> OpenFiles:
+    """Open what is to be read; `stack` gets what closes it. Raises what `open_files` does.
+
+    The files of several checkpoints are numbered one after another, alike on all ranks, and what
+    is read of them has the names that `saved` has.
+    """
+    opened: list[OpenFiles] = []
+    for one, some in zip(checkpoints, wanted, strict=True):
+        with paused_collector():
+            plan = plan_load(one.index, some)
+        most = MAX_OPEN // len(checkpoints)
+        files = open_files(
+            one.storage, one.folder, one.index, plan, threads=threads, most_open=most
+        )
+        stack.callback(files.close)
+        opened.append(files)
+    return _joined(opened, checkpoints) if saved.origins else opened[0]
+
+
+def _joined(opened: Sequence[OpenFiles], checkpoints: Sequence[OpenCheckpoint]) -> OpenFiles:
+    plan: dict[int, tuple[ReadItem, ...]] = {}
+    files: dict[int, OpenFile] = {}
+    first = 0
+    for number, (one, found) in enumerate(zip(opened, checkpoints, strict=True)):
+        for file, items in one.plan.items():
+            plan[first + file] = tuple(replace(i, fqn=tagged(number, i.fqn)) for i in items)
+            files[first + file] = one.files[file]
+        first += len(found.index.files)
+    return OpenFiles(plan, files)

@@ -19,8 +19,13 @@ from functools import reduce
 
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemorySource, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import (
+    NATIVE,
+    NOTHING_IN_MEMORY,
+    MemorySource,
+    OpenCheckpoint,
+    Opener,
+)
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
@@ -33,7 +38,6 @@ from dist_ckpt.core.loading.check import (
     check_load,
     read_arguments,
 )
-from dist_ckpt.core.loading.collective_read import run
 from dist_ckpt.core.loading.load_messages import (
     CheckFindings,
     JobTotals,
@@ -47,8 +51,8 @@ from dist_ckpt.core.loading.load_messages import (
     total_reports,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
-from dist_ckpt.core.loading.read_once.read_once import verify_shared
-from dist_ckpt.core.loading.read_once.read_once_agreement import (
+from dist_ckpt.core.loading.shared_read import run, verify_shared
+from dist_ckpt.core.loading.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
     gather_requests,

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.checkpoint.opener import Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import filenames
@@ -21,9 +20,9 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.loading.load_options import ReadOnce
-from dist_ckpt.core.planning.load.read_sharing import BlockRequests, have_equal_requests
+from dist_ckpt.core.loading.shared_read_group import MAX_SPREAD_NBYTES, common_bits
 from dist_ckpt.core.planning.selection import unmatched_on_all
-from dist_ckpt.core.runtime.typed_msgpack import Message, decode
+from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage
@@ -37,10 +36,6 @@ from dist_ckpt.errors import (
 from dist_ckpt.reports import slowest_of
 
 _log = logging.getLogger("dist_ckpt")
-
-# What the coordinator takes from all ranks, or hands to all of them, in an exchange; more than
-# that comes by a bulk collective, whose cost does not grow with the ranks.
-MAX_SPREAD_NBYTES = 4 << 20
 
 
 class LoadRequest(Message, frozen=True):
@@ -196,11 +191,6 @@ def find(
     return opened, tuple(found), encoded
 
 
-def short(data: bytes, world_size: int) -> bytes | None:
-    """Return what all ranks may tell, or be told, in an exchange; None if it is too long."""
-    return data if len(data) * world_size <= MAX_SPREAD_NBYTES else None
-
-
 def found_in(
     opened: OpenedMessage,
     found: tuple[OpenCheckpoint, ...],
@@ -296,27 +286,6 @@ def _check_shared(found: ResolvedSources, gone: Sequence[int]) -> None:
             f"{folders} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
             "the path is not on storage that all ranks share. Pass a path that is"
         )
-
-
-def common_bits(
-    wants: Sequence[bytes | None], *, between_hosts: bool
-) -> tuple[bool, Sequence[bytes]]:
-    """Say whether ranks share what they read; return what all want if that can be handed out.
-
-    They are taken to share where some want is too long to have come here.
-    """
-    told = [want for want in wants if want is not None]
-    if len(told) < len(wants):
-        return True, ()
-    if not all(told):
-        return False, ()
-    if not have_equal_requests(
-        (decode(want, BlockRequests) for want in told), between_hosts=between_hosts
-    ):
-        return False, ()
-    is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
-    # To gather them connects the hosts, which then send to each other.
-    return True, told if is_short and not between_hosts else ()
 
 
 def _can_share(told: Sequence[LoadRequest]) -> bool:

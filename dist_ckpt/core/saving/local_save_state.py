@@ -23,7 +23,7 @@ from dist_ckpt.core.planning.save.save_planner import HeldCells, Origin, origin_
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.gc_pause import paused_collector
-from dist_ckpt.core.saving.save_cache import LinkPatterns, RankPlan, SaveCache
+from dist_ckpt.core.saving.agreement import LinkPatterns, RankPlan, SaveCache
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory

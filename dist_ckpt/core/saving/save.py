@@ -29,14 +29,15 @@ from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
+    CachedPlan,
     SaveAgreement,
+    SaveCache,
     SaveRequest,
     agree,
 )
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
-from dist_ckpt.core.saving.carry.carry import CarryOver, CarrySource, open_source
+from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
-from dist_ckpt.core.saving.save_cache import CachedPlan, SaveCache
 from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State

@@ -41,9 +41,9 @@ from dist_ckpt.config import launched_world_size
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of, single_process_session
-from dist_ckpt.core.loading.collective_read import CollectiveReader
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
+from dist_ckpt.core.loading.shared_read import CollectiveReader
 from dist_ckpt.core.planning.selection import Cast, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_parameters

@@ -27,7 +27,7 @@ from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.collective_read import CollectiveReader, OpenedInput, read_together
+from dist_ckpt.core.loading.shared_read import CollectiveReader, OpenedInput, read_together
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
 from dist_ckpt.core.shard_io.memory.protocol import Target

@@ -30,7 +30,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from document_fuzz import flat, state, with_digest
 from subclass_tensors import Quantized
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "state-as-bytes-1.safetensors"
 
 

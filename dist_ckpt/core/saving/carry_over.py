@@ -29,7 +29,7 @@ from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.carry.carried_names import (
+from dist_ckpt.core.saving.carry_plan import (
     CarryPlan,
     carried_names,
     not_loaded,

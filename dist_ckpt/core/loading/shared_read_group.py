@@ -1,7 +1,4 @@
-"""What one rank does in a shared reading: which reads are its own, and which units it shares.
-
-What the ranks of a load share when they read, and how they reach each other: one exchange.
-"""
+"""Which blocks several ranks read in common, and how these ranks reach each other."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from dist_ckpt.core.planning.load.read_sharing import (
     BlockRuns,
     Name,
     SharedBlockRange,
+    have_equal_requests,
     receivers_of,
     shared_block_ranges,
 )
@@ -45,6 +43,10 @@ from dist_ckpt.core.shard_io.read.read_work import (
     needs_of,
 )
 from dist_ckpt.errors import ranks_text
+
+# What the coordinator takes from all ranks, or hands to all of them, in an exchange; more than
+# that comes by a bulk collective, whose cost does not grow with the ranks.
+MAX_SPREAD_NBYTES = 4 << 20
 
 
 def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
@@ -274,6 +276,32 @@ def listen(ranks: Session, meeting: str, stack: ExitStack) -> HostLinks | None:
         stack.callback(links.close)
         return links
     return None
+
+
+def short(data: bytes, world_size: int) -> bytes | None:
+    """Return what all ranks may tell, or be told, in an exchange; None if it is too long."""
+    return data if len(data) * world_size <= MAX_SPREAD_NBYTES else None
+
+
+def common_bits(
+    wants: Sequence[bytes | None], *, between_hosts: bool
+) -> tuple[bool, Sequence[bytes]]:
+    """Say whether ranks share what they read; return what all want if that can be handed out.
+
+    They are taken to share where some want is too long to have come here.
+    """
+    told = [want for want in wants if want is not None]
+    if len(told) < len(wants):
+        return True, ()
+    if not all(told):
+        return False, ()
+    if not have_equal_requests(
+        (decode(want, BlockRequests) for want in told), between_hosts=between_hosts
+    ):
+        return False, ()
+    is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
+    # To gather them connects the hosts, which then send to each other.
+    return True, told if is_short and not between_hosts else ()
 
 
 def gather_requests(

@@ -1,26 +1,28 @@
-"""Read once: what several ranks want is fetched by one of them, checked, and handed on.
+"""Read shared blocks once: one rank reads a unit, checks it, and sends it to the others.
 
-The fetcher of a unit reads it into a slot of its memory and checks it. On its host it then tells
-the ranks that want it; they copy out of that slot and say when they are done. To each other host
-it sends the unit once, into a slot of the rank there that hands it on in the same way. A slot is
-free again when all are done with it. Reading, checking, handing on and placing overlap.
+The fetcher of a unit reads it into a slot of its memory, and checks it. Then it sends a message to
+the ranks of its host that need the unit. They copy it from that slot, and report when they are
+done. To each other host the fetcher sends the unit once, to a rank that passes it on in the same
+way. A slot is free again when all ranks are done with it. Reading, checking, sending and copying
+overlap.
 
-One thread of a rank decides and copies (`SharedReading._decide`), others read. None of that waits
-for another rank: a fetch begins when a slot is free, a copy when the unit is there. So whatever a
-host has is copied, and its slots get free. Those threads that send and receive do wait, but all
-ranks go through the units in one order, and have slots of their own for what they receive: of all
-units that are not everywhere yet, the first has its fetcher's and its receivers' next slots. So no
-order in which ranks get on can block them. The thread that has called watches the one that decides,
-which watches all others: so any of them may hang, and all ranks learn it.
+One thread of a rank decides and copies (`SharedReading._decide`), and other threads read. None of
+these waits for another rank: a fetch begins when a slot is free, a copy when the unit is there.
+The threads that send and receive do wait. They cannot block each other: all ranks process the units
+in one order, and have separate slots for what they receive. So for the first unit that is not
+complete everywhere, its fetcher and its receivers always have a free slot. The calling thread
+watches the deciding thread, which watches all others. So if any thread hangs, all ranks get an
+error.
 
-What the deciding thread does side by side are generators, such as one for each slot: each goes on
-as far as it can, and yields where it has to wait for an end of a call or a word of another rank.
+The tasks of the deciding thread are generators, one for each slot for example. Each runs until it
+has to wait for a call or for a message, and then yields.
 
-A rank that meets an error gives up: it closes its links. So does the system when a rank dies. Who
-still waits for that rank raises a fallout, and closes its links too. A rank that is frozen is
-noticed by its heartbeat.
+A rank that meets an error closes its links. The system does the same when a rank dies. The ranks
+that still wait for it raise `SecondaryError`, and close their links too. The heartbeat detects a
+rank that is frozen.
 
-How shared units get from rank to rank: through memory on a host, and over the network.
+`read_together` is for callers with their own plan, such as DCP's: it checks, links the ranks, and
+reads. It binds no state. As in a load, no target changes before all ranks have opened their files.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -37,19 +40,134 @@ from itertools import chain
 from dist_ckpt.core.comm.collectives.collective import Collective
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.messages import SecondaryError
-from dist_ckpt.core.loading.read_once.read_once_agreement import (
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.loading.shared_read_group import (
     SharedRangePart,
     SharedReadGroup,
     SharedWork,
+    UnreachableRanks,
+    common_bits,
+    gather_requests,
+    listen,
     num_slots,
+    runs_of,
+    short,
 )
-from dist_ckpt.core.planning.load.read_sharing import Name
+from dist_ckpt.core.planning.load.read_sharing import BlockRequests, Name
+from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
+from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead
-from dist_ckpt.core.shard_io.read.open_files import OpenFile
-from dist_ckpt.core.shard_io.read.read_work import SmallShardRun
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
+from dist_ckpt.core.shard_io.read.read_work import CellTargets, SmallShardRun
 from dist_ckpt.errors import CorruptError, RankError, StorageError
+from dist_ckpt.reports import Phases
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedInput:
+    """The open files that a rank reads, and where their cells go."""
+
+    files: OpenFiles
+    targets: CellTargets
+
+
+class _ReadRequests(Message, frozen=True):
+    """What one rank reads, None if it is too long to be told here; `bulk` numbers connections."""
+
+    wants: bytes | None
+    bulk: int
+
+
+class _InCommon(Message, frozen=True):
+    """Whether ranks share what they read, and what each wants, if that is not yet to be told."""
+
+    shares: bool
+    wants: tuple[bytes, ...]
+    bulk: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveReader:
+    """The ranks that read together, and how. `phases` tell what took how long on this rank.
+
+    `meeting` is a name that this reading alone has, the same on all ranks; with "" nothing is
+    shared.
+    """
+
+    ranks: Session
+    phases: Phases
+    meeting: str
+
+
+def read_together(
+    together: CollectiveReader,
+    open_files: Callable[[], OpenedInput],
+    there: Callable[[], AbstractContextManager[None]],
+) -> tuple[int, int]:
+    """Fill the targets of each rank. Collective: every rank of the session calls this.
+
+    `open_files` touches no target; `there` surrounds all that is done with files. Returns how many
+    bytes came from storage, and how many from other ranks of the host; all ranks have all that
+    they want then. Raises on all ranks what `open_files` or `BlockReader.run` raises on one.
+    """
+    ranks, phases = together.ranks, together.phases
+    with ExitStack() as stack:
+        with phases.phase("check"):
+            opened, shared = _meet(ranks, together.meeting, open_files, there, stack)
+        with phases.phase("read"), ranks.channel.exchange("read"), there():
+            reading = BlockReader(opened.files, opened.targets, verify=True, slots=ranks.slots)
+            return run(ranks, shared, reading)
+
+
+def run(ranks: Session, shared: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
+    """Do a reading, of which `shared` is what other ranks want too; see `read_shared`."""
+    try:
+        if shared is None:
+            return reading.run(ranks.config.threads), 0
+        return read_shared(shared, reading)
+    except BaseException:
+        if shared is not None:
+            shared.give_up()
+        raise
+
+
+def _meet(
+    ranks: Session,
+    meeting: str,
+    open_files: Callable[[], OpenedInput],
+    there: Callable[[], AbstractContextManager[None]],
+    stack: ExitStack,
+) -> tuple[OpenedInput, SharedReadGroup | None]:
+    """Open the files, tell what is wanted of them, and link the ranks that want the same."""
+    with ranks.channel.exchange("check") as checking:
+        with there():
+            opened = open_files()
+        stack.callback(opened.files.close)
+        links = listen(ranks, meeting, stack) if meeting else None
+        of_rank = BlockRequests.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
+        own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
+        request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
+        gathered = checking.gather(request)
+        if gathered is not None:
+            shares, wants = common_bits([one.wants for one in gathered], between_hosts=False)
+            checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in gathered)))
+    common = checking.result(_InCommon)
+    ranks.collectives_group.renew(common.bulk)
+    if not common.shares:
+        return opened, None
+    with ranks.channel.exchange("prepare") as preparing:
+        every = gather_requests(ranks, common.wants, own)
+        shared = SharedReadGroup.of(
+            ranks, opened.files, links, every, between_hosts=False, stack=stack
+        )
+        apart = preparing.gather(shared.missed)
+        if apart is not None:
+            preparing.decide(shared.judge(apart))
+    shared = shared.settle(preparing.result(UnreachableRanks))
+    return opened, shared if any(shared.units.values()) else None
+
 
 # Kind; where a slot begins in the memory; of the unit in it: file and first block.
 _MESSAGE = struct.Struct("<BQQQ")

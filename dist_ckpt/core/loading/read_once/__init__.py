@@ -1,1 +1,0 @@
-"""What several ranks want is fetched once, checked, and handed on."""

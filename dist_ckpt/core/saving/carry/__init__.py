@@ -1,1 +1,0 @@
-"""What a save carries over from a checkpoint that was loaded in part."""
