@@ -26,9 +26,13 @@ from dist_ckpt.core.loading.load import load
 from dist_ckpt.core.saving.save import save
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
-from dist_ckpt.integrations.ddp_buffers import broadcast_inner_buffers
-from dist_ckpt.integrations.extra_state import check_on_reshard, extra_state_of
-from dist_ckpt.integrations.loader_order import set_sources, sources_of
+from dist_ckpt.integrations.adapter_state import (
+    broadcast_inner_buffers,
+    check_on_reshard,
+    extra_state_of,
+    set_sources,
+    sources_of,
+)
 from dist_ckpt.runs.retention.deletion import delete
 
 _log = logging.getLogger("dist_ckpt")

@@ -25,8 +25,7 @@ from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.integrations.ddp_buffers import broadcast_module_buffers
-from dist_ckpt.integrations.extra_state import extra_state_of
+from dist_ckpt.integrations.adapter_state import broadcast_module_buffers, extra_state_of
 from dist_ckpt.openers import OPENER
 
 _log = logging.getLogger("dist_ckpt")

@@ -25,9 +25,11 @@ from typing import TypedDict, Unpack
 
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.planning.selection import Selection, selection_of
-from dist_ckpt.core.storage import Storage
-from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.interop.readers.open_foreign import open_pickled, open_safetensors
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.errors import IncompatibleError, NotFoundError
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter
+from dist_ckpt.interop.readers.virtual_checkpoint import checkpoint_of
+from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, foreign_at, reader_module
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun
 from dist_ckpt.tools.rewrite.reshard import even, plan_rewrite, rewrite
@@ -95,7 +97,7 @@ def from_hf(
     They are one file, or a folder as Hugging Face writes it, and become `{"model": ...}`.
     """
     _check(options)
-    return _rewritten(open_safetensors(source), target, options, _chosen_of_hf(options))
+    return _rewritten(_open_safetensors(source), target, options, _chosen_of_hf(options))
 
 
 def from_lightning(
@@ -153,7 +155,7 @@ def plan_import(
     """
     _check(options)
     if kind == "hf":
-        opened, selection = open_safetensors(source), _chosen_of_hf(options)
+        opened, selection = _open_safetensors(source), _chosen_of_hf(options)
     else:
         opened, selection = _opened(kind, source, options)
     return plan_rewrite(
@@ -199,6 +201,29 @@ def _rewritten(
         selection=selection,
         progress=options.get("progress"),
     )
+
+
+def open_pickled(
+    kind: str, path: str | os.PathLike[str], interest: ImportFilter = ALL
+) -> tuple[Storage, str]:
+    """Return a storage that presents the files of a format as a checkpoint, and its path."""
+    storage, text = open_storage(path)
+    foreign_format = FORMATS[kind]
+    state = reader_module(foreign_format.reader).read(storage, text, interest)
+    return checkpoint_of(storage, text, state, foreign_format.name), text
+
+
+def _open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """Return a storage that presents safetensors files as a checkpoint, and its path."""
+    storage, text = open_storage(path)
+    if (files := foreign_at(storage, text)) is None:
+        if not os.path.exists(text):
+            raise NotFoundError(f"{text}: there is no such file or folder; check the path")
+        raise IncompatibleError(
+            f"{text} is no safetensors file, and no folder of them with "
+            f"{HF_INDEX} or {HF_FILE}; check the path"
+        )
+    return files, text
 
 
 def _check(options: ImportOptions) -> None:

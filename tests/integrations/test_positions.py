@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import dist_ckpt as dc
 from dist_ckpt import integrations
+from dist_ckpt.integrations.adapter_state import set_sources, sources_of
 from dist_ckpt.integrations.lightning.fit_position import FitPosition
-from dist_ckpt.integrations.loader_order import set_sources, sources_of
 
 
 def test_an_order_that_a_generator_draws_is_drawn_again() -> None:

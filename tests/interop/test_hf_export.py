@@ -19,9 +19,9 @@ import dist_ckpt as dc
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
+from dist_ckpt.interop import new_folder
 from dist_ckpt.interop.hf import export
 from dist_ckpt.interop.hf.export_plan import nbytes_of
-from dist_ckpt.interop.writers import new_folder
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from subclass_tensors import Quantized
 

@@ -25,8 +25,11 @@ from dist_ckpt.checkpointer.checkpointer import DEFAULT_SAVE, Checkpointer
 from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.ddp_buffers import broadcast_module_buffers
-from dist_ckpt.integrations.extra_state import check_on_reshard, extra_state_of
+from dist_ckpt.integrations.adapter_state import (
+    broadcast_module_buffers,
+    check_on_reshard,
+    extra_state_of,
+)
 from dist_ckpt.integrations.lightning.fit_position import FitPosition
 
 # Where it is, seen from the Trainer; and for what.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.loader_order import set_sources, sources_of
+from dist_ckpt.integrations.adapter_state import set_sources, sources_of
 
 
 class AtBoundary(Protocol):

@@ -54,10 +54,9 @@ from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ConflictError, RankError
-from dist_ckpt.interop.dcp.metadata import DcpKeys
-from dist_ckpt.interop.dcp.planner_items import PlannedReads, local_state_of
+from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, local_state_of
+from dist_ckpt.interop.imports import open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.interop.readers.open_foreign import open_pickled
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
 

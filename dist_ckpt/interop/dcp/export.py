@@ -27,9 +27,9 @@ from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
-from dist_ckpt.interop.dcp.metadata import DcpKeys
+from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder
 from dist_ckpt.interop.torch_save.export import can_be_saved
-from dist_ckpt.interop.writers.new_folder import check_replaceable, new_folder
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.tools.rewrite.dry_run import DryRun

@@ -37,7 +37,7 @@ from dist_ckpt.interop.hf.export_plan import (
     packed,
 )
 from dist_ckpt.interop.hf.read import INDEX, MODEL
-from dist_ckpt.interop.writers.new_folder import check_replaceable, new_folder
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.rewrite.dry_run import DryRun

@@ -37,7 +37,7 @@ from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import RECORD, container, is_mapping
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.interop.dcp.metadata import models_of, relative
+from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative
 from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportContents
 from dist_ckpt.interop.hf.read import SUFFIX
 from dist_ckpt.interop.pickles.torch_pickles import STORAGES

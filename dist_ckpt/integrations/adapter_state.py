@@ -1,13 +1,48 @@
-"""What data loaders draw their order from, beside the global generators: noted, and put back."""
+"""State that several adapters save: extra keys, buffers of DDP, and the order of data loaders.
+
+Between forwards, BatchNorm changes buffers by the rank's own data. Replicas that differ cannot be
+saved, so DDP's next broadcast is done before the save.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup, broadcast
 
 from dist_ckpt.errors import IncompatibleError
+
+
+def extra_state_of(state: Mapping[str, Any] | None, own: Collection[str]) -> dict[str, Any]:
+    """Return the extra state to save. ValueError if it has one of the adapter's `own` keys."""
+    if taken := sorted({*(state or {})} & {*own}):
+        raise ValueError(f"the state has {', '.join(taken)}, which is saved anyway: rename it")
+    return dict(state or {})
+
+
+def check_on_reshard(on_reshard: str) -> None:
+    """Raise ValueError for an unknown value of `on_reshard`."""
+    if on_reshard not in ("error", "drop"):
+        raise ValueError(f'`on_reshard` is {on_reshard!r}: give "error" or "drop"')
+
+
+def broadcast_module_buffers(model: object) -> None:
+    """Give all ranks rank 0's buffers where DDP does so at each forward. Collective with DDP."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and model.broadcast_buffers:
+        broadcast_inner_buffers(model.module, model.parameters_to_ignore, group=model.process_group)
+
+
+def broadcast_inner_buffers(
+    module: nn.Module, ignored: Collection[str] = (), *, group: ProcessGroup | None = None
+) -> None:
+    """Give all ranks of a group the first's buffers of a module that DDP holds. Collective."""
+    for name, buffer in module.named_buffers():
+        if name not in ignored:
+            broadcast(buffer, group=group, group_src=0)
+
 
 _INNER = ("batch_sampler", "sampler")
 
