@@ -36,6 +36,7 @@ import tempfile
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,7 +327,10 @@ def _prepare(modules: list[str]) -> list[str]:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"importing {modules} starts threads, which no fork would have")
-    # What is there stays; to look through it would copy it into each child.
+    # What is there stays; to look through it would copy it into each child, and to take torch's
+    # libraries apart at a child's exit would cost 45 ms.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     return path
