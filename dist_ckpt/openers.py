@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import ParamSpec, TypeVar
 
-from dist_ckpt.async_save.snapshots.memory_source import snapshots_on_host
+from dist_ckpt.async_save.snapshots.recovered_snapshots import snapshots_on_host
 from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource, Opener
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.interop.registry import foreign_at

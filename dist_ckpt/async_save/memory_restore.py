@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from dist_ckpt import __version__
 from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.async_save.snapshots.memory_source import (
-    committed_in_memory,
-    uncommitted_in_memory,
-)
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
     RecoveredSaves,
     SaveIdentity,
+    committed_in_memory,
     recovered_saves,
+    uncommitted_in_memory,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
 from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource

@@ -11,8 +11,11 @@ import pytest
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.memory_source import MemoryDocument, MemoryFile
-from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot
+from dist_ckpt.async_save.snapshots.recovered_snapshots import (
+    MemoryDocument,
+    MemoryFile,
+    RecoveredSnapshot,
+)
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.wrappers.overlay_storage import OverlayStorage
 from dist_ckpt.errors import CorruptError, StorageError

@@ -11,8 +11,14 @@ import pytest
 
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.writer.messages import Hello, ProtocolError, Write
-from dist_ckpt.async_save.writer.save_queue import MAX_SAVES, OpenArenas, WriterQueue
-from dist_ckpt.async_save.writer.write_jobs import WriterRendezvous, WriterSave, WriterSaves
+from dist_ckpt.async_save.writer.write_jobs import (
+    MAX_SAVES,
+    OpenArenas,
+    WriterQueue,
+    WriterRendezvous,
+    WriterSave,
+    WriterSaves,
+)
 from dist_ckpt.core.runtime.shared_memory import create_anonymous
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from staged_saves import CONFIG, Staged, State, new_id, write_of

@@ -15,7 +15,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, arena_nbytes
-from dist_ckpt.async_save.trainer.staging import images_of, stage
+from dist_ckpt.async_save.trainer.background_save import images_of, stage
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.session import Session

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import maintenance, run_saves
+from dist_ckpt.checkpointer import maintenance, run_session
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
@@ -67,7 +67,7 @@ class Refusing:
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Refusing]:
     def plant(*numbers: int) -> Refusing:
         refusing = Refusing(*numbers)
-        monkeypatch.setattr(run_saves, "save_together", refusing)
+        monkeypatch.setattr(run_session, "save_together", refusing)
         return refusing
 
     return plant

@@ -13,10 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.coordination import external_requests as requests_module
+from dist_ckpt.checkpointer.coordination import save_requests as requests_module
 from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
-from dist_ckpt.checkpointer.coordination.external_requests import RankRequests
-from dist_ckpt.checkpointer.coordination.signals import Signals
+from dist_ckpt.checkpointer.coordination.save_requests import RankRequests, Signals
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     arena_nbytes,
 )
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.memory_source import records_of
+from dist_ckpt.async_save.snapshots.recovered_snapshots import records_of
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.comm.session import Session

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.coordination import external_requests
+from dist_ckpt.checkpointer.coordination import save_requests
 from ranks import Options, run_ranks, try_ranks
 
 NEVER = dc.every(minutes=600)
@@ -31,7 +31,7 @@ def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str
     asked for, between its last step and the end; "saves" then; "dies" at its last step; "cannot":
     no step can be saved.
     """
-    external_requests.LOOK_S = 0.05
+    save_requests.LOOK_S = 0.05
     path, done = Path(root), 0
     state = {"x": torch.zeros(8), "step": 0}
     save = NEVER | dc.at_end if how == "lingers and saves" else NEVER

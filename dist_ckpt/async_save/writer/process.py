@@ -44,8 +44,9 @@ from dist_ckpt.async_save.writer.messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.async_save.writer.save_queue import OpenArenas, WriterQueue
 from dist_ckpt.async_save.writer.write_jobs import (
+    OpenArenas,
+    WriterQueue,
     WriterRendezvous,
     WriterSave,
     WriterSaves,
