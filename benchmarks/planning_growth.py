@@ -13,7 +13,7 @@ from random import Random
 from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, SmallShardRun
 from dist_ckpt.core.comm.collectives.collective import distinct
-from dist_ckpt.core.commit.receipts import check_receipts, mismatched_groups, sizes_of
+from dist_ckpt.core.commit.commit_protocol import check_receipts, mismatched_groups, sizes_of
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import (

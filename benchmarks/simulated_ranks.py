@@ -27,7 +27,7 @@ from dist_ckpt.core.comm.exchange.channel import (
 from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.receipts import sizes_of
+from dist_ckpt.core.commit.commit_protocol import sizes_of
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Shape

@@ -26,7 +26,7 @@ from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
-from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.renamed import refuse_old_attributes, refuse_old_parameters

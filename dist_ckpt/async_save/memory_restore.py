@@ -23,7 +23,7 @@ from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
 from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups
+from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts, mismatched_groups
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,

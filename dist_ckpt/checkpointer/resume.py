@@ -26,12 +26,12 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     begin_incarnation,
+    describe_liveness,
     newest_incarnation,
     secure_incarnation,
 )
 from dist_ckpt.core.commit.records.leases import CheckpointRef, renewed_lease
-from dist_ckpt.core.commit.records.liveness import describe_liveness
-from dist_ckpt.core.commit.records.old_records import refuse_old
+from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import differences
 from dist_ckpt.core.format.run_records import IncarnationRecord

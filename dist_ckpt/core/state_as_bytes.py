@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dist_ckpt.core.comm.process_group import ranks_on_this_host, single_process_session
-from dist_ckpt.core.commit.receipts import check_receipts
+from dist_ckpt.core.commit.commit_protocol import check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json

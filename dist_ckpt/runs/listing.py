@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
-from dist_ckpt.core.commit.records.old_records import (
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import (
+    StoredAnnotation,
     find_old_folders,
     old_folders_in,
+    read_annotations,
     warn_of_old,
 )
-from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json

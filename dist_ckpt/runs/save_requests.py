@@ -14,11 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.core.commit.attempts import ROUNDS, entries_at, new_id, read_document
-from dist_ckpt.core.commit.records.incarnations import newest_incarnation
-from dist_ckpt.core.commit.records.liveness import last_liveness
-from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record, this_process
+from dist_ckpt.core.commit.records.record_store import (
+    check_upgraded,
+    make_record_folders,
+    put_record,
+    this_process,
+)
 from dist_ckpt.core.format.filenames import (
     REQUESTS,
     answer_file,

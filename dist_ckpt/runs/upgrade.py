@@ -22,15 +22,16 @@ from dist_ckpt.core.commit.attempts import (
     read_document,
 )
 from dist_ckpt.core.commit.records.incarnations import (
+    LIVENESS_INTERVAL_S,
     check_same_incarnation,
     incarnations_in,
     read_incarnation,
+    utc,
 )
-from dist_ckpt.core.commit.records.liveness import LIVENESS_INTERVAL_S, utc
-from dist_ckpt.core.commit.records.old_records import find_old_folders
 from dist_ckpt.core.commit.records.protections import LEASE, TAG, Where, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
+    find_old_folders,
     make_durable_folders,
     put_record,
     read_annotations,

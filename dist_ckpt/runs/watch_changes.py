@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.core.commit.attempts import Status, statuses
-from dist_ckpt.core.commit.records.incarnations import newest_incarnation
-from dist_ckpt.core.commit.records.liveness import last_liveness
+from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.storage import Storage

@@ -16,8 +16,12 @@ import dist_ckpt as dc
 from dist_ckpt.checkpointer.coordination import save_requests
 from dist_ckpt.checkpointer.coordination.save_requests import ExternalRequests
 from dist_ckpt.checkpointer.maintenance import SaveCounts
-from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
-from dist_ckpt.core.commit.records.liveness import LivenessFile, last_liveness
+from dist_ckpt.core.commit.records.incarnations import (
+    Incarnation,
+    LivenessFile,
+    begin_incarnation,
+    last_liveness,
+)
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.cli import output
-from dist_ckpt.core.commit.records.old_records import warn_of_old
+from dist_ckpt.core.commit.records.record_store import warn_of_old
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -24,8 +24,7 @@ import dist_ckpt as dc
 from dist_ckpt.cli.commands import request_save as request_save_module
 from dist_ckpt.cli.commands import watch as watch_module
 from dist_ckpt.cli.commands.watch import _looks, lines
-from dist_ckpt.core.commit.records.incarnations import begin_incarnation
-from dist_ckpt.core.commit.records.liveness import LivenessFile
+from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.runs.watch_changes import RunObservation, observe_run

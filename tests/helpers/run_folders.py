@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import count
 
 from commit_cases import index_of, write_rank
+from dist_ckpt.core.commit.attempts import make_folders
 from dist_ckpt.core.commit.commit_protocol import Claim, commit
-from dist_ckpt.core.commit.new_folders import make_folders
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import new_annotation, put_annotation
 from dist_ckpt.core.format.filenames import Attempt

@@ -106,8 +106,8 @@ WITHOUT_TORCH_TOO = (
 TORCH_OR_NUMPY_IF_THERE = {
     "dist_ckpt.core.shard_io.memory.host_array",
     "dist_ckpt.core.shard_io.memory.numbers",
-    "dist_ckpt.core.state.rng",
     "dist_ckpt.core.state.tensors.plain_torch",
+    "dist_ckpt.core.state.wrappers",
 }
 # Public packages whose names are imported when they are first used.
 LAZY_EXPORTS = "dist_ckpt.core.runtime.lazy_exports"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.core.commit.records.incarnations import begin_incarnation
-from dist_ckpt.core.commit.records.liveness import LivenessFile
+from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage

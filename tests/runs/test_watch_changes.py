@@ -9,8 +9,7 @@ import pytest
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import abandon
 from dist_ckpt.core.commit.commit_protocol import claim
-from dist_ckpt.core.commit.records.incarnations import begin_incarnation
-from dist_ckpt.core.commit.records.liveness import LivenessFile
+from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import put_verified
 from dist_ckpt.errors import NotFoundError

@@ -14,9 +14,8 @@ import re
 import secrets
 from contextlib import suppress
 
-from dist_ckpt.core.commit.attempts import ROUNDS, new_id, store
-from dist_ckpt.core.commit.new_folders import make_folders
-from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.core.commit.attempts import ROUNDS, make_folders, new_id, store
+from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.format.filenames import ROOT_ID, temporary_root_id
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, StorageError

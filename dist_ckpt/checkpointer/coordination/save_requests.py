@@ -24,8 +24,11 @@ from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.liveness import LIVENESS_INTERVAL_S, LivenessFile
+from dist_ckpt.core.commit.records.incarnations import (
+    LIVENESS_INTERVAL_S,
+    Incarnation,
+    LivenessFile,
+)
 from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.format.filenames import answer_file, request_file
 from dist_ckpt.core.format.run_records import Outcome, RequestRecord

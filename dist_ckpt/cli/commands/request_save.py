@@ -7,7 +7,7 @@ import time
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.commit.records.liveness import (
+from dist_ckpt.core.commit.records.incarnations import (
     LIVENESS_INTERVAL_S,
     NO_LIVENESS,
     last_liveness,

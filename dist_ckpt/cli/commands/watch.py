@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.commit.records.liveness import NO_LIVENESS
+from dist_ckpt.core.commit.records.incarnations import NO_LIVENESS
 from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError

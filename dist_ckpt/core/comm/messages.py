@@ -1,4 +1,4 @@
-"""Messages between ranks: typed msgpack, and errors on their way to other ranks.
+"""Messages between ranks: typed msgpack, errors on their way to other ranks, heartbeats.
 
 A message is a `Message`, decoded strictly, field by field, or plain data of a built-in type. Only
 the class of an error is looked up by its name, in a fixed table.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from msgspec import Meta
@@ -18,7 +19,7 @@ from dist_ckpt import errors
 from dist_ckpt.core.format.objects.plain_types import cost_of
 from dist_ckpt.core.format.strict_json import max_memory, memory_problem
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.runtime.typed_msgpack import Message, encode
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
 
 T = TypeVar("T")
@@ -204,3 +205,43 @@ class Answer(Message, frozen=True):
         if own.operation:
             return own.operation == self.operation
         return self.nonces[rank * NONCE_NBYTES :][:NONCE_NBYTES] == own.nonce
+
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class Heartbeat(Message, frozen=True):
+    """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
+
+    `inside`: the rank has not left it yet. `failed_turn`: the exchange in it, counted from 1, whose
+    failure the rank received last; 0 if none. `gone`: the rank has closed its channel.
+    """
+
+    count: _Count
+    number: _Count
+    inside: bool
+    failed_turn: _Count
+    gone: bool
+    host: str
+
+
+@dataclass(slots=True)
+class HeartbeatSender:
+    """The content of this rank's next heartbeat; the channel sets it, its thread sends it.
+
+    `key` is where heartbeats are stored; none is sent while it is "".
+    """
+
+    host: str
+    key: str = ""
+    number: int = 0
+    inside: bool = False
+    failed_turn: int = 0
+    gone: bool = False
+    _count: int = 0
+
+    def beat(self) -> bytes:
+        """Return the next heartbeat."""
+        self._count += 1
+        number, inside, failed_turn = self.number, self.inside, self.failed_turn
+        return encode(Heartbeat(self._count, number, inside, failed_turn, self.gone, self.host))

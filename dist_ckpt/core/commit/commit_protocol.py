@@ -2,7 +2,7 @@
 
 1. `claim`: a new attempt's folder, durable; then lower open attempts are abandoned.
 2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
-3. `check_files`: all files exist and have their expected sizes.
+3. `check_receipts`, `check_files`: all files are as planned, exist, and have their expected sizes.
 4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
    the folder synced. The checkpoint exists from the rename on, and stays once it is durable.
 5. Superseded attempts are removed (`removal.py`).
@@ -10,16 +10,21 @@
 A crash before the rename leaves an open attempt, which is never read; a later save or `gc` abandons
 it. A crash after the rename leaves the checkpoint, and perhaps older ones. `attempts.py` reads and
 writes the one file that decides.
+
+A failed call may have taken effect, and an abandon needs the same storage. So an error is reported
+only after a look at the storage: `resolve_outcome`.
 """
 
 from __future__ import annotations
 
 import posixpath
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from dist_ckpt.core.commit.attempts import (
     ROUNDS,
@@ -30,6 +35,7 @@ from dist_ckpt.core.commit.attempts import (
     has_index,
     is_gone,
     list_attempts,
+    make_folders,
     new_id,
     put_index,
     read_document,
@@ -37,8 +43,6 @@ from dist_ckpt.core.commit.attempts import (
     store,
     was_removed,
 )
-from dist_ckpt.core.commit.new_folders import make_folders
-from dist_ckpt.core.commit.outcome import check_abandoned
 from dist_ckpt.core.commit.preflight import (
     Says,
     check_new_name,
@@ -48,8 +52,9 @@ from dist_ckpt.core.commit.preflight import (
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import check_unprotected
-from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.commit.removal import now_at, remove
+from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import (
     CLAIM,
     INDEX,
@@ -61,7 +66,16 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
-from dist_ckpt.core.format.index.index import Abandoned, Index
+from dist_ckpt.core.format.index.index import (
+    Abandoned,
+    AttachedFileRecord,
+    Catalog,
+    Index,
+    ObjectsFileRecord,
+    ShardFileRecord,
+)
+from dist_ckpt.core.planning.plan import Receipt
+from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.storage import Entry, Storage, real_path
 from dist_ckpt.errors import (
     CheckpointError,
@@ -390,3 +404,107 @@ def discard_attempt(storage: Storage, claim: Claim) -> None:
     for folder in reversed(claim.new_folders):
         with suppress(StorageError, FileNotFoundError):  # in use by another process now
             storage.remove(folder)
+
+
+# "in place": it is visible, but may not be durable.
+CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
+
+
+def resolve_outcome(
+    storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str
+) -> CommitOutcome:
+    """Abandon an attempt that may have been committed, and return what became of it.
+
+    Raises no error of the storage: where it refuses to abandon, it may still allow to read.
+    """
+    try:
+        return "abandoned" if abandon(storage, path, attempt, by=by, reason=reason) else "committed"
+    except (CheckpointError, OSError):
+        pass
+    try:
+        document = read_index(storage, path, attempt)
+    except (CheckpointError, OSError):
+        return "unknown"
+    if document is None:  # a server may still execute a call without an answer
+        return "unknown"
+    return "in place" if isinstance(document, Index) else "abandoned"
+
+
+def check_abandoned(
+    storage: Storage, path: str, attempt: Attempt, error: Exception, *, by: str
+) -> None:
+    """Abandon an attempt whose commit met `error`; StorageError unless that is certain."""
+    reason = f"the commit failed: {error}"[:500]
+    result = resolve_outcome(storage, path, attempt, by=by, reason=reason)
+    if result != "abandoned":
+        raise unknown_outcome_error(result, path, str(error)) from error
+
+
+def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> StorageError:
+    """Return the error of a commit that was stopped, for `reason`, and was not abandoned."""
+    if result == "unknown":
+        return StorageError(
+            f"{reason}. Now it is unknown whether it is committed at {path}: check the storage, "
+            f"list the path with `dist-ckpt ls`, then repeat the call with overwrite=True"
+        )
+    # A second fsync does not repair a failed one, as fsync forgets its errors.
+    return StorageError(
+        f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it survives a "
+        f"power cut: check the storage, then repeat the call with overwrite=True"
+    )
+
+
+def check_receipts(
+    catalog: Catalog, receipts: Sequence[Receipt]
+) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
+    """Return the index's file tables but that of `attached_of`. Receipts are in rank order.
+
+    Raises StorageError unless each rank wrote exactly its planned files, of the planned size.
+    """
+    numbers = {component.stem: n for n, component in enumerate(catalog.components)}
+    files: list[ShardFileRecord] = []
+    objects: list[ObjectsFileRecord] = []
+    for rank, receipt in enumerate(receipts):
+        for name, nbytes, header_nbytes, digest in receipt.files:
+            if not rank and filenames.parse_attached_file(name) is not None:
+                continue  # see `attached_of`
+            parsed = filenames.parse_shard_file(name)
+            if parsed is None:
+                objects.append(ObjectsFileRecord(name, nbytes, digest))
+                continue
+            stem, writer = parsed
+            if writer != rank or stem not in numbers:
+                raise StorageError(f"rank {rank} reports {name}, which is not its file; save again")
+            files.append(ShardFileRecord(numbers[stem], rank, nbytes, header_nbytes, digest))
+    written = {(file.component, file.rank): file.nbytes - file.header_nbytes for file in files}
+    planned = stored_nbytes(catalog)
+    for file in sorted(written.keys() | planned.keys()):
+        if written.get(file) != planned.get(file):
+            name = filenames.shard_file(catalog.components[file[0]].stem, file[1])
+            raise StorageError(
+                f"rank {file[1]} wrote {written.get(file)} bytes of shards into {name}, "
+                f"the plan says {planned.get(file)}; save again"
+            )
+    files.sort(key=lambda file: (file.component, file.rank))
+    objects.sort(key=lambda file: file.name)
+    return tuple(files), tuple(objects)
+
+
+def attached_of(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
+    """Return the index's table of attached files, which rank 0 writes."""
+    parsed = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
+    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in parsed if name)
+
+
+def sizes_of(receipts: Sequence[Receipt]) -> dict[str, int]:
+    """Return the size in bytes of every written file."""
+    return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
+
+
+def mismatched_groups(receipts: Sequence[Receipt]) -> list[str]:
+    """Return the replica groups whose members have different data."""
+    digests: dict[str, set[str]] = defaultdict(set)
+    for receipt in receipts:
+        for group, digest in receipt.replicas:
+            digests[group].add(digest)
+    return sorted(group for group, distinct in digests.items() if len(distinct) > 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from dist_ckpt.core.commit.attempts import attempts_in, entries_at, read_index
 from dist_ckpt.core.commit.records.leases import check_unprotected
-from dist_ckpt.core.commit.records.old_records import check_upgraded
+from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.format.filenames import (
     Attempt,
     is_beside_attempts,

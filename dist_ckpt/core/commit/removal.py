@@ -23,14 +23,9 @@ from dist_ckpt.core.commit.attempts import (
     statuses,
     trash_at,
 )
-from dist_ckpt.core.commit.outcome import DATA_IS_KEPT, partial_delete_error
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import protections_at
-from dist_ckpt.core.commit.records.old_records import (
-    check_upgraded,
-    old_folders_in,
-    refuse_old,
-)
+from dist_ckpt.core.commit.records.record_store import check_upgraded, old_folders_in, refuse_old
 from dist_ckpt.core.format.filenames import (
     Attempt,
     is_in_attempt,
@@ -41,6 +36,9 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
+
+# Attempts in these states may have data to read or repair.
+_DATA_IS_KEPT = ("committed", "damaged", "incompatible")
 
 
 def remove(storage: Storage, path: str, attempt: Attempt) -> None:
@@ -105,10 +103,35 @@ def delete(storage: Storage, path: str) -> None:
             remove(storage, path, attempt)
         _empty_all(storage, path)
     except CheckpointError as error:
-        raise partial_delete_error(storage, path, error) from error
+        raise _partial_delete_error(storage, path, error) from error
     # The folder may have foreign files or a new attempt, or be a link.
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(path)
+
+
+def _partial_delete_error(storage: Storage, path: str, error: BaseException) -> StorageError:
+    """Return the error of a delete that `error` stopped."""
+    again = ", then delete it again"
+    try:
+        attempts = statuses(storage, path)
+        has_data = any(status.state in _DATA_IS_KEPT for status in attempts)
+        is_gone = not attempts and not trash_at(storage, path)
+    except (CheckpointError, OSError):
+        result = (
+            "Now it is unknown whether it is deleted: check the storage, list the path with "
+            f"`dist-ckpt ls`{again}"
+        )
+    else:
+        if has_data:
+            result = f"{path} is not deleted: check the storage{again}"
+        elif is_gone:
+            result = f"{path} is deleted, but a power cut may bring it back: check the storage"
+        else:
+            result = (
+                f"{path} is deleted, but not all of its space is free, and a power cut may bring "
+                f"it back: check the storage{again}"
+            )
+    return StorageError(f"{error}. {result}")
 
 
 def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
@@ -117,7 +140,7 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
     Raises NotFoundError otherwise: a single open attempt may be the first save of another job.
     """
     attempts = statuses(storage, path)
-    if any(status.state in DATA_IS_KEPT for status in attempts):
+    if any(status.state in _DATA_IS_KEPT for status in attempts):
         return attempts
     is_stopped = all(status.state == "abandoned" for status in attempts)
     if is_stopped and any(entry.kind == "folder" for entry in trash_at(storage, path)):

@@ -32,8 +32,13 @@ from dist_ckpt.core.shard_io.read.read_work import CellTargets
 from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import rename_of
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
-from dist_ckpt.core.state.binding.sources.scopes import Scope, Scopes, tagged, untagged
+from dist_ckpt.core.state.binding.sources.saved_tree import (
+    SavedTree,
+    Scope,
+    Scopes,
+    tagged,
+    untagged,
+)
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.leaves import without_frozen
 from dist_ckpt.core.storage import Storage

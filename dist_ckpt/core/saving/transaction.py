@@ -22,8 +22,13 @@ from msgspec.structs import asdict, replace
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
 from dist_ckpt.core.comm.messages import NoAnswerError
-from dist_ckpt.core.commit import attempts, commit_protocol, outcome, removal
-from dist_ckpt.core.commit.receipts import attached_of, check_receipts, mismatched_groups, sizes_of
+from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.commit.commit_protocol import (
+    attached_of,
+    check_receipts,
+    mismatched_groups,
+    sizes_of,
+)
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
@@ -292,11 +297,13 @@ class Transaction:
     ) -> None:
         """Answer the others with the outcome of a commit that was interrupted."""
         path, reason = self._path, f"the commit was interrupted: {type(error).__name__}"
-        fate = outcome.resolve_outcome(self.storage, path, self.attempt, by=self._by, reason=reason)
+        fate = commit_protocol.resolve_outcome(
+            self.storage, path, self.attempt, by=self._by, reason=reason
+        )
         if fate == "committed":
             writing.decide(WriteDecision((), decision))
         elif fate != "abandoned":
-            unknown = outcome.unknown_outcome_error(fate, path, reason)
+            unknown = commit_protocol.unknown_outcome_error(fate, path, reason)
             writing.refuse(unknown)
             # Who exits says nothing of it.
             _log.warning("%s: %s", type(error).__name__, unknown)

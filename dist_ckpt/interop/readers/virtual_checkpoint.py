@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from dist_ckpt.core.commit.receipts import check_receipts
+from dist_ckpt.core.commit.commit_protocol import check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
 from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape

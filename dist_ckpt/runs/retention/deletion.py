@@ -14,11 +14,11 @@ from math import inf
 
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.leases import CheckpointRef, forget, remove_if_unprotected
-from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT, Where, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     can_keep_records,
+    check_upgraded,
     read_annotations,
 )
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS

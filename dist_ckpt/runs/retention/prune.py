@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
 from dist_ckpt.core.commit.records.leases import CheckpointRef
-from dist_ckpt.core.commit.records.old_records import refuse_old
 from dist_ckpt.core.commit.records.protections import LEASE, Where
+from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ConflictError

@@ -12,9 +12,8 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.leases import leased_source
-from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.commit.records.record_store import read_annotations_of
+from dist_ckpt.core.commit.records.record_store import check_upgraded, read_annotations_of
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.saving.transaction import Transaction

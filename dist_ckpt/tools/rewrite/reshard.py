@@ -17,7 +17,7 @@ from typing import TypedDict, Unpack
 from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
-from dist_ckpt.core.commit.receipts import attached_of, check_receipts
+from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE

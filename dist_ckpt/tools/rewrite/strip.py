@@ -21,9 +21,12 @@ from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef, leased_source, protections_at
-from dist_ckpt.core.commit.records.old_records import check_upgraded
 from dist_ckpt.core.commit.records.protections import PIN, Where, protections_of
-from dist_ckpt.core.commit.records.record_store import can_keep_records, read_annotations
+from dist_ckpt.core.commit.records.record_store import (
+    can_keep_records,
+    check_upgraded,
+    read_annotations,
+)
 from dist_ckpt.core.commit.removal import now_at
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt

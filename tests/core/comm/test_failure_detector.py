@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.liveness import failure_detector
-from dist_ckpt.core.comm.liveness.failure_detector import FailureDetector
-from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
+from dist_ckpt.core.comm.exchange import failure_detector
+from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector
+from dist_ckpt.core.comm.messages import HeartbeatSender
 
 SILENCE_S = 20
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import MAX_PARTS, NOTHING, PART_NBYTES
-from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat
 from dist_ckpt.core.comm.messages import (
     MAX_DOCUMENT_NBYTES,
     Answer,
     Envelope,
     Failure,
+    Heartbeat,
     NoAnswerError,
     error_of,
     pack,

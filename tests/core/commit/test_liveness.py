@@ -8,11 +8,12 @@ import pytest
 
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
+    LivenessFile,
     begin_incarnation,
+    last_liveness,
     newest_incarnation,
     read_history,
 )
-from dist_ckpt.core.commit.records.liveness import LivenessFile, last_liveness
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, StorageError

@@ -17,8 +17,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.state.binding.bind import saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
-from dist_ckpt.core.state.binding.sources.scopes import Scope, untagged
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, untagged
 from long_mode import examples
 from subclass_tensors import Pair
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
+from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import (
     JOB_STORE_TEXTS,
@@ -26,9 +27,7 @@ from dist_ckpt.core.comm.key_value.client_thread import (
     StoreClientThread,
     StoreErrorTexts,
 )
-from dist_ckpt.core.comm.liveness.failure_detector import FailureDetector
-from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
-from dist_ckpt.core.comm.messages import Failure, NoAnswerError, unpack
+from dist_ckpt.core.comm.messages import Failure, HeartbeatSender, NoAnswerError, unpack
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")

@@ -16,8 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from dist_ckpt.core.comm.liveness.heartbeat import HeartbeatSender
-from dist_ckpt.core.comm.messages import MAX_DOCUMENT_NBYTES, NoAnswerError
+from dist_ckpt.core.comm.messages import MAX_DOCUMENT_NBYTES, HeartbeatSender, NoAnswerError
 from dist_ckpt.core.runtime.threads import run_into
 
 # A TCPStore takes values of 8 MiB at most; larger ones are stored in parts.

@@ -1,6 +1,7 @@
 """Incarnations of a run: each start of a job has a number, which fences older ones.
 
-    <root>/.incarnations/<number>.json    which job writes into this root, and what it resumed from
+    <root>/.incarnations/<number>.json          which job writes here, and what it resumed from
+    <root>/.incarnations/<number>.alive-<id>    empty, replaced every LIVENESS_INTERVAL_S seconds
 
 The attempts of an incarnation have numbers from 1000 times its own on, so a newer incarnation has
 higher ones. A run resumes from what its newest incarnation has saved; from what the one before
@@ -10,6 +11,9 @@ nothing resumes from them, and a replay replaces them.
 A process of an older incarnation may wake up at any point of a save. It looks for newer ones before
 it claims, commits and removes. Its actions between such a look and the next call are harmless: its
 attempt is lower than the newer ones at that path (`tests/core/commit/test_incarnations_model.py`).
+
+Liveness files are heartbeats on storage. They are for messages: a missing one proves nothing, as a
+process may pause, or lose the storage, and continue later.
 """
 
 from __future__ import annotations
@@ -29,10 +33,13 @@ from dist_ckpt.core.commit.attempts import (
     list_attempts,
     new_id,
     read_document,
+    store,
 )
-from dist_ckpt.core.commit.records.liveness import describe_liveness, utc
-from dist_ckpt.core.commit.records.old_records import find_old_folders
-from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record
+from dist_ckpt.core.commit.records.record_store import (
+    find_old_folders,
+    make_record_folders,
+    put_record,
+)
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,
     INCARNATIONS,
@@ -40,7 +47,9 @@ from dist_ckpt.core.format.filenames import (
     OLD_INCARNATIONS,
     Attempt,
     incarnation_file,
+    liveness_file,
     parse_incarnation,
+    parse_liveness,
 )
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
@@ -52,7 +61,72 @@ from dist_ckpt.core.format.run_records import (
 from dist_ckpt.core.format.strict_json import REMEDY
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError
+from dist_ckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    StorageError,
+)
+
+LIVENESS_INTERVAL_S = 30.0
+
+NO_LIVENESS = "no heartbeat: it has ended, or has only just begun"
+
+
+class LivenessFile:
+    """The heartbeat of an incarnation on storage. One thread makes and uses it."""
+
+    def __init__(self, storage: Storage, root: str, incarnation: int) -> None:
+        self._storage = storage
+        self._folder = f"{root}/{INCARNATIONS}"
+        self._incarnation = incarnation
+
+    def renew(self) -> None:
+        """Write a heartbeat; remove the earlier ones, and those of older incarnations."""
+        new = liveness_file(self._incarnation, new_id())
+        store(self._storage, f"{self._folder}/{new}", b"")
+        self._remove(but=new)
+
+    def end(self) -> None:
+        """Remove the heartbeat: the incarnation has ended."""
+        self._remove()
+
+    def _remove(self, but: str = "") -> None:
+        for entry in entries_at(self._storage, self._folder):
+            number = parse_liveness(entry.name)
+            if number is not None and number <= self._incarnation and entry.name != but:
+                with suppress(FileNotFoundError):
+                    self._storage.remove(f"{self._folder}/{entry.name}")
+
+
+def last_liveness(
+    storage: Storage, root: str, incarnation: int, *, with_old: bool = False
+) -> float | None:
+    """Return when an incarnation was last seen, by the storage's clock, in seconds since 1970.
+
+    None if it has ended by itself, has no heartbeat yet, or the storage fails: the caller's own
+    work must not fail for a message. `with_old`: one of dist_ckpt 0.1.0 counts too.
+    """
+    with suppress(CheckpointError, OSError):
+        folders = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
+        entries = [e for name in folders for e in entries_at(storage, f"{root}/{name}")]
+        return max(
+            (e.modified_at for e in entries if parse_liveness(e.name) == incarnation),
+            default=None,
+        )
+    return None
+
+
+def describe_liveness(storage: Storage, root: str, incarnation: int) -> str:
+    """Return as text when an incarnation was last seen; "" if that is not known."""
+    at = last_liveness(storage, root, incarnation)
+    return "" if at is None else f"; it was last seen at {utc(at)}"
+
+
+def utc(at: float) -> str:
+    """Return a time in seconds since 1970 as text."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
 class Incarnation(Message, frozen=True):

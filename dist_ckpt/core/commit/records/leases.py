@@ -23,7 +23,6 @@ from time import monotonic
 
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
-from dist_ckpt.core.commit.records.old_records import old_folders_in
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     DELETION_INTENT_S,
@@ -40,6 +39,7 @@ from dist_ckpt.core.commit.records.record_store import (
     annotations_folder,
     can_lease,
     new_annotation,
+    old_folders_in,
     put_annotation,
     read_annotations,
     read_annotations_of,

@@ -19,8 +19,12 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.core.state.binding.bind_requests import BindContext
-from dist_ckpt.core.state.binding.targets.load_values import ConstantValue, NewContainer, Value
+from dist_ckpt.core.state.binding.bind_requests import (
+    BindContext,
+    ConstantValue,
+    NewContainer,
+    Value,
+)
 from dist_ckpt.core.state.binding.targets.new_subclasses import subclass_types
 from dist_ckpt.core.state.binding.targets.targets import PlacementHint
 from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer

@@ -1,27 +1,33 @@
-"""The requests of a load to a checkpoint, name by name: values, tensors, and their use."""
+"""The requests of a load to a checkpoint, name by name: values, tensors, and their use.
+
+A `Value` is called after all tensors are created and read. It returns the new value of a name in
+the state, or assigns it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
+from dataclasses import dataclass
 from functools import cache, partial
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, mesh_text
-from dist_ckpt.core.state.binding.sources.scopes import Scopes
-from dist_ckpt.core.state.binding.targets.load_values import (
-    ConstantValue,
-    NewContainer,
-    Value,
-    resharded,
-)
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, mesh_text
 from dist_ckpt.core.state.binding.targets.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.targets.targets import FillTargets, PlacementHint
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
-from dist_ckpt.core.state.tree.containers import RECORD, PathKey, entries_of, join
+from dist_ckpt.core.state.tree.containers import RECORD, PathKey, container, entries_of, join
 from dist_ckpt.core.state.tree.leaves import (
     ObjectLeaf,
     PerRankLeaf,
@@ -30,8 +36,68 @@ from dist_ckpt.core.state.tree.leaves import (
     Tree,
     children_of,
 )
+from dist_ckpt.core.state.tree.read_tree import calling_user_code
 from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
 from dist_ckpt.errors import CheckpointError
+
+Value = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConstantValue:
+    """A plain value, or memory of the state."""
+
+    value: object
+
+    def __call__(self) -> object:
+        """Return the value."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewContainer:
+    """A new container of a saved kind."""
+
+    kind: str
+    items: Mapping[PathKey, Value]
+
+    def __call__(self) -> object:
+        """Return the new container."""
+        return container(self.kind, ((key, item()) for key, item in self.items.items()))
+
+
+def resharded(
+    name: str,
+    on_reshard: Callable[[dict[Key, object], Key], object],
+    values: dict[Key, object],
+    key: Key,
+) -> object:
+    """Return the result of the user's `on_reshard`; CheckpointError if it raises."""
+    with calling_user_code(name, on_reshard, "on_reshard"):
+        return on_reshard(dict(values), key)
+
+
+def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
+    """Replace some items of a container of the user; a tuple is created again."""
+    new = {key: item() for key, item in items.items()}
+    if isinstance(live, tuple):
+        return container(kind, enumerate(new.get(n, old) for n, old in enumerate(live)))
+    assert isinstance(live, MutableMapping | MutableSequence)
+    for key, item in new.items():
+        live[key] = item  # type: ignore[index]  # a list's keys are its indices
+    return live
+
+
+def fill_mapping(live: object, saved: Value) -> object:
+    """Return the saved value, where the state has an empty mapping or None.
+
+    A mapping of the user is filled if the saved one is of the same class.
+    """
+    value = saved()
+    if type(value) is type(live) and isinstance(live, MutableMapping):
+        live.update(value)  # type: ignore[call-overload]  # a mapping, like `live`
+        return live
+    return value
 
 
 class BindContext:

@@ -13,8 +13,13 @@ from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
 from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import names_above
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, state_of
-from dist_ckpt.core.state.binding.sources.scopes import Scope, SourceCatalog, tagged
+from dist_ckpt.core.state.binding.sources.saved_tree import (
+    SavedTree,
+    Scope,
+    SourceCatalog,
+    state_of,
+    tagged,
+)
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
 
 _GROUPS = ".param_groups"

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
-from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat
-from dist_ckpt.core.comm.messages import unpack
+from dist_ckpt.core.comm.messages import Heartbeat, unpack
 from dist_ckpt.errors import ranks_text
 
 # How long a rank that missed an operation waits for the others to begin the next one. If they do,

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from dist_ckpt.core.comm.liveness.heartbeat import Heartbeat, HeartbeatSender
-from dist_ckpt.core.comm.messages import unpack
+from dist_ckpt.core.comm.messages import Heartbeat, HeartbeatSender, unpack
 
 
 def test_a_beat_tells_what_the_heart_was_told():

@@ -1,1 +1,0 @@
-"""Heartbeats and the failure detector."""
