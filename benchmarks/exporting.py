@@ -45,7 +45,7 @@ import resource, sys, threading, time
 what = sys.argv[4]
 from dist_ckpt.interop import hf, imports
 if what == "as bfloat16":
-    import dist_ckpt.core.shard_io.memory.casting
+    import dist_ckpt.core.shard_io.memory.torch_tensor
 if what == "for dcp":
     from dist_ckpt.interop.dcp import export as dcp_export
 if what == "for torch":

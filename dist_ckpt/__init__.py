@@ -219,8 +219,8 @@ if not TYPE_CHECKING:
             return importlib.import_module(f"{__name__}.{_PUBLIC_MODULES[name]}")
         module = _MODULES.get(name)
         if module is None:
-            renamed = importlib.import_module(f"{__name__}.core.runtime.renamed")
-            return renamed.refuse_old_names(__name__, _NEW_NAMES)(name)
+            public_names = importlib.import_module(f"{__name__}.core.runtime.public_names")
+            return public_names.refuse_old_names(__name__, _NEW_NAMES)(name)
         try:
             if name in _WITH_OPENER:
                 return _with_opener(name)

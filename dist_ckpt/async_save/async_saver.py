@@ -29,7 +29,7 @@ from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.renamed import refuse_old_attributes, refuse_old_parameters
+from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.state.tree.containers import MutableState, State

@@ -22,7 +22,7 @@ from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.load_options import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.renamed import refuse_old_parameters
+from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.runs.annotations import checked_metrics

@@ -35,7 +35,7 @@ from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, writ
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import ReadableFile
-from dist_ckpt.core.storage.wrappers.read_only import FileOfBytes, ReadOnlyFiles
+from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.reports import LoadReport
 

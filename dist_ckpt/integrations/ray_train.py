@@ -17,7 +17,7 @@ import ray.train
 from ray.train import CheckpointUploadMode
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.runtime.renamed import refuse_old_names
+from dist_ckpt.core.runtime.public_names import refuse_old_names
 from dist_ckpt.errors import IncompatibleError
 
 if not TYPE_CHECKING:

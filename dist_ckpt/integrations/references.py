@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.runtime.renamed import refuse_old_names
+from dist_ckpt.core.runtime.public_names import refuse_old_names
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_old_names(__name__, {"ReferenceLog": "TrackerThread"})

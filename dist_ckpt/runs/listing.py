@@ -23,7 +23,7 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json
-from dist_ckpt.core.runtime.renamed import refuse_old_attributes
+from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError

@@ -17,7 +17,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSnapshot,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.core.storage.wrappers.overlay_storage import OverlayStorage
+from dist_ckpt.core.storage.virtual_files import OverlayStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -14,8 +14,7 @@ from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime.buffers import address_of
-from dist_ckpt.core.shard_io.write.shard_writer import WritableStorage, write_all
-from dist_ckpt.core.storage.null_storage import NullStorage
+from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
 from dist_ckpt.core.storage.protocol import WritableFile
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -22,7 +22,7 @@ from dist_ckpt.async_save.writer.process import Stores
 from dist_ckpt.async_save.writer.write_jobs import WriterRendezvous, WriterSave, WriterSaves
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.storage.wrappers.pacing import RateLimit
+from dist_ckpt.core.storage.forwarding import RateLimit
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.faulty_storage import FaultyStorage

@@ -11,7 +11,7 @@ import rank_threads
 from dist_ckpt.core.commit.attempts import find
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 
 ROOT = "/runs"

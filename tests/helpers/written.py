@@ -44,7 +44,7 @@ from dist_ckpt.core.planning.plan import (
     ReadItem,
     TensorRequest,
 )
-from dist_ckpt.core.planning.write_batches import batches_of
+from dist_ckpt.core.planning.save.save_planner import batches_of
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage

@@ -105,12 +105,11 @@ WITHOUT_TORCH_TOO = (
 # They look for torch or numpy when somebody asks for what needs it.
 TORCH_OR_NUMPY_IF_THERE = {
     "dist_ckpt.core.shard_io.memory.host_array",
-    "dist_ckpt.core.shard_io.memory.numbers",
     "dist_ckpt.core.state.tensors.plain_torch",
     "dist_ckpt.core.state.wrappers",
 }
 # Public packages whose names are imported when they are first used.
-LAZY_EXPORTS = "dist_ckpt.core.runtime.lazy_exports"
+LAZY_EXPORTS = "dist_ckpt.core.runtime.public_names"
 # The readers of other systems' files, imported when their files are there.
 READERS = "dist_ckpt.interop.registry"
 

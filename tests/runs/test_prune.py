@@ -19,8 +19,8 @@ from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, supersede
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.forwarding import T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.core.storage.wrappers.forwarding import T
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import RunCheckpoint, list_run

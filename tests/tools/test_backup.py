@@ -13,8 +13,8 @@ from dist_ckpt.core.commit.attempts import find
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, collect_all
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.forwarding import T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.core.storage.wrappers.forwarding import T
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,

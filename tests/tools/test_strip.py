@@ -18,8 +18,8 @@ from dist_ckpt.core.commit.removal import collect
 from dist_ckpt.core.format.objects.objects_file import decode
 from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,

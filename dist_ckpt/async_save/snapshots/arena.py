@@ -29,7 +29,6 @@ from dist_ckpt.async_save.snapshots.arena_layout import Record, Seal, Snapshot, 
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
 from dist_ckpt.async_save.snapshots.recovered_snapshots import SaveIdentity, open_first
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.forks import run_after_fork
 from dist_ckpt.core.runtime.shared_memory import (
     create_anonymous,
     create_named,
@@ -39,6 +38,7 @@ from dist_ckpt.core.runtime.shared_memory import (
     open_existing,
     reserve,
 )
+from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,

@@ -35,7 +35,7 @@ from dist_ckpt.core.runtime.shared_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import Descriptor
-from dist_ckpt.core.storage.wrappers.overlay_storage import ServedFile
+from dist_ckpt.core.storage.virtual_files import ServedFile
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 _WORD_NBYTES = 8

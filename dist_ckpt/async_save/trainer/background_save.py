@@ -37,8 +37,7 @@ from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import Done, Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.planning.plan import FilePlan, Inventory
-from dist_ckpt.core.planning.write_batches import Batch, BatchPart
+from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import address_of, copy, move
 from dist_ckpt.core.runtime.threads import parallel_for, results_of

@@ -36,7 +36,7 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.core.comm.messages import Failure, error_of
-from dist_ckpt.core.runtime.forks import run_after_fork
+from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError
 
 # The program of a writer, by which it is told from any other process as well.

@@ -19,7 +19,7 @@ from msgspec import Struct, msgpack
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.runtime.forks import run_after_fork
+from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.core.saving.transaction import CommitDecision
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import IoCount

@@ -54,7 +54,7 @@ from dist_ckpt.async_save.writer.write_jobs import (
 )
 from dist_ckpt.core.comm.key_value.key_server import KeyServer, reachable_host
 from dist_ckpt.core.comm.messages import failure_of
-from dist_ckpt.core.storage.wrappers.pacing import RateLimit
+from dist_ckpt.core.storage.forwarding import RateLimit
 from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")

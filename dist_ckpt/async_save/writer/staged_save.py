@@ -25,9 +25,13 @@ from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
 from dist_ckpt.core.saving.transaction import IndexFields
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedPart, write_or_link
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, WritableStorage, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import (
+    NullStorage,
+    RankFiles,
+    WritableStorage,
+    write_all,
+)
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.null_storage import NullStorage
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 # How rarely a wait looks whether more is staged: after this share of the time that it has waited.

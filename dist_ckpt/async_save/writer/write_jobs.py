@@ -37,8 +37,7 @@ from dist_ckpt.core.saving.agreement import plan_of
 from dist_ckpt.core.saving.transaction import CommitDecision, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.core.storage.wrappers.pacing import RateLimit, RateLimitedStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.reports import IoCount, Phases
 

@@ -38,7 +38,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
 )
 from dist_ckpt.core.shard_io.read.read_windows import read_ahead, windows_of
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.wrappers.overlay_storage import ServedFile
+from dist_ckpt.core.storage.virtual_files import ServedFile
 from dist_ckpt.errors import CorruptError
 
 

@@ -42,8 +42,8 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.leaves import without_frozen
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
-from dist_ckpt.core.storage.wrappers.overlay_storage import OverlayStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.virtual_files import OverlayStorage
 from dist_ckpt.reports import LoadedSource
 
 

@@ -60,7 +60,7 @@ from dist_ckpt.core.loading.shared_read_group import (
 from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.renamed import refuse_old_parameters
+from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.read_work import CellTargets, nbytes_placed_by
 from dist_ckpt.core.state.tree.containers import MutableState

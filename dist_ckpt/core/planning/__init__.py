@@ -4,7 +4,7 @@
   cells that a view gives to a rank. A new kind of parallelism begins in these two. A new kind of
   view also needs a branch in `save/ownership.py`, which takes others as whole.
 - `save/`: `save/inventories.py` and `save/ownership.py` merge the inventories of the ranks,
-  `save/balance.py` chooses the rank that stores a replica. `write_batches.py` cuts its writes.
+  `save/balance.py` chooses the rank that stores a replica.
 - `load/`: `load/load_planner.py` is all of resharding, `load/read_sharing.py` shares reads.
 - `selection.py`: `include` and `exclude`. `sharding_config.py`: `dc.ShardingConfig`, which
   `sharded_views.py` applies to a checkpoint and `state/sharding_rules.py` to a state.

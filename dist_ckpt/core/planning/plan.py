@@ -14,7 +14,6 @@ from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPie
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
-from dist_ckpt.core.planning.write_batches import Batch
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
 # A replica group's id, with the digest of each member by name.
@@ -141,6 +140,23 @@ class SavePlan:
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
     reused: frozenset[int] = frozenset()  # components with files that later saves can link
+
+
+class BatchPart(NamedTuple):
+    """One block: the bytes `start` to `stop` of item number `item`, which has `nbytes`."""
+
+    item: int
+    nbytes: int
+    start: int
+    stop: int
+
+
+class Batch(NamedTuple):
+    """Adjacent blocks. The first is number `first_block` of the file, at `start` of its data."""
+
+    first_block: int
+    start: int
+    parts: tuple[BatchPart, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import TypeVar
+from weakref import WeakMethod
 
 from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.errors import StorageError
@@ -264,3 +265,14 @@ def _next_result(running: deque[tuple[Future[R], CallMonitor]], stall_s: float) 
             "then try again"
         )
     return future.result(timeout=0)
+
+
+def run_after_fork(method: Callable[[], None]) -> None:
+    """Call a method in every forked child while its object is alive, without a reference to it."""
+    weak = WeakMethod(method)
+
+    def call() -> None:
+        if (alive := weak()) is not None:
+            alive()
+
+    os.register_at_fork(after_in_child=call)

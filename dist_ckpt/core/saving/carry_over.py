@@ -41,7 +41,7 @@ from dist_ckpt.core.shard_io.write.copied_files import link_or_copy_files
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError, listed
 from dist_ckpt.reports import IoCount, LoadReport
 

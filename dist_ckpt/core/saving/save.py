@@ -27,7 +27,7 @@ from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.renamed import refuse_old_parameters
+from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
     CachedPlan,
     SaveAgreement,
@@ -42,7 +42,7 @@ from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Tran
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 
 # The user's metadata lies in the objects file; its short scalars are mirrored in the index, so

@@ -12,9 +12,9 @@ import os
 import re
 
 from dist_ckpt.core.format.strict_json import is_text
+from dist_ckpt.core.storage.forwarding import DeadlineStorage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage, WritableFile
-from dist_ckpt.core.storage.wrappers.deadline import DeadlineStorage
 from dist_ckpt.errors import NotFoundError
 
 __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]

@@ -46,7 +46,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
 from dist_ckpt.core.loading.shared_read import CollectiveReader
 from dist_ckpt.core.planning.selection import Cast, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.renamed import refuse_old_parameters
+from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.binding.sources.rename import Rename, rename_of

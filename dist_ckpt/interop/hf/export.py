@@ -256,7 +256,7 @@ def _as_written(
     if all(tensor.saved == tensor.dtype for tensor, _ in parts):
         yield window.data
         return
-    from dist_ckpt.core.shard_io.memory.casting import converted  # noqa: PLC0415  (only this needs torch)
+    from dist_ckpt.core.shard_io.memory.torch_tensor import converted  # noqa: PLC0415  (only this needs torch)
 
     for tensor, data in parts:
         part: memoryview | None = data

@@ -34,7 +34,7 @@ from dist_ckpt.core.planning.plan import (
 from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
-from dist_ckpt.core.storage.wrappers.read_only import FileOfBytes, ReadOnlyFiles
+from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
 from dist_ckpt.errors import CorruptError
 
 # Strided elements are read together with the gaps between them, if the total is at most `_SPARSE`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dist_ckpt.core.runtime.lazy_exports import lazy_exports
+from dist_ckpt.core.runtime.public_names import lazy_exports
 
 if TYPE_CHECKING:
     from dist_ckpt.interop.shrew.files import export_file, import_file, read, write

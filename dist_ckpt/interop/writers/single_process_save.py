@@ -18,7 +18,7 @@ from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Tran
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.interop.writers.plain_states import PlainState, PlainTensor
 from dist_ckpt.reports import Phases, SaveReport
 from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run

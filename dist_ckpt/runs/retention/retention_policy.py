@@ -12,7 +12,7 @@ from math import floor, isnan
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.runtime.renamed import refuse_old_names
+from dist_ckpt.core.runtime.public_names import refuse_old_names
 from dist_ckpt.runs.retention.policy_text import made_of, text_of
 
 if not TYPE_CHECKING:

@@ -41,7 +41,7 @@ from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import Windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.tools.average.mean import AveragedTensors, averaged_names

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, differences
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, selection_of
-from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers, numpy_module
+from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 

@@ -16,7 +16,7 @@ from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.runtime.renamed import refuse_old_attributes
+from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.runs.annotations import annotations_of, put_metrics

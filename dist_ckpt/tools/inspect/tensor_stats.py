@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpo
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.planning.selection import selection_of
-from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers, numpy_module
+from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage, real_path
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport

@@ -35,7 +35,7 @@ from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport

@@ -43,7 +43,7 @@ from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import FileRecord, link_or_copy_files
 from dist_ckpt.core.shard_io.write.shard_writer import write_objects
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.counting import CountingStorage
+from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, listed
 from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, put_metrics

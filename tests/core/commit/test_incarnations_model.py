@@ -37,7 +37,7 @@ from dist_ckpt.core.format.run_records import (
 )
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.wrappers.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from model import Call, Files, Model, Outcome, Program, Replay, State

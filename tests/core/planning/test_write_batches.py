@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.core.planning import write_batches
-from dist_ckpt.core.planning.write_batches import Batch, batches_of
+from dist_ckpt.core.planning.plan import Batch
+from dist_ckpt.core.planning.save import save_planner
+from dist_ckpt.core.planning.save.save_planner import batches_of
 
 
 def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(write_batches, "SMALL_NBYTES", 40)
+    monkeypatch.setattr(save_planner, "SMALL_NBYTES", 40)
     names = ["a", "b", "empty", "c", "d", "e", "f", "g", "h"]
     sizes = [130, 10, 0, 30, 39, 21, 5, 64, 5]
     found = batches_of(sizes, 64)

@@ -12,7 +12,7 @@ import torch
 
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region, pieces, row_major_strides
-from dist_ckpt.core.shard_io.memory.casting import CastTarget, can_cast
+from dist_ckpt.core.shard_io.memory.torch_tensor import CastTarget, can_cast
 
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
 EIGHT_BITS = {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}

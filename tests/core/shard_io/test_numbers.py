@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.shard_io.memory.numbers import has_numbers, numbers
+from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers
 
 SMALL = sorted(name for name in DTYPES if name.startswith("float8_") and hasattr(torch, name))
 

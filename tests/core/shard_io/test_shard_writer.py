@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dist_ckpt.core.format.checksums import Buffer, block_digest, document_digest
 from dist_ckpt.core.format.geometry import Cell
 from dist_ckpt.core.format.shard_file import decode_header
-from dist_ckpt.core.planning import write_batches
+from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, scratch
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.core.shard_io.write.shard_writer import NUM_WAITING, RankFiles, write_all
@@ -67,7 +67,7 @@ def files_of(saved: Mapping[str, Saved], rank: int = 0, **options: object) -> Ra
 def test_a_file_holds_every_shard_at_its_place_with_the_digests_of_its_blocks(
     monkeypatch: pytest.MonkeyPatch, block_nbytes: int, copies: bool, small: int
 ) -> None:
-    monkeypatch.setattr(write_batches, "SMALL_NBYTES", small)
+    monkeypatch.setattr(save_planner, "SMALL_NBYTES", small)
     storage, saved = folder(), tensors()
     files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
     (receipt,) = write_all(storage, FOLDER, files, threads=3)
@@ -287,7 +287,7 @@ def asked_of(tell: Callable[[], None]) -> RankFiles:
 
 
 def test_blocks_are_made_ready_while_all_threads_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_batches, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(save_planner, "SMALL_NBYTES", 0)
     asked: list[None] = []
     ready = threading.Event()
 
@@ -305,7 +305,7 @@ def test_blocks_are_made_ready_while_all_threads_write(monkeypatch: pytest.Monke
 def test_one_thread_asks_for_no_block_before_it_has_written_the_former_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(write_batches, "SMALL_NBYTES", 0)
+    monkeypatch.setattr(save_planner, "SMALL_NBYTES", 0)
     events: list[str] = []
     files = asked_of(lambda: events.append("ask"))
     write_all(Telling(lambda: events.append("write")), FOLDER, files, threads=1)
@@ -359,11 +359,11 @@ def test_whatever_the_alignment_the_file_is_the_same_and_its_memory_lies_as_it_w
         f"model.{n}": random_tensor((size,), one_cell((size,)), seed=n)
         for n, size in enumerate(sizes)
     }
-    before, write_batches.SMALL_NBYTES = write_batches.SMALL_NBYTES, small
+    before, save_planner.SMALL_NBYTES = save_planner.SMALL_NBYTES, small
     try:
         files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
     finally:
-        write_batches.SMALL_NBYTES = before
+        save_planner.SMALL_NBYTES = before
     plain, placing = folder(), Placing(alignment)
     expected = write_all(plain, FOLDER, files, threads=1)
     assert write_all(placing, FOLDER, files, threads=3) == expected

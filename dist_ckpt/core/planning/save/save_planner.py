@@ -20,6 +20,8 @@ from dist_ckpt.core.format.layout import Layout, check_shape
 from dist_ckpt.core.format.shard_file import arrange, header_text
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import (
+    Batch,
+    BatchPart,
     FilePlan,
     Inventory,
     Parts,
@@ -47,8 +49,10 @@ from dist_ckpt.core.planning.save.inventories import (
     without_aliases,
 )
 from dist_ckpt.core.planning.save.ownership import RankView, differing, merge_ownership
-from dist_ckpt.core.planning.write_batches import batches_of
 from dist_ckpt.errors import remedy_of_parts
+
+# Smaller blocks are gathered and written together: copying costs less than a system call.
+SMALL_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,3 +385,39 @@ def _file_plan(
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
         is_reused=is_reused,
     )
+
+
+def batches_of(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:
+    """Return the writes of a file with items of these sizes: a large block, or small ones together.
+
+    A write has at most `block_nbytes`. A file without blocks has one empty batch.
+    """
+    batches = []
+    first_block = start = 0
+    for parts in _cut_writes(sizes, block_nbytes):
+        batches.append(Batch(first_block, start, tuple(parts)))
+        first_block += len(parts)
+        start += sum(part.stop - part.start for part in parts)
+    return tuple(batches) or (Batch(0, 0, ()),)
+
+
+def _cut_writes(sizes: Iterable[int], block_nbytes: int) -> Iterator[Sequence[BatchPart]]:
+    batch: list[BatchPart] = []
+    nbytes = 0
+    for item, item_nbytes in enumerate(sizes):
+        for start in range(0, item_nbytes, block_nbytes):
+            stop = min(start + block_nbytes, item_nbytes)
+            if batch and nbytes + stop - start > block_nbytes:
+                yield batch
+                batch, nbytes = [], 0
+            part = BatchPart(item, item_nbytes, start, stop)
+            if stop - start < SMALL_NBYTES:
+                batch.append(part)
+                nbytes += stop - start
+                continue
+            if batch:
+                yield batch
+                batch, nbytes = [], 0
+            yield (part,)
+    if batch:
+        yield batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.index.index import (
@@ -23,7 +23,6 @@ from dist_ckpt.core.shard_io.read.open_files import (
     size_problem,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage, WritableFile
-from dist_ckpt.core.storage.linking import linked
 from dist_ckpt.errors import ConflictError, CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 
@@ -86,6 +85,20 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     except FileNotFoundError as error:
         raise _gone(target) from error
     return IoCount(len(done), sum(done))
+
+
+def linked(storage: Storage, old: str, new: str) -> bool:
+    """Link a file into the caller's attempt, or return False: then the caller writes it instead."""
+    try:
+        storage.link(old, new)
+    except FileNotFoundError:  # pruned meanwhile
+        return False
+    except StorageError:
+        # The storage may have linked it and lost the reply.
+        with suppress(StorageError, FileNotFoundError, NotADirectoryError):
+            storage.remove(new)
+        return False
+    return True
 
 
 def _may_link(

@@ -25,11 +25,16 @@ from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
 from dist_ckpt.core.shard_io.read.open_files import digest_problem
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, gone, write_all, write_shard_files
+from dist_ckpt.core.shard_io.write.copied_files import linked
+from dist_ckpt.core.shard_io.write.shard_writer import (
+    NullStorage,
+    RankFiles,
+    gone,
+    write_all,
+    write_shard_files,
+)
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.core.storage.linking import linked
 from dist_ckpt.core.storage.local.direct_io import drop_cached_file
-from dist_ckpt.core.storage.null_storage import NullStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.reports import IoCount
 

@@ -16,8 +16,7 @@ from typing import Protocol
 
 from dist_ckpt.config import stall_timeout_s
 from dist_ckpt.core.format import checksums
-from dist_ckpt.core.planning.plan import FilePlan, FileReceipt
-from dist_ckpt.core.planning.write_batches import Batch, BatchPart
+from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, results_of
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
@@ -42,6 +41,31 @@ class WritableStorage(Protocol):
 
     def sync(self, folder: str) -> None:
         """See `Storage.sync`."""
+
+
+class NullStorage:
+    """A `WritableStorage` that drops all data, to compute headers and digests only."""
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        """Return a file that drops its data."""
+        return _NoFile(nbytes)
+
+    def sync(self, folder: str) -> None:
+        """Do nothing."""
+
+
+class _NoFile:
+    alignment = 1
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def write_at(self, offset: int, data: checksums.Buffer) -> None: ...
+
+    def finish(self) -> int:
+        return self._nbytes
+
+    def discard(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

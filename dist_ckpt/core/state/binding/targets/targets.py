@@ -20,9 +20,14 @@ from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.shard_io.memory.casting import CastTarget, can_cast
 from dist_ckpt.core.shard_io.memory.protocol import Target
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, as_words, synchronize
+from dist_ckpt.core.shard_io.memory.torch_tensor import (
+    CastTarget,
+    TensorTarget,
+    as_words,
+    can_cast,
+    synchronize,
+)
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.fsdp1.modules import ParameterPart

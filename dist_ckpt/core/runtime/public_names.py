@@ -1,12 +1,16 @@
-"""Refuse names that 0.2.0 has changed. The error gives the new name; old ones have no aliases."""
+"""Public names: imported at their first use, and refused if 0.2.0 has renamed them.
+
+The error gives the new name; old names have no aliases.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from opcode import opname
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -73,3 +77,21 @@ def _is_from_import() -> bool:
 
 def _is_in_package(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == "dist_ckpt"
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def lazy_exports(
+    package: str, modules: Mapping[str, str], new_names: Mapping[str, str] = _NONE
+) -> Callable[[str], object]:
+    """Return a `__getattr__` that imports names at their first use, and refuses old names."""
+    refuse = refuse_old_names(package, new_names)
+
+    def get(name: str) -> object:
+        module = modules.get(name)
+        if module is None:
+            return refuse(name)
+        return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+    return get

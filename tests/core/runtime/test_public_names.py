@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from dist_ckpt.core.runtime.renamed import refuse_old_attributes, refuse_old_parameters
+from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 
 
 @refuse_old_parameters(frozen="include_frozen")

@@ -1,0 +1,297 @@
+"""Storages that forward all calls to another one, and count, limit or time them.
+
+A wrapper of a storage overrides one method of `ForwardingStorage`.
+"""
+
+# ruff: noqa: D102  # the protocol, or `ForwardingStorage`, documents the methods
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import TypeVar
+
+from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.runtime.threads import CallMonitor, DaemonThreads
+from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.errors import StorageError
+from dist_ckpt.reports import IoCount
+
+T = TypeVar("T")
+
+
+class ForwardingStorage:
+    """Forwards every call to `inner`, through `make_call` except `close`; `act` makes the call.
+
+    Calls of files go through `read`, `write`, `finish` and `close` first, with the file's path.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+
+    # --- for wrappers ---
+
+    def make_call(
+        self,
+        what: str,
+        act: Callable[[], T],
+        *,
+        nbytes: int = 0,
+        release: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        """Make a call that moves `nbytes`; `release` a result that is too late."""
+        del what, nbytes, release
+        return act()
+
+    def read(self, path: str, nbytes: int, act: Callable[[], int]) -> int:
+        """Read up to `nbytes` of a file; return the number of bytes read."""
+        return self.make_call(f"read_into {path}", act, nbytes=nbytes)
+
+    def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
+        """Write `nbytes` to a file."""
+        self.make_call(f"write_at {path}", act, nbytes=nbytes)
+
+    def finish(self, path: str, act: Callable[[], int]) -> int:
+        """Finish a file."""
+        return self.make_call(f"finish {path}", act)
+
+    def close(self, act: Callable[[], None]) -> None:
+        """Close or discard a file; never raises."""
+        act()
+
+    # --- the protocol ---
+
+    def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        return self.make_call(f"list {folder}", lambda: self.inner.list(folder, follow=follow))
+
+    def make_folder(self, folder: str) -> None:
+        self.make_call(f"make_folder {folder}", lambda: self.inner.make_folder(folder))
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        file = self.make_call(
+            f"create {path}",
+            lambda: self.inner.create(path, nbytes),
+            release=lambda late: late.discard(),
+        )
+        return _WrappedWritableFile(self, path, file)
+
+    def open(self, path: str) -> ReadableFile:
+        file = self.make_call(
+            f"open {path}", lambda: self.inner.open(path), release=lambda late: late.close()
+        )
+        return _WrappedReadableFile(self, path, file)
+
+    def rename(self, old: str, new: str) -> None:
+        self.make_call(f"rename {old} to {new}", lambda: self.inner.rename(old, new))
+
+    def link(self, old: str, new: str) -> None:
+        self.make_call(f"link {old} to {new}", lambda: self.inner.link(old, new))
+
+    def remove(self, path: str) -> None:
+        self.make_call(f"remove {path}", lambda: self.inner.remove(path))
+
+    def sync(self, folder: str) -> None:
+        self.make_call(f"sync {folder}", lambda: self.inner.sync(folder))
+
+
+class _WrappedWritableFile:
+    def __init__(self, storage: ForwardingStorage, path: str, inner: WritableFile) -> None:
+        self._storage = storage
+        self._path = path
+        self._inner = inner
+
+    @property
+    def alignment(self) -> int:
+        return self._inner.alignment
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        nbytes = memoryview(data).nbytes
+        self._storage.write(self._path, nbytes, lambda: self._inner.write_at(offset, data))
+
+    def finish(self) -> int:
+        return self._storage.finish(self._path, self._inner.finish)
+
+    def discard(self) -> None:
+        self._storage.close(self._inner.discard)
+
+
+class _WrappedReadableFile:
+    def __init__(self, storage: ForwardingStorage, path: str, inner: ReadableFile) -> None:
+        self._storage = storage
+        self._path = path
+        self._inner = inner
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    @property
+    def num_links(self) -> int:
+        return self._inner.num_links
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        act = lambda: self._inner.read_into(offset, target)  # noqa: E731
+        return self._storage.read(self._path, target.nbytes, act)
+
+    def close(self) -> None:
+        self._storage.close(self._inner.close)
+
+
+class CountingStorage(ForwardingStorage):
+    """Forwards every call to `inner`; `reads` and `writes` count calls and bytes of files."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.reads = self.writes = IoCount()
+        self._lock = threading.Lock()
+
+    def read(self, path: str, nbytes: int, act: Callable[[], int]) -> int:
+        count = super().read(path, nbytes, act)
+        with self._lock:
+            self.reads = self.reads.plus(count)
+        return count
+
+    def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
+        super().write(path, nbytes, act)
+        with self._lock:
+            self.writes = self.writes.plus(nbytes)
+
+
+# The longest time between two calls of `check`.
+STEP_S = 0.05
+
+
+class RateLimit:
+    """Limits bytes per second over all users. Thread-safe. `check` may raise to end a wait."""
+
+    def __init__(
+        self,
+        max_bytes_per_s: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not 0 < max_bytes_per_s < float("inf"):
+            raise ValueError(f"max_bytes_per_s={max_bytes_per_s}: it must be a positive number")
+        self._max_bytes_per_s = max_bytes_per_s
+        self._check = check
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def take(self, nbytes: int) -> None:
+        """Return when `nbytes` may be moved."""
+        with self._lock:
+            # Unused time is lost: later bursts do not get it.
+            begin_at = max(self._free_at, self._clock())
+            self._free_at = begin_at + nbytes / self._max_bytes_per_s
+        while (left_s := begin_at - self._clock()) > 0:
+            self._check()
+            self._sleep(min(left_s, STEP_S))
+
+
+class RateLimitedStorage(ForwardingStorage):
+    """Forwards every call to `inner`, and delays writes before their deadline begins."""
+
+    def __init__(self, inner: Storage, allowance: RateLimit) -> None:
+        super().__init__(inner)
+        self._allowance = allowance
+
+    def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
+        self._allowance.take(nbytes)
+        super().write(path, nbytes, act)
+
+
+# The limit of calls at once. Hanging calls count, so that they cannot accumulate for ever.
+MAX_CALLS = 256
+
+# How long an interrupt waits for the current call, so that later code sees the storage as the call
+# left it. Also how long a file's close may take.
+GRACE_S = 5.0
+
+
+class DeadlineStorage(ForwardingStorage):
+    """Forwards calls to `inner`, with deadlines: a StorageError names the call and the path.
+
+    `stall_s` is for a call that moves no data; bytes get `stall_timeout_s`. A call that has missed
+    its deadline may still take effect later.
+    """
+
+    def __init__(self, inner: Storage, stall_s: float = STALL_TIMEOUT_S) -> None:
+        super().__init__(inner)
+        self._stall_s = stall_s
+        self._threads = DaemonThreads(MAX_CALLS)
+        self._lock = threading.Lock()
+        self._nbytes_created = 0
+
+    def create(self, path: str, nbytes: int) -> WritableFile:
+        file = super().create(path, nbytes)
+        with self._lock:
+            self._nbytes_created += nbytes
+        return file
+
+    def make_call(
+        self,
+        what: str,
+        act: Callable[[], T],
+        *,
+        nbytes: int = 0,
+        release: Callable[[T], None] = lambda _: None,
+    ) -> T:
+        timeout_s = stall_timeout_s(nbytes, stall_s=self._stall_s)
+        fact = (
+            f"{what}: the storage did not answer for {timeout_s:g} s; look at its health (a "
+            "network mount may hang), then try again"
+        )
+        if (monitor := CallMonitor.here()) is not None:
+            return monitor.make(act, timeout_s, fact, release)
+        future = self._submit(what, act)
+        try:
+            future.exception(timeout=timeout_s)  # does not raise a TimeoutError of the call
+        except TimeoutError:
+            _abandon(future, release)
+            raise StorageError(fact) from None
+        except BaseException:
+            wait((future,), timeout=GRACE_S)
+            _abandon(future, release)
+            raise
+        try:
+            return future.result(timeout=0)
+        finally:
+            # The error refers to this frame. A cycle would keep the callers' data alive, such as
+            # the state of a save, until the next garbage collection.
+            del future
+
+    def finish(self, path: str, act: Callable[[], int]) -> int:
+        # The sync of one file may wait for the bytes of all others.
+        return self.make_call(f"finish {path}", act, nbytes=self._nbytes_created)
+
+    def close(self, act: Callable[[], None]) -> None:
+        # On a network mount a close can hang too.
+        with suppress(StorageError):
+            wait((self._submit("close", act),), timeout=min(GRACE_S, self._stall_s))
+
+    def _submit(self, what: str, act: Callable[[], T]) -> Future[T]:
+        try:
+            return self._threads.submit(act)
+        except RuntimeError as error:
+            raise StorageError(
+                f"{what}: {error}; raise the limit of threads (ulimit -u), then try again"
+            ) from error
+
+
+def _abandon(future: Future[T], release: Callable[[T], None]) -> None:
+    """Abandon a call, and release a late result."""
+
+    def release_result(done: Future[T]) -> None:
+        if not done.cancelled() and done.exception(timeout=0) is None:
+            release(done.result(timeout=0))
+
+    future.cancel()
+    future.add_done_callback(release_result)

@@ -1,1 +1,0 @@
-"""Storages around another storage: they count, limit, pace, or only read."""
