@@ -6,9 +6,8 @@ bytes that this rank sent. `storage_reads` and `storage_writes` count all kinds 
 headers, objects and index.
 
 In a background save, `seconds` are the phases of the trainer and of its writer, without the time
-between. `async_save/trainer/background_save.py` builds that report from the writer's message
-`Done`, and the writer logs the `CommitDecision`. A rate divides the bytes of the whole job by the
-seconds of the call, or of the slowest rank. It is 0.0 where nothing was measured.
+between. The writer makes the report, and the trainer adds its part. A rate divides the bytes of the
+whole job by the seconds of the call, or of the slowest rank. It is 0.0 where nothing was measured.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
-from dist_ckpt.async_save.writer.messages import Done
 from dist_ckpt.reports import SaveReport
 
 
@@ -18,7 +17,7 @@ class SaveHandle:
         step: int | None,
         writer: WriterHandle | None = None,
         order: WriteJob | None = None,
-        report: Callable[[Done], SaveReport] | None = None,
+        report: Callable[[SaveReport], SaveReport] | None = None,
     ) -> None:
         self.path = path
         self.step = step
@@ -63,9 +62,10 @@ class SaveHandle:
         """
         if (failure := self.exception(timeout_s)) is not None:
             raise failure
-        if self._order is None or self._order.done is None or self._report is None:
+        done = None if self._order is None else self._order.done
+        if done is None or done.report is None or self._report is None:
             return None
-        return self._report(self._order.done)
+        return self._report(done.report)
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
         """Wait as `result` does, but return the error of the save instead of raising it."""

@@ -37,11 +37,9 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.transaction import CommitDecision
-from dist_ckpt.reports import IoCount
+from fake_writers import A_REPORT
 
 FAILURE = Failure("RankError", "x", 1, "write", ("a",))
-VERDICT = CommitDecision("a", 1, 2, 3, 0.5)
 MESSAGES: list[WriterMessage] = [
     Hello("job", 1, 4, Config(heartbeat_timeout_s=7.5, host="a"), None),
     Hello("job", 1, 4, Config(), 1e6),
@@ -57,8 +55,8 @@ MESSAGES: list[WriterMessage] = [
     Serving("127.0.0.1", 1234),
     Paused("0" * 32, is_paused=False),
     Pong(),
-    Done("0" * 32, VERDICT, None, {"write": 0.5}, IoCount(1, 2), IoCount(3, 4), IoCount(5, 6), 7),
-    Done("0" * 32, None, FAILURE, {}, IoCount(), IoCount(), IoCount(), 0),
+    Done("0" * 32, A_REPORT, None),
+    Done("0" * 32, None, FAILURE),
 ]
 
 

@@ -16,7 +16,7 @@ from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
 from dist_ckpt.errors import StorageError
-from fake_writers import SOON_S, FakeWriter, order
+from fake_writers import A_REPORT, SOON_S, FakeWriter, order
 
 FULL = Failure("StorageError", "rank 0 (host a): the disk is full", 0, "write")
 
@@ -41,7 +41,7 @@ def writer(
 
 
 def handle_of(writer: WriterHandle, name: str) -> SaveHandle:
-    report: Any = lambda done: f"report of {done.snapshot}"  # noqa: E731
+    report: Any = lambda done: f"report of {done.attempt}"  # noqa: E731
     return SaveHandle(f"/ck/{name}", 1, writer, order(writer, name), report)
 
 
@@ -49,7 +49,7 @@ def test_a_save_that_is_durable_has_its_report(writer, fake):
     handle = handle_of(writer, "a")
     assert not handle.done()
     fake.settle("a")
-    expected: Any = "report of a"
+    expected: Any = f"report of {A_REPORT.attempt}"
     assert handle.result(SOON_S) == handle.result(0) == expected
     assert handle.done()
     assert not handle.skipped

@@ -27,7 +27,7 @@ from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from staged_saves import CONFIG, Staged, State, decision_of, failure_of, new_id, write_of
+from staged_saves import CONFIG, Staged, State, failure_of, new_id, report_of, write_of
 
 STATE = State(1, {"w": (30, 40)})
 ALONE = Hello("job", 0, 1, CONFIG, None)
@@ -75,10 +75,10 @@ def test_a_save_that_is_settled_keeps_no_arena(arenas, tmp_path):
 def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck")
     assert done.failure is None
-    assert decision_of(done).num_files == 2
-    assert (done.exchanges, done.nbytes_receipt) == (IoCount(2, 0), 0)
-    assert done.writes.nbytes > decision_of(done).nbytes > 4800
-    assert done.reads.num == 1
+    assert report_of(done).num_files == 2
+    assert (report_of(done).exchanges, report_of(done).nbytes_receipt) == (IoCount(2, 0), 0)
+    assert report_of(done).storage_writes.nbytes > report_of(done).nbytes > 4800
+    assert report_of(done).storage_reads.num == 1
 
 
 def kept(arenas: ArenaPool) -> RecoveredSnapshot:
@@ -188,8 +188,8 @@ def test_a_cap_is_kept_by_all_that_is_written_to_files(arenas, tmp_path):
     done = settled(arenas, tmp_path / "ck", ALONE, STATE, allowance)
     assert done.failure is None
     written = sum(file.stat().st_size for file in (tmp_path / "ck").glob("*/*[ks]"))
-    last = (tmp_path / "ck" / decision_of(done).attempt / "objects.msgpack").stat().st_size
-    assert written == decision_of(done).nbytes
+    last = (tmp_path / "ck" / report_of(done).attempt / "objects.msgpack").stat().st_size
+    assert written == report_of(done).nbytes
     assert now == pytest.approx((written - last) / 1000)
 
 
@@ -199,7 +199,7 @@ def test_a_snapshot_of_another_save_is_refused(arenas, tmp_path):
         ({"snapshot": "0" * 32}, "ConflictError"),
     ]:
         done = settled(arenas, tmp_path / "ck", **said)
-        assert (done.decision, failure_of(done).kind) == (None, kind)
+        assert (done.report, failure_of(done).kind) == (None, kind)
         assert failure_of(done).rank == 0
         assert kept(arenas).seal is None
     done = settled(arenas, tmp_path / "ck", ALONE, State(2, {"w": (30, 40)}))

@@ -29,9 +29,8 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.transaction import CommitDecision
 from dist_ckpt.errors import RankError, StorageError
-from dist_ckpt.reports import IoCount
+from fake_writers import A_REPORT
 
 SOON_S = 30.0
 FAILURE = Failure("StorageError", "rank 2 (host a): the disk is full", 2, "write")
@@ -86,8 +85,7 @@ def order(writer: WriterHandle, name: str, arena: int = 0) -> WriteJob:
 
 
 def done(name: str, failure: Failure | None = None) -> Done:
-    decision = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
-    return Done(name, decision, failure, {}, IoCount(), IoCount(), IoCount(), 0)
+    return Done(name, A_REPORT if failure is None else None, failure)
 
 
 def die(fakes: FakeWriters) -> None:

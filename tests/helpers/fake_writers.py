@@ -23,10 +23,27 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.saving.transaction import CommitDecision
-from dist_ckpt.reports import IoCount
+from dist_ckpt.reports import IoCount, SaveReport
 
 SOON_S = 30.0
+
+A_REPORT = SaveReport(
+    path="/ck",
+    step=3,
+    attempt="a",
+    world_size=4,
+    nbytes=1,
+    num_tensors=2,
+    num_files=2,
+    seconds={"write": 0.5},
+    slowest_rank=3,
+    slowest_s=0.5,
+    exchanges=IoCount(5, 6),
+    collectives=IoCount(),
+    nbytes_receipt=7,
+    storage_reads=IoCount(1, 2),
+    storage_writes=IoCount(3, 4),
+)
 
 
 class FakeWriter:
@@ -50,8 +67,7 @@ class FakeWriter:
 
     def settle(self, name: str, failure: Failure | None = None) -> None:
         """Say that a save is committed, or why not."""
-        decision = CommitDecision("", 0, 0, 0, 0.0) if failure is None else None
-        self._link.send(Done(name, decision, failure, {}, IoCount(), IoCount(), IoCount(), 0))
+        self._link.send(Done(name, A_REPORT if failure is None else None, failure))
 
     def end(self) -> None:
         """End it as a kill does: the process, and with it its end of the link."""

@@ -41,7 +41,7 @@ from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, Ten
 from dist_ckpt.core.planning.save.save_planner import items_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.transaction import CommitDecision
+from dist_ckpt.reports import SaveReport
 from written import Saved
 
 # A writer that says nothing for so long fails the test.
@@ -174,9 +174,9 @@ def failure_of(done: Done) -> Failure:
     return done.failure
 
 
-def decision_of(done: Done) -> CommitDecision:
-    assert done.decision is not None
-    return done.decision
+def report_of(done: Done) -> SaveReport:
+    assert done.report is not None
+    return done.report
 
 
 def write_of(

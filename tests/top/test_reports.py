@@ -21,7 +21,7 @@ import torch
 import dist_ckpt as dc
 import rank_threads
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.loading import load, load_messages
+from dist_ckpt.core.loading import load, shared_read_group
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save as saver
@@ -215,7 +215,7 @@ def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
     assert took("abcd", "host") == took("aaaa", "off") == {LOAD}
     assert took("aabb", "job") == {together(LOAD, PREPARE, WANTS)}
     assert took("aaaa", "job") == took("aabb", "job")
-    monkeypatch.setattr(load_messages, "MAX_SPREAD_NBYTES", 1)
+    monkeypatch.setattr(shared_read_group, "MAX_SPREAD_NBYTES", 1)
     assert took("aaaa", "host") == {together(LOAD, INDEX, PREPARE, WANTS)}
 
 
@@ -229,7 +229,7 @@ def test_a_tensor_that_is_made_is_made_before_anything_is_read_anywhere():
 
 
 def test_what_is_too_long_for_an_exchange_comes_by_a_collective(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(load_messages, "MAX_SPREAD_NBYTES", 1)
+    monkeypatch.setattr(shared_read_group, "MAX_SPREAD_NBYTES", 1)
     long_index = two_loads(lambda rank: {"model": many(2, rank)["model"]}, read_once="off")
     assert long_index == [{together(LOAD, INDEX)}] * RANKS
 

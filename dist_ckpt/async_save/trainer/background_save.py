@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -34,7 +34,7 @@ from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, agree_on_start
 from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
-from dist_ckpt.async_save.writer.messages import Done, Write
+from dist_ckpt.async_save.writer.messages import Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
@@ -265,7 +265,7 @@ def save_in_background(
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
         order = _stage(job, name, room, start)
-    report = _reporter(ranks, room, options, phases.seconds)
+    report = _reporter(ranks, phases.seconds)
     return SaveHandle(room.snapshot.path, options.step, job.writer, order, report)
 
 
@@ -293,7 +293,6 @@ class _Room:
     """
 
     local_state: LocalSaveState
-    num_tensors: int
     files: RankFiles
     snapshot: Snapshot
     arena: Arena
@@ -376,8 +375,7 @@ def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
     job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)
     number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
     job.pinned.release(number, nbytes)
-    arena, num_tensors = job.arenas.fitting(number, nbytes), len(planned.plan.catalog.tensors)
-    return _Room(local_state, num_tensors, files, snapshot, arena, number)
+    return _Room(local_state, files, snapshot, job.arenas.fitting(number, nbytes), number)
 
 
 def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
@@ -436,30 +434,17 @@ def _abort(job: Job, order: WriteJob, error: BaseException) -> None:
     job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
 
 
-def _reporter(
-    ranks: Session, room: _Room, options: SaveOptions, seconds: Mapping[str, float]
-) -> Callable[[Done], SaveReport]:
-    """Return what makes the report, given what the writer says of a save that it has committed."""
-    # Only these live on with the handle, and nothing of the state.
-    path, step = room.snapshot.path, options.step
-    num_tensors, staged_s = room.num_tensors, dict(seconds)
-    world_size, exchanges = ranks.channel.world_size, ranks.exchanges
-    collectives = ranks.collectives
+def _reporter(ranks: Session, seconds: Mapping[str, float]) -> Callable[[SaveReport], SaveReport]:
+    """Return a function that adds the trainer's part to the report of the writer."""
+    # The handle keeps these values, and nothing of the state.
+    staged_s, exchanges, collectives = dict(seconds), ranks.exchanges, ranks.collectives
 
-    def report(done: Done) -> SaveReport:
-        assert done.decision is not None
-        return SaveReport(
-            path=path,
-            step=step,
-            world_size=world_size,
-            num_tensors=num_tensors,
-            seconds={**staged_s, **done.seconds},
-            exchanges=exchanges.plus_all(done.exchanges),
+    def report(written: SaveReport) -> SaveReport:
+        return replace(
+            written,
+            seconds={**staged_s, **written.seconds},
+            exchanges=exchanges.plus_all(written.exchanges),
             collectives=collectives,
-            nbytes_receipt=done.nbytes_receipt,
-            storage_reads=done.reads,
-            storage_writes=done.writes,
-            **structs.asdict(done.decision),
         )
 
     return report

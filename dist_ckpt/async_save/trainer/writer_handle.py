@@ -164,7 +164,7 @@ class WriteJob:
     @property
     def is_committed(self) -> bool:
         """Whether it has become a checkpoint, as far as this rank knows."""
-        return self.done is not None and self.done.decision is not None
+        return self.done is not None and self.done.report is not None
 
     @property
     def failure(self) -> Exception | None:
@@ -372,7 +372,7 @@ class WriterHandle:
         if isinstance(message, Done):
             if (order := self._orders.get(message.snapshot)) is not None:
                 order.done = message
-                self.is_last_committed = message.decision is not None
+                self.is_last_committed = message.report is not None
                 if message.failure is not None:
                     self.joined = None  # after it the writers may not be in step
                 self.has_committed = self.has_committed or self.is_last_committed

@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 
 from msgspec import Struct, msgpack
@@ -20,9 +19,8 @@ from msgspec import Struct, msgpack
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
 from dist_ckpt.core.runtime.threads import run_after_fork
-from dist_ckpt.core.saving.transaction import CommitDecision
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.reports import IoCount
+from dist_ckpt.reports import SaveReport
 
 # A writer that is told to stop abandons its save, and seals what is staged, which it digests for
 # that at a low priority. One that has not ended by then ends itself.
@@ -153,18 +151,12 @@ class Paused(_Kind, frozen=True):
 class Done(_Kind, frozen=True):
     """A save is settled.
 
-    It has a `decision` or a `failure`. `seconds` are the writer's, by phase; `reads` and `writes`
-    are those of the storage, `exchanges` of the channel, `nbytes_receipt` of them the receipt.
+    It has a `report` of the writer's part, or a `failure`.
     """
 
     snapshot: str
-    decision: CommitDecision | None
+    report: SaveReport | None
     failure: Failure | None
-    seconds: Mapping[str, float]
-    reads: IoCount
-    writes: IoCount
-    exchanges: IoCount
-    nbytes_receipt: int
 
 
 WriterMessage = (

@@ -28,18 +28,18 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SinglePro
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.comm.messages import Failure, NoAnswerError, failure_of
+from dist_ckpt.core.comm.messages import NoAnswerError, failure_of
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.transaction import CommitDecision, RankWriteResult, Transaction
+from dist_ckpt.core.saving.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
-from dist_ckpt.reports import IoCount, Phases
+from dist_ckpt.reports import Phases, SaveReport
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -187,9 +187,7 @@ class WriterSave:
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
         self._storage: CountingStorage | None = None
-        self._transaction: Transaction | None = None
         self._saved: SavedFiles | None = None
-        self._exchanges = IoCount()
 
     def settle(self) -> Done:
         """Write it and settle with the others whether it is committed.
@@ -199,21 +197,21 @@ class WriterSave:
         """
         path, hello = self.write.path, self._saves.hello
         try:
-            decision = self._commit(self._saves.meetings.channel(self.write))
+            report = self._commit(self._saves.meetings.channel(self.write))
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
             _log.error("background save to %s failed: %s", path, error, exc_info=error)
             self.seal()
             host = host_of(hello.config)
-            return self._done(None, failure_of(error, "background save", hello.rank, host))
-        _log.info("background save to %s is committed: %s", path, decision)
-        return self._done(decision, None)
+            failure = failure_of(error, "background save", hello.rank, host)
+            return Done(self.write.snapshot, None, failure)
+        _log.info("background save to %s is committed", path)
+        return Done(self.write.snapshot, report, None)
 
-    def _commit(self, channel: Channel) -> CommitDecision:
-        phases, began = self._phases, channel.exchanges
+    def _commit(self, channel: Channel) -> SaveReport:
+        phases = self._phases
         channel.enter(f"background save to {self.write.path}")
         try:
             with Transaction(channel, self._saves.hello.config) as transaction:
-                self._transaction = transaction
                 with phases.phase("claim"):
                     storage, staged = self._claim(channel, transaction)
                 with phases.phase("write"):
@@ -225,10 +223,9 @@ class WriterSave:
                     self._saves.earlier = self._saves.earlier.plus(self._saved)
                 with phases.phase("clean up"):
                     transaction.supersede()
-                return decision
+            return transaction.report(decision, phases, reads=storage.reads, writes=storage.writes)
         finally:
             channel.leave()
-            self._exchanges = channel.exchanges.since(began)
 
     def seal(self) -> None:
         """Seal what is staged of a save that failed, or will not be settled: a restart can use it.
@@ -244,20 +241,6 @@ class WriterSave:
             _log.warning("what was staged for %s is not sealed: %s", path, error)
         else:
             _log.info("what was staged for %s is sealed, and stays in memory", path)
-
-    def _done(self, decision: CommitDecision | None, failure: Failure | None) -> Done:
-        """Return what the trainer is told."""
-        storage, transaction = self._storage, self._transaction
-        return Done(
-            snapshot=self.write.snapshot,
-            decision=decision,
-            failure=failure,
-            seconds=self._phases.seconds,
-            reads=IoCount() if storage is None else storage.reads,
-            writes=IoCount() if storage is None else storage.writes,
-            exchanges=self._exchanges,
-            nbytes_receipt=0 if transaction is None else transaction.nbytes_receipt,
-        )
 
     def _claim(
         self, channel: Channel, transaction: Transaction

@@ -20,7 +20,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.loading.load_options import ReadOnce
-from dist_ckpt.core.loading.shared_read_group import MAX_SPREAD_NBYTES, common_bits
+from dist_ckpt.core.loading.shared_read_group import common_bits, fits_exchange
 from dist_ckpt.core.planning.selection import unmatched_on_all
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
@@ -180,7 +180,7 @@ def find(
     if errors:
         raise errors[0]
     encoded = tuple(index_json.encode(one.index) for one in found) if len(told) > 1 else ()
-    is_short = sum(map(len, encoded)) * len(told) <= MAX_SPREAD_NBYTES
+    is_short = fits_exchange(sum(map(len, encoded)), len(told))
     opened = OpenedMessage(
         attempts=tuple((one.path, one.attempt.name) for one in found),
         indexes=encoded if is_short else None,

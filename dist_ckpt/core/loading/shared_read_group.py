@@ -280,7 +280,12 @@ def listen(ranks: Session, meeting: str, stack: ExitStack) -> HostLinks | None:
 
 def short(data: bytes, world_size: int) -> bytes | None:
     """Return what all ranks may tell, or be told, in an exchange; None if it is too long."""
-    return data if len(data) * world_size <= MAX_SPREAD_NBYTES else None
+    return data if fits_exchange(len(data), world_size) else None
+
+
+def fits_exchange(nbytes: int, world_size: int) -> bool:
+    """Return True if an exchange may move so much data from each rank, or to each rank."""
+    return nbytes * world_size <= MAX_SPREAD_NBYTES
 
 
 def common_bits(
@@ -299,7 +304,7 @@ def common_bits(
         (decode(want, BlockRequests) for want in told), between_hosts=between_hosts
     ):
         return False, ()
-    is_short = sum(map(len, told)) * len(told) <= MAX_SPREAD_NBYTES
+    is_short = fits_exchange(sum(map(len, told)), len(told))
     # To gather them connects the hosts, which then send to each other.
     return True, told if is_short and not between_hosts else ()
 
