@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from dist_ckpt.cli.schemas.documents import title_of
+from dist_ckpt.cli import results
+from dist_ckpt.cli.results import Record, convert
+from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
 from dist_ckpt.errors import (
     CheckpointError,
@@ -40,10 +43,6 @@ MOST_FILES = 30
 # Of those of one checkpoint in a table.
 _MOST_METRICS = 4
 
-_OF_WRITTEN = (
-    *("path", "step", "attempt", "nbytes", "num_tensors", "num_files"),
-    *("num_linked", "nbytes_linked"),
-)
 # No wait is longer: it is 30 years, and the system's clocks do not take much more.
 MOST_SECONDS = 1e9
 
@@ -134,25 +133,19 @@ def printable(text: str, *, allowed: str = "") -> str:
     return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
 
 
-def print_json(schema: str, facts: Mapping[str, object]) -> None:
-    """Print one document; `schema` names what it looks like, with its version."""
-    click.echo(json.dumps(_document(schema, facts), indent=2))
-
-
-def print_json_line(schema: str, facts: Mapping[str, object]) -> None:
-    """Print one document of several, on a line."""
-    click.echo(json.dumps(_document(schema, facts)))
-
-
-def _document(schema: str, facts: Mapping[str, object]) -> dict[str, object]:
-    return {"schema": title_of(schema), **facts}
+def print_json(
+    document: Record | str, facts: Mapping[str, object] | None = None, *, indent: int | None = 2
+) -> None:
+    """Print a document of `results`; without `indent` on one line."""
+    if isinstance(document, str):
+        document = convert(facts, results.BY_NAME[document])
+    click.echo(json.dumps(plain_json(msgspec.to_builtins(document, enc_hook=str)), indent=indent))
 
 
 def print_written(name: str, report: SaveReport, text: str, *, as_json: bool) -> None:
-    """Print what was written: the text, or as a document of that name what is known of it."""
+    """Print the report of a written checkpoint, as text or as a document."""
     if as_json:
-        facts = {field: getattr(report, field) for field in _OF_WRITTEN}
-        print_json(name, {**facts, "seconds": dict(report.seconds)})
+        print_json(convert(report, results.BY_NAME[name]))
     else:
         click.echo(printable(text))
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import click
 
 from dist_ckpt.cli import output
+from dist_ckpt.cli.results import PinResult, TagResult, convert
 from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs.listing import list_run
@@ -16,7 +17,7 @@ from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
 
 
 def print_protection(
-    name: str,
+    document: type[PinResult] | type[TagResult],
     subject: CheckpointRef,
     facts: Mapping[str, object],
     text: str,
@@ -25,8 +26,8 @@ def print_protection(
     """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
     dry_run, as_json = how
     if as_json:
-        about = {"path": subject.path, "step": subject.where[0], **facts}
-        output.print_json(name, {**about, "dry_run": dry_run})
+        about = {"path": subject.path, "step": subject.where[0], "dry_run": dry_run}
+        output.print_json(convert({**about, **facts}, document))
     else:
         click.echo(f"{'would be: ' * dry_run}{output.printable(text)}")
 

@@ -10,7 +10,8 @@ from math import isfinite
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
+from dist_ckpt.cli.results import ComparedRun, CompareResult, convert
+from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.tools.inspect.compare import Comparison, RunSummary
 from dist_ckpt.tools.inspect.compare import compare as compare_runs
 
@@ -42,20 +43,20 @@ def compare(
         raise click.UsageError("--json and --csv are given: give one of them")
     comparison = compare_runs(*paths, min=lowest, max=highest)
     if as_json:
-        output.print_json("compare", _document(comparison))
+        output.print_json(_document(comparison))
     elif as_csv:
         _print_csv(comparison)
     else:
         _print_table(comparison)
 
 
-def _document(comparison: Comparison) -> dict[str, object]:
-    rows = [
-        {**asdict(run), "config": as_plain_json(run.config), "metrics": as_plain_json(run.metrics)}
-        | {"best": as_plain_json(run.best)}
-        for run in comparison.runs
-    ]
-    return {"metric": comparison.metric, "runs": rows, "differing": dict(comparison.differing)}
+def _document(comparison: Comparison) -> CompareResult:
+    runs = [{**asdict(run), "config": plain_json(run.config)} for run in comparison.runs]
+    return CompareResult(
+        metric=comparison.metric,
+        runs=convert(runs, tuple[ComparedRun, ...]),
+        differing=comparison.differing,
+    )
 
 
 def _print_csv(comparison: Comparison) -> None:

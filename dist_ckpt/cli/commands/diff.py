@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
 
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import DiffResult, Pair, TensorDifference, convert
 from dist_ckpt.tools.inspect.diff import Difference
 from dist_ckpt.tools.inspect.diff import diff as differ
 
@@ -53,20 +54,29 @@ def diff(  # noqa: PLR0913 - those of dc.diff
         )
     with output.exit_with(output.FINE if difference.same else output.FINDING):
         if as_json:
-            output.print_json("diff", {"same": difference.same, **_diff_facts(difference)})
+            output.print_json(_document(difference))
         else:
             for line in _diff_lines(difference):
                 click.echo(output.printable(line))
 
 
-def _diff_facts(difference: Difference) -> dict[str, object]:
-    facts = asdict(difference)
-    pairs = ("config", "changed", "objects")
-    by_side = {
-        name: facts[name] and {key: {"a": a, "b": b} for key, (a, b) in facts[name].items()}
-        for name in pairs
-    }
-    return {**facts, **by_side}
+def _document(difference: Difference) -> DiffResult:
+    rows = convert(difference.values or (), tuple[TensorDifference, ...])
+    return DiffResult(
+        same=difference.same,
+        a=difference.a,
+        b=difference.b,
+        config=_pairs(difference.config),
+        removed=difference.removed,
+        added=difference.added,
+        changed=_pairs(difference.changed),
+        objects=None if difference.objects is None else _pairs(difference.objects),
+        values=None if difference.values is None else rows,
+    )
+
+
+def _pairs(differing: Mapping[str, tuple[str, str]]) -> dict[str, Pair]:
+    return {name: Pair(a=a, b=b) for name, (a, b) in differing.items()}
 
 
 def _diff_lines(difference: Difference) -> list[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import EstimateResult, convert
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.reports import size
 from dist_ckpt.runs.retention import retention_policy as policies
@@ -71,8 +70,7 @@ def estimate(  # noqa: PLR0913 - those of dc.estimate
         costs = compute(source, **given, step_s=step_s, keep=keep, rate=at, folder=folder)
     with output.exit_with(output.FINE if costs.fits else output.FINDING):
         if as_json:
-            more = {"nbytes_peak": costs.nbytes_peak, "save_s": costs.save_s, "fits": costs.fits}
-            output.print_json("estimate", {**asdict(costs), **more})
+            output.print_json(convert(costs, EstimateResult))
         else:
             _print(costs)
 

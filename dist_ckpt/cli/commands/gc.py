@@ -13,6 +13,7 @@ import click
 from filelock import FileLock, Timeout
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import GcResult
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.errors import StorageError
@@ -49,7 +50,7 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
         with exclusive_gc(root):
             removed = removal.collect_all(storage, root, grace_s=grace_s)
     if as_json:
-        output.print_json("gc", {"path": root, "dry_run": dry_run, "removed": list(removed)})
+        output.print_json(GcResult(path=root, dry_run=dry_run, removed=tuple(removed)))
         return
     verb = "would be removed" if dry_run else "removed"
     for name in removed:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.cli.results import FileRow, LayoutResult, ShardRow
+from dist_ckpt.core.format.geometry import Cell, Region
 from dist_ckpt.reports import size
 from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, ShardPlacement
 from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
@@ -26,7 +29,7 @@ def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_
     """  # noqa: D301 - click knows the backspace
     shard_layout = layout_of(path, include=include or None, exclude=exclude or None)
     if as_json:
-        output.print_json("layout", _layout_facts(shard_layout))
+        output.print_json(_document(shard_layout))
         return
     rows = []
     for file in shard_layout.files:
@@ -49,30 +52,30 @@ def _cell_text(shard: ShardPlacement) -> str:
     return str(cell) if isinstance(cell, Region) else f"elements {cell}"
 
 
-def _layout_facts(shard_layout: CheckpointLayout) -> dict[str, object]:
-    return {
-        "path": shard_layout.path,
-        "nbytes_by_rank": list(shard_layout.nbytes_by_rank),
-        "imbalance": shard_layout.imbalance,
-        "files": [
-            {
-                "name": file.name,
-                "rank": file.rank,
-                "component": file.component,
-                "nbytes": file.nbytes,
-                "num_shards": file.num_shards,
-                "shards": [
-                    {"tensor": shard.tensor, "nbytes": shard.nbytes, **_cell_facts(shard)}
-                    for shard in file.shards
-                ],
-            }
-            for file in shard_layout.files
-        ],
-    }
-
-
-def _cell_facts(shard: ShardPlacement) -> dict[str, object]:
-    cell = shard.cell
+def _cell_fields(cell: Cell) -> dict[str, Any]:
     if isinstance(cell, Region):
-        return {"offset": list(cell.offset), "shape": list(cell.shape)}
+        return {"offset": cell.offset, "shape": cell.shape}
     return {"start": cell.start, "stop": cell.stop}
+
+
+def _document(shard_layout: CheckpointLayout) -> LayoutResult:
+    files = [
+        FileRow(
+            name=file.name,
+            rank=file.rank,
+            component=file.component,
+            nbytes=file.nbytes,
+            num_shards=file.num_shards,
+            shards=tuple(
+                ShardRow(tensor=shard.tensor, nbytes=shard.nbytes, **_cell_fields(shard.cell))
+                for shard in file.shards
+            ),
+        )
+        for file in shard_layout.files
+    ]
+    return LayoutResult(
+        path=shard_layout.path,
+        nbytes_by_rank=shard_layout.nbytes_by_rank,
+        imbalance=shard_layout.imbalance,
+        files=tuple(files),
+    )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict
-from math import isfinite
 
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import ListedRow, LsResult, convert
 from dist_ckpt.core.commit.attempts import attempts_in, entries_at
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage import Storage, open_storage
@@ -39,14 +38,14 @@ def ls(path: str, *, as_json: bool) -> None:
     """  # noqa: D301 - click knows the backspace
     listing, below = checkpoints(resolve(path)), _runs_in(path)
     if as_json:
-        facts = [_facts_of(checkpoint) for checkpoint in listing]
-        output.print_json("ls", {"path": path, "checkpoints": facts, "runs": below})
+        rows = convert(listing, tuple[ListedRow, ...])
+        output.print_json(LsResult(path=path, checkpoints=rows, runs=tuple(below)))
         return
     if not listing:
         hint = f", but in {listed(below)}: list one of them" if below else ""
         click.echo(output.printable(f"no checkpoints in {path}{hint}"))
         return
-    rows = [
+    cells = [
         (
             checkpoint.name,
             "-" if checkpoint.step is None else str(checkpoint.step),
@@ -62,10 +61,10 @@ def ls(path: str, *, as_json: bool) -> None:
     ]
     heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE", "METRICS", "NOTES")
     # What nothing is known of has no column.
-    shown = [i for i in range(len(heads)) if i < _ALWAYS or any(row[i] for row in rows)]
+    shown = [i for i in range(len(heads)) if i < _ALWAYS or any(row[i] for row in cells)]
     output.print_table(
         [heads[i] for i in shown],
-        [[row[i] for i in shown] for row in rows],
+        [[row[i] for i in shown] for row in cells],
         right=frozenset({1, 3, 4, 5, 6}),
     )
     for checkpoint in listing:
@@ -99,12 +98,3 @@ def _is_run(storage: Storage, folder: str) -> bool:
         below = [entry.name for entry in entries if entry.kind == "folder"]
         return any(any(attempts_in(entries_at(storage, f"{folder}/{name}"))) for name in below)
     return False
-
-
-def _facts_of(checkpoint: RunCheckpoint) -> dict[str, object]:
-    facts = asdict(checkpoint)
-    # JSON has no nan and no infinities.
-    metrics = {
-        name: value if isfinite(value) else str(value) for name, value in checkpoint.metrics.items()
-    }
-    return {**facts, "metrics": metrics}

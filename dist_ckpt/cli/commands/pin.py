@@ -6,6 +6,7 @@ import click
 
 from dist_ckpt.cli import shared_options
 from dist_ckpt.cli.protected_checkpoint import checkpoint_to_protect, print_protection
+from dist_ckpt.cli.results import PinResult
 from dist_ckpt.core.commit.records import leases
 
 
@@ -33,4 +34,4 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
         else:
             leases.pin(subject, why)
     text = f"{'unpinned' if remove else 'pinned'} {subject.path}"
-    print_protection("pin", subject, {"why": why, "removed": remove}, text, (dry_run, as_json))
+    print_protection(PinResult, subject, {"why": why, "removed": remove}, text, (dry_run, as_json))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import PruneResult, PruneRow
 from dist_ckpt.reports import size
 from dist_ckpt.runs.retention import retention_policy as policies
 from dist_ckpt.runs.retention.prune import Decision
@@ -50,16 +51,11 @@ def prune(
         # A job may have saved meanwhile: what was not shown stays.
         plan = run.prune(keep, among=doomed)
     if as_json:
-        facts = [
-            {
-                "name": checkpoint.name,
-                "path": checkpoint.path,
-                "step": checkpoint.step,
-                "kept_by": list(reasons),
-            }
-            for checkpoint, reasons in plan
-        ]
-        output.print_json("prune", {"root": root, "dry_run": dry_run, "checkpoints": facts})
+        rows = tuple(
+            PruneRow(name=info.name, path=info.path, step=info.step, kept_by=reasons)
+            for info, reasons in plan
+        )
+        output.print_json(PruneResult(root=root, dry_run=dry_run, checkpoints=rows))
     else:
         verb = "would be removed" if dry_run else "removed"
         for line in _lines(plan, explain=explain, verb=verb):

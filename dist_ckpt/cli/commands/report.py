@@ -10,6 +10,13 @@ from typing import Any
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.report_results import (
+    CheckpointReport,
+    DamagedReport,
+    ReportResult,
+    RunReport,
+)
+from dist_ckpt.cli.results import convert
 from dist_ckpt.reports import Progress
 from dist_ckpt.tools.report.damage import CHECKS, Check
 from dist_ckpt.tools.report.write_report import check_target, report_facts, write_report
@@ -78,9 +85,15 @@ def report(
             )
     with output.exit_with(_code(facts)):
         if as_json:
-            output.print_json("report", facts)
+            output.print_json(convert(facts, _type_of(facts)))
         else:
             click.echo(output.printable(f"{file}: {_summary(facts)}"))
+
+
+def _type_of(facts: Mapping[str, Any]) -> type[ReportResult]:
+    if facts["about"] == "run":
+        return RunReport
+    return CheckpointReport if facts["unreadable"] is None else DamagedReport
 
 
 def _summary(facts: Mapping[str, Any]) -> str:

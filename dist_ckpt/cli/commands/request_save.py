@@ -7,6 +7,7 @@ import time
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import RequestSaveResult
 from dist_ckpt.core.commit.records.incarnations import (
     LIVENESS_INTERVAL_S,
     NO_LIVENESS,
@@ -63,9 +64,20 @@ def request_save(
         waits_s = ANSWER_S if timeout_s is None else timeout_s
         answer, why = _wait_for_answer((storage, where), request, before, waits_s)
     if as_json:
-        document = {"root": where, "incarnation": incarnation, "stops": stops, "wait": wait}
-        document |= {"dry_run": dry_run, "last_liveness": before, **_answered(answer, why)}
-        output.print_json("request-save", document)
+        saved = None if answer is None else answer.saved
+        document = RequestSaveResult(
+            root=where,
+            incarnation=incarnation,
+            stops=stops,
+            wait=wait,
+            dry_run=dry_run,
+            last_liveness=before,
+            outcome=None if answer is None else answer.outcome,
+            step=None if saved is None else saved[0],
+            attempt=None if saved is None else saved[1].name,
+            why=why,
+        )
+        output.print_json(document)
     elif answer is not None and answer.saved is not None:
         click.echo(f"saved: step {answer.saved[0]}, attempt {answer.saved[1]}")
     if why:
@@ -87,17 +99,6 @@ def _wait_for_answer(
         f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
         f"{_describe_life(before, after, waited_s)}"
     )
-
-
-def _answered(answer: AnswerRecord | None, why: str) -> dict[str, object]:
-    """Return the outcome of a request, if there is one, as fields of the document."""
-    step, attempt = (None, None) if answer is None or answer.saved is None else answer.saved
-    return {
-        "outcome": None if answer is None else answer.outcome,
-        "step": step,
-        "attempt": None if attempt is None else attempt.name,
-        "why": why,
-    }
 
 
 def _describe_life(before: float | None, after: float | None, waited_s: float) -> str:

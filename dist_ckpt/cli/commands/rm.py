@@ -8,6 +8,7 @@ import time
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import RmResult
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records.leases import check_unprotected
@@ -41,6 +42,6 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
             output.confirm(f"Delete {where}?", f"{where} is not deleted")
         delete_at(storage, where, force=force)
     if as_json:
-        output.print_json("rm", {"path": where, "dry_run": dry_run})
+        output.print_json(RmResult(path=where, dry_run=dry_run))
     else:
         click.echo(f"{'would be deleted' if dry_run else 'deleted'} {output.printable(where)}")

@@ -6,26 +6,26 @@ import json
 from collections.abc import Mapping, Sequence
 
 import click
+import msgspec
 
-from dist_ckpt.cli.schemas import documents, report_schema
-from dist_ckpt.cli.schemas.documents import Keys
+from dist_ckpt.cli import report_results, results
 
-# Of each document the keys besides `schema`; of one that has several forms all of them.
-_FORMS: Mapping[str, Sequence[Keys]] = {
-    **{name: (keys,) for name, keys in documents.KEYS.items()},
-    "report": report_schema.FORMS,
+# A document of a report has one of several forms.
+_FORMS: Mapping[str, Sequence[type[results.Record]]] = {
+    **{name: (document,) for name, document in results.BY_NAME.items()},
+    "report": report_results.FORMS,
 }
 NAMES = tuple(sorted(_FORMS))
 
 
 def schema_of(name: str) -> dict[str, object]:
     """Return the JSON Schema of the document `dist-ckpt.<name>/<version>`."""
-    title = documents.title_of(name)
-    forms = [documents.record(schema={"const": title}, **keys) for keys in _FORMS[name]]
+    forms, definitions = msgspec.json.schema_components(_FORMS[name])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": title,
+        "title": results.name_and_version(_FORMS[name][0]),
         **(forms[0] if len(forms) == 1 else {"anyOf": forms}),
+        "$defs": definitions,
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import ShowAllResult, ShowResult, convert
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.format.index.model_description import KIND, as_json, leaves_of
@@ -36,9 +37,9 @@ def show(paths: tuple[str, ...], *, as_json: bool) -> None:
                 click.echo("\n" * (number > 0), nl=False)
                 _print_summary(ck)
     if as_json and len(paths) == 1:
-        output.print_json("show", summaries[0])
+        output.print_json(convert(summaries[0], ShowResult))
     elif as_json:
-        output.print_json("show-all", {"checkpoints": summaries})
+        output.print_json(convert({"checkpoints": summaries}, ShowAllResult))
 
 
 def _summary(ck: Checkpoint) -> dict[str, object]:

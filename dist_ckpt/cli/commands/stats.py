@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
 
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
+from dist_ckpt.cli.results import StatsResult, StatsRow, convert
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.inspect.tensor_stats import TensorStats
 from dist_ckpt.tools.inspect.tensor_stats import stats as stats_of
@@ -35,14 +33,10 @@ def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_j
     bad = [tensor for tensor in tensors if not tensor.is_finite and tensor.alias_of is None]
     with output.exit_with(output.FINDING if bad else output.FINE):
         if as_json:
-            facts = [as_plain_json(_facts(tensor)) for tensor in tensors]
-            output.print_json("stats", {"path": path, "ok": not bad, "tensors": facts})
+            rows = convert(tensors, tuple[StatsRow, ...])
+            output.print_json(StatsResult(path=path, ok=not bad, tensors=rows))
         else:
             _print_stats(tensors, len(bad))
-
-
-def _facts(tensor: TensorStats) -> Mapping[str, object]:
-    return asdict(tensor)
 
 
 def _print_stats(tensors: tuple[TensorStats, ...], num_bad: int) -> None:

@@ -8,6 +8,7 @@ import click
 
 from dist_ckpt.cli import shared_options
 from dist_ckpt.cli.protected_checkpoint import checkpoint_to_protect, print_protection
+from dist_ckpt.cli.results import TagResult
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.errors import NotFoundError
@@ -41,7 +42,7 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
             leases.tag(subject, name)
     text = f"took tag {name!r} from" if remove else f"tag {name!r} on"
     facts = {"name": name, "removed": remove}
-    print_protection("tag", subject, facts, f"{text} {subject.path}", (dry_run, as_json))
+    print_protection(TagResult, subject, facts, f"{text} {subject.path}", (dry_run, as_json))
 
 
 def _check_tagged(subject: CheckpointRef, name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import TensorRow, TensorsResult, convert
 from dist_ckpt.cli.selected_tensors import selected_tensors
 from dist_ckpt.reports import size
 
@@ -47,7 +48,8 @@ def tensors(
         rows.sort(key=lambda row: (-row[1].nbytes, row[0]))
     if as_json:
         facts = [{"name": name, **asdict(info)} for name, info in rows]
-        output.print_json("tensors", {"path": where, "tensors": facts})
+        document = TensorsResult(path=where, tensors=convert(facts, tuple[TensorRow, ...]))
+        output.print_json(document)
         return
     output.print_table(
         ("NAME", "DTYPE", "SHAPE", "SIZE", "COMPONENT", "SHARDS", "NOTES"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import TreeNode, TreeResult
 from dist_ckpt.cli.selected_tensors import selected_tensors
 from dist_ckpt.reports import size
 
@@ -35,11 +36,11 @@ def tree(
             tied = f" (tied to {info.alias_of})" if info.alias_of else ""
             leaves[parts] = f"{info.dtype} {list(info.shape)}{tied}"
     if as_json:
-        rows = [
-            {"name": ".".join(parts), "nbytes": n, "tensor": leaves.get(parts)}
+        nodes = (
+            TreeNode(name=".".join(parts), nbytes=n, tensor=leaves.get(parts))
             for parts, n in nbytes.items()
-        ]
-        output.print_json("tree", {"path": path, "depth": depth, "nodes": rows})
+        )
+        output.print_json(TreeResult(path=path, depth=depth, nodes=tuple(nodes)))
         return
     click.echo(f"{output.printable(path)}  {size(nbytes.get((), 0))}")
     for parts in sorted(part for part in nbytes if part):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import UpgradeResult, convert
 from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.runs.upgrade import UpgradePlan, plan_upgrade
-from dist_ckpt.runs.upgrade import upgrade as convert
+from dist_ckpt.runs.upgrade import upgrade as convert_root
 
 
 @click.command()
@@ -40,21 +43,13 @@ def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
                 f"{where} is not upgraded, as jobs of 0.1.0 may use it: {'; '.join(plan.alive)}",
                 about=plan.alive,
             )
-        plan = convert(storage, where, force=True)
+        plan = convert_root(storage, where, force=True)
     _print(plan, dry_run=dry_run, as_json=as_json)
 
 
 def _print(plan: UpgradePlan, *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        facts = {
-            "root": plan.root,
-            "dry_run": dry_run,
-            "folders": list(plan.folders),
-            "num_annotations": plan.num_annotations,
-            "num_incarnations": plan.num_incarnations,
-            "alive": list(plan.alive),
-        }
-        output.print_json("upgrade", facts)
+        output.print_json(convert({**asdict(plan), "dry_run": dry_run}, UpgradeResult))
         return
     root = output.printable(plan.root)
     if not plan.folders:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import (
+    NotChecked,
+    VerifiedCheckpoint,
+    VerifyAllResult,
+    VerifyResult,
+    convert,
+)
 from dist_ckpt.core.checkpoint.verify import Level, VerifyReport
 from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
 from dist_ckpt.core.storage import open_storage
@@ -51,7 +58,7 @@ def _verify_one(path: str, level: Level, *, as_json: bool) -> None:
         report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
     with output.exit_with(output.FINE if report.ok else output.FINDING):
         if as_json:
-            output.print_json("verify", _facts(report))
+            output.print_json(convert(report, VerifyResult))
         else:
             _print(report)
 
@@ -91,15 +98,13 @@ def _verify_all(
     num_damaged = sum(not report.ok for report in reports)
     with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
         if as_json:
-            facts = {
-                "path": root,
-                "ok": not num_damaged and not codes,
-                "checkpoints": [_facts(report) for report in reports],
-                "not_checked": [
-                    {"path": checkpoint.path, "why": checkpoint.why} for checkpoint in not_checked
-                ],
-            }
-            output.print_json("verify-all", facts)
+            document = VerifyAllResult(
+                path=root,
+                ok=not num_damaged and not codes,
+                checkpoints=convert(reports, tuple[VerifiedCheckpoint, ...]),
+                not_checked=convert(not_checked, tuple[NotChecked, ...]),
+            )
+            output.print_json(document)
         else:
             num = len(reports)
             checked = f"{num} checkpoint{'s' * (num != 1)} checked"
@@ -116,24 +121,6 @@ def _verify(checkpoint: RunCheckpoint, level: Level) -> VerifyReport | _NotCheck
         return _NotChecked(checkpoint.path, "replaced or deleted meanwhile")
     except CheckpointError as error:
         return _NotChecked(checkpoint.path, str(error), output.exit_code(error))
-
-
-def _facts(report: VerifyReport) -> dict[str, object]:
-    return {
-        "path": report.path,
-        "level": report.level,
-        "ok": report.ok,
-        "num_files": report.num_files,
-        "nbytes_checked": report.nbytes_checked,
-        "problems": [
-            {
-                **asdict(problem),
-                "rows": problem.rows and [problem.rows.start, problem.rows.stop],
-            }
-            for problem in report.problems
-        ],
-        "notes": list(report.notes),
-    }
 
 
 def _print(report: VerifyReport | _NotChecked) -> None:

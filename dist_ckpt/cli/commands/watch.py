@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import WatchedRow, WatchResult
 from dist_ckpt.core.commit.records.incarnations import NO_LIVENESS
-from dist_ckpt.core.format.index.model_description import as_json as as_plain_json
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
@@ -67,7 +67,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
     if once:
         look = observe_run(storage, where)
         if as_json:
-            output.print_json_line("watch", _facts(look, where, [], keep))
+            output.print_json(_document(look, where, [], keep), indent=None)
         else:
             click.echo("\n".join(lines(look, keep)))
         return
@@ -76,7 +76,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
         if as_json:
             for seen, events in looks:
                 if events:
-                    output.print_json_line("watch", _facts(seen, where, events, keep))
+                    output.print_json(_document(seen, where, events, keep), indent=None)
         elif sys.stdout.isatty() and not Console().is_dumb_terminal:
             _show(looks, keep)
         else:
@@ -125,39 +125,48 @@ def _timed(events: Sequence[str]) -> list[str]:
     return [f"{now}  {output.printable(line)}" for line in events]
 
 
-def _facts(
+def _document(
     look: RunObservation | None, root: str, events: Sequence[str], keep: RetentionPolicy | None
-) -> dict[str, object]:
-    """Return what there is, if the folder is there, and what has changed."""
+) -> WatchResult:
+    """Return the document of an observation; None if the folder does not exist yet."""
     if look is None:
-        empty: dict[str, object] = {"incarnation": None, "last_liveness": None, "step": None}
-        at = {"root": root, "at": time.time(), "changes": list(events)}
-        return {**at, **empty, "problem": "", "checkpoints": []}
+        return WatchResult(
+            root=root,
+            at=time.time(),
+            changes=tuple(events),
+            incarnation=None,
+            last_liveness=None,
+            step=None,
+            problem="",
+            checkpoints=(),
+        )
     kept, newest = kept_by(look, keep), look.newest
-    written = {path: status.nbytes for path, status in look.writing.items()}
-    return {
-        "root": root,
-        "at": look.at,
-        "changes": list(events),
-        "incarnation": None if look.incarnation is None else look.incarnation.number,
-        "last_liveness": look.last_liveness,
-        "step": None if newest is None else newest.step,
-        "problem": look.listing.history_problem,
-        "checkpoints": [
-            {
-                "name": checkpoint.name,
-                "step": checkpoint.step,
-                "state": checkpoint.state,
-                "nbytes": checkpoint.nbytes,
-                "saved_at": checkpoint.saved_at,
-                "metrics": as_plain_json(checkpoint.metrics),
-                "is_orphaned": checkpoint.is_orphaned,
-                "nbytes_written": written.get(checkpoint.path),
-                "kept_by": list(kept.get(checkpoint.path, ())),
-            }
-            for checkpoint in look.listing.checkpoints
-        ],
-    }
+    rows = tuple(
+        WatchedRow(
+            name=checkpoint.name,
+            step=checkpoint.step,
+            state=checkpoint.state,
+            nbytes=checkpoint.nbytes,
+            saved_at=checkpoint.saved_at,
+            metrics=checkpoint.metrics,
+            is_orphaned=checkpoint.is_orphaned,
+            nbytes_written=None
+            if (status := look.writing.get(checkpoint.path)) is None
+            else status.nbytes,
+            kept_by=kept.get(checkpoint.path, ()),
+        )
+        for checkpoint in look.listing.checkpoints
+    )
+    return WatchResult(
+        root=root,
+        at=look.at,
+        changes=tuple(events),
+        incarnation=None if look.incarnation is None else look.incarnation.number,
+        last_liveness=look.last_liveness,
+        step=None if newest is None else newest.step,
+        problem=look.listing.history_problem,
+        checkpoints=rows,
+    )
 
 
 def lines(

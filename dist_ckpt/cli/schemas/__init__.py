@@ -1,1 +1,0 @@
-"""What `--json` prints, as JSON Schemas."""
