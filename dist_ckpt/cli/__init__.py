@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -19,40 +21,33 @@ from click.shell_completion import add_completion_class
 
 from dist_ckpt import __version__
 from dist_ckpt.cli import output
-from dist_ckpt.cli.commands import (
-    average,
-    backup,
-    compare,
-    completion,
-    cp,
-    diff,
-    estimate,
-    export,
-    gc,
-    import_,
-    layout,
-    ls,
-    pin,
-    prune,
-    report,
-    request_save,
-    reshard,
-    rm,
-    schema,
-    show,
-    stats,
-    strip,
-    tag,
-    tensors,
-    tree,
-    upgrade,
-    verify,
-    watch,
-)
 from dist_ckpt.cli.completion import BashWords
 
+_NAMES = (
+    *("average", "backup", "compare", "completion", "cp", "diff", "estimate", "export", "gc"),
+    *("import", "layout", "ls", "pin", "prune", "report", "request-save", "reshard", "rm"),
+    *("schema", "show", "stats", "strip", "tag", "tensors", "tree", "upgrade", "verify", "watch"),
+)
 # Commands by the names of 0.1.0.
 _NEW_NAMES = {"plan": "estimate"}
+
+
+class _CommandTable(Mapping[str, click.Command]):
+    """The commands by name. A command is imported when it is first needed."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in _NAMES:
+            raise KeyError(name)
+        module = name.replace("-", "_") + "_" * iskeyword(name)
+        command = getattr(import_module(f"dist_ckpt.cli.commands.{module}"), module)
+        assert isinstance(command, click.Command)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
 
 
 class _Commands(click.Group):
@@ -100,7 +95,11 @@ def _until_nobody_reads() -> Iterator[None]:
                 raise
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    commands=_CommandTable(),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="dist-ckpt")
 def cli() -> None:
     """Look at checkpoints, check them, rewrite and remove them.
@@ -112,39 +111,6 @@ def cli() -> None:
     Exit codes: 0 fine, 1 a finding (damage), 2 usage, 3 not found or not committed,
     4 incompatible, 5 input/output or space, 6 refused without --yes, or no answer.
     """  # noqa: D301 - click knows the backspace
-
-
-for _command in (
-    ls.ls,
-    show.show,
-    tree.tree,
-    tensors.tensors,
-    stats.stats,
-    layout.layout,
-    verify.verify,
-    compare.compare,
-    diff.diff,
-    estimate.estimate,
-    reshard.reshard,
-    backup.backup,
-    cp.cp,
-    strip.strip,
-    average.average,
-    rm.rm,
-    gc.gc,
-    import_.import_,
-    export.export,
-    prune.prune,
-    pin.pin,
-    tag.tag,
-    request_save.request_save,
-    upgrade.upgrade,
-    watch.watch,
-    completion.completion,
-    schema.schema,
-    report.report,
-):
-    cli.add_command(_command)
 
 
 class _StopError(BaseException):
