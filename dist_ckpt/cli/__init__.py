@@ -21,7 +21,7 @@ from click.shell_completion import add_completion_class
 
 from dist_ckpt import __version__
 from dist_ckpt.cli import output
-from dist_ckpt.cli.completion import BashWords
+from dist_ckpt.cli.commands.completion import BashWords
 
 _NAMES = (
     *("average", "backup", "compare", "completion", "cp", "diff", "estimate", "export", "gc"),

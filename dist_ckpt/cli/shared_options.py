@@ -1,16 +1,83 @@
-"""What several commands take, spelt alike in all of them."""
+"""The arguments and options of several commands, and the words that a shell completes in them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from dist_ckpt.cli.completion import CheckpointPath, names_in
+from dist_ckpt.core.checkpoint import checkpoint
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.openers import OPENER
+from dist_ckpt.runs.listing import Listing, list_run
 
 _Command = Callable[..., Any]
+
+# While a shell waits nothing is printed: whatever goes wrong, nothing is offered.
+_EXPECTED = (CheckpointError, OSError, ValueError, TypeError)
+
+
+class CheckpointPath(click.Path):
+    """A path, or a checkpoint of a run such as runs/a@latest."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return what may follow an @, else have the shell complete a path. Called by click."""
+        root, at, _ = incomplete.rpartition("@")
+        if not at:
+            return super().shell_complete(ctx, param, incomplete)
+        with suppress(*_EXPECTED):
+            storage, folder = open_storage(root)
+            listing = list_run(storage, folder, now=time.time())
+            return _matching((f"{root}@{selector}" for selector in _selectors(listing)), incomplete)
+        return []
+
+
+def _selectors(listing: Listing) -> Iterator[str]:
+    yield "latest"
+    yield from (str(saved.step) for saved in listing.alive)
+    for metric in sorted({name for saved in listing.alive for name in saved.metrics}):
+        yield from (f"min:{metric}", f"max:{metric}")
+    for tag in sorted({name for saved in listing.checkpoints for name in saved.tags}):
+        yield f"tag:{tag}"
+
+
+def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names of tensors, and what they lie below, up to the next dot. Called by click."""
+    # An option that lacks its value ends click's parsing: what was given before is no argument yet.
+    given = [ctx.params.get(name) for name in ("path", "source", "a")]
+    path = next((value for value in [*given, *ctx.args] if isinstance(value, str)), "")
+    names: set[str] = set()
+    with suppress(*_EXPECTED), checkpoint.open(path, opener=OPENER) as ck:
+        for fqn in ck:
+            if fqn.startswith(incomplete):
+                more, _, _ = fqn[len(incomplete) :].partition(".")
+                names.add(incomplete + more)
+    return _matching(iter(sorted(names)), incomplete)
+
+
+def components_in(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the components of the checkpoint that was given before. Called by click."""
+    with suppress(*_EXPECTED), checkpoint.open(str(ctx.params.get("path")), opener=OPENER) as ck:
+        return _matching((component.name for component in ck.index.catalog.components), incomplete)
+    return []
+
+
+def _matching(offered: Iterator[str], incomplete: str) -> list[CompletionItem]:
+    return [
+        CompletionItem(word)
+        for word in offered
+        if word.startswith(incomplete) and word.isprintable()
+    ]
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it takes none

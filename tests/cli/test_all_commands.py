@@ -90,6 +90,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_every_command_is_looked_at_here() -> None:
     assert {*cli.commands} == {*WORDS} | WITHOUT_PATH
+    files = (ROOT / "dist_ckpt" / "cli" / "commands").glob("[!_]*.py")
+    assert {*cli.commands} == {path.stem.strip("_").replace("_", "-") for path in files}
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
@@ -384,7 +386,7 @@ def test_who_may_not_read_gets_one_line(name: str) -> None:
 
 def as_another_user(given: list[str]) -> subprocess.CompletedProcess[str]:
     # The libraries may lie where that user does not come: they are imported before.
-    imports = "import os, sys, numpy; from dist_ckpt.cli import main"
+    imports = "import os, sys, numpy; from dist_ckpt.cli import cli, main; dict(cli.commands)"
     code = f"{imports}; os.setuid(65534); main(sys.argv[1:])"
     return subprocess.run(
         [sys.executable, "-c", code, *given],

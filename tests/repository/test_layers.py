@@ -112,6 +112,8 @@ TORCH_OR_NUMPY_IF_THERE = {
 LAZY_EXPORTS = "dist_ckpt.core.runtime.public_names"
 # The readers of other systems' files, imported when their files are there.
 READERS = "dist_ckpt.interop.registry"
+# The commands, imported when they are called.
+COMMANDS = "dist_ckpt.cli"
 
 # The front door imports what is asked of it; nothing else is lazy without saying why.
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", f"{PACKAGE}.storage")
@@ -431,7 +433,7 @@ def test_imports_are_absolute_and_at_the_top() -> None:
 def test_nothing_is_imported_by_a_name_in_a_string_but_by_those_who_say_so() -> None:
     by_name = re.compile(r"\b(import_module|__import__|find_spec|spec_from_\w+)\(")
     users = {name for name, text in SOURCES.items() if by_name.search(text)}
-    assert users == {PACKAGE, LAZY_EXPORTS, READERS, *TORCH_OR_NUMPY_IF_THERE}
+    assert users == {PACKAGE, LAZY_EXPORTS, READERS, COMMANDS, *TORCH_OR_NUMPY_IF_THERE}
 
 
 def test_a_lazy_import_is_found_unless_it_says_why() -> None:

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
     get_completion_class,
+    split_arg_string,
 )
 
-from dist_ckpt.cli.completion import BashWords
+
+class BashWords(BashComplete):
+    """Completes in bash, for which a word ends at an @ or a colon, and so in runs/a@min:loss.
+
+    click would be given bash's words. Here they are taken from the line, and bash is given what
+    takes the place of the last of its own.
+    """
+
+    source_template = """\
+%(complete_func)s() {
+    local IFS=$'\\n' found type value
+    found=$(env COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_BREAKS="$COMP_WORDBREAKS" \\
+        %(complete_var)s=bash_complete "$1")
+    COMPREPLY=()
+    while IFS=, read -r type value; do
+        case $type in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain) COMPREPLY+=("$value") ;;
+        esac
+    done <<< "$found"
+}
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """Return the words before the cursor, and the one that is begun. Called by click."""
+        line = os.environ["COMP_LINE"]
+        words = split_arg_string(line)
+        begun = "" if line[-1:].isspace() or len(words) < 2 else words.pop()
+        return words[1:], begun
+
+    def format_completion(self, item: CompletionItem) -> str:
+        """Return what bash puts in the place of its own last word. Called by click."""
+        _, begun = self.get_completion_args()
+        breaks = [char for char in ":=@" if char in os.environ.get("COMP_BREAKS", "")]
+        end = max((begun.rfind(char) for char in breaks), default=-1)
+        # readline ends a word before an @ and behind the others.
+        there = begun[: end + (begun[end : end + 1] != "@")]
+        return f"{item.type},{item.value.removeprefix(there)}"
 
 
 @click.command()

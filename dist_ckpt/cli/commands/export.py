@@ -14,7 +14,7 @@ import click
 
 from dist_ckpt.cli import output
 from dist_ckpt.cli import shared_options as options
-from dist_ckpt.cli.completion import names_in
+from dist_ckpt.cli.shared_options import names_in
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.reports import size

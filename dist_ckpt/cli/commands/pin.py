@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Mapping
+
 import click
 
-from dist_ckpt.cli import shared_options
-from dist_ckpt.cli.protected_checkpoint import checkpoint_to_protect, print_protection
-from dist_ckpt.cli.results import PinResult
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import PinResult, TagResult, convert
 from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
 
 
 @click.command()
@@ -35,3 +42,31 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
             leases.pin(subject, why)
     text = f"{'unpinned' if remove else 'pinned'} {subject.path}"
     print_protection(PinResult, subject, {"why": why, "removed": remove}, text, (dry_run, as_json))
+
+
+def print_protection(
+    document: type[PinResult] | type[TagResult],
+    subject: CheckpointRef,
+    facts: Mapping[str, object],
+    text: str,
+    how: tuple[bool, bool],
+) -> None:
+    """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
+    dry_run, as_json = how
+    if as_json:
+        about = {"path": subject.path, "step": subject.where[0], "dry_run": dry_run}
+        output.print_json(convert({**about, **facts}, document))
+    else:
+        click.echo(f"{'would be: ' * dry_run}{output.printable(text)}")
+
+
+def checkpoint_to_protect(path: str) -> CheckpointRef:
+    """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
+    storage, where = open_resolved(path)
+    for checkpoint in list_run(storage, where, now=time.time()).checkpoints:
+        if checkpoint.path == where:
+            if checkpoint.state != "committed":
+                raise NotFoundError(f"{path} is {checkpoint.state}: only what is committed is kept")
+            return checkpoint_ref_of(storage, checkpoint)
+    root = os.path.basename(where)
+    raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.completion import components_in
+from dist_ckpt.cli.shared_options import components_in
 from dist_ckpt.core.commit import removal
 from dist_ckpt.reports import size
 from dist_ckpt.runs.selectors import open_resolved

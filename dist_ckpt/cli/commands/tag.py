@@ -7,7 +7,7 @@ import time
 import click
 
 from dist_ckpt.cli import shared_options
-from dist_ckpt.cli.protected_checkpoint import checkpoint_to_protect, print_protection
+from dist_ckpt.cli.commands.pin import checkpoint_to_protect, print_protection
 from dist_ckpt.cli.results import TagResult
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef

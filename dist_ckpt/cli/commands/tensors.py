@@ -9,7 +9,10 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import TensorRow, TensorsResult, convert
-from dist_ckpt.cli.selected_tensors import selected_tensors
+from dist_ckpt.core.checkpoint import checkpoint
+from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
+from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import size
 
 
@@ -69,3 +72,15 @@ def tensors(
     )
     nbytes = sum(info.nbytes for _, info in rows if info.alias_of is None)
     click.echo(f"{len(rows)} tensors, {size(nbytes)}")
+
+
+def selected_tensors(
+    path: str, include: tuple[str, ...], exclude: tuple[str, ...]
+) -> tuple[str, dict[str, TensorInfo]]:
+    """Return a checkpoint's path and its chosen tensors. ValueError if a glob matches nothing."""
+    selection = selection_of(include or None, exclude or None)
+    with checkpoint.open(path, opener=OPENER) as ck:
+        tensors = ck.tensors
+        if problems := selection.unmatched(tensors):
+            raise ValueError("; ".join(problems))
+        return ck.path, {name: info for name, info in tensors.items() if name in selection}

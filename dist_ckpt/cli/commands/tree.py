@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.commands.tensors import selected_tensors
 from dist_ckpt.cli.results import TreeNode, TreeResult
-from dist_ckpt.cli.selected_tensors import selected_tensors
 from dist_ckpt.reports import size
 
 
