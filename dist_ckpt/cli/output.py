@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from dist_ckpt.cli import results
-from dist_ckpt.cli.results import Record, convert
+from dist_ckpt.cli.results import JsonObject, convert
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
 from dist_ckpt.errors import (
@@ -134,7 +134,7 @@ def printable(text: str, *, allowed: str = "") -> str:
 
 
 def print_json(
-    document: Record | str, facts: Mapping[str, object] | None = None, *, indent: int | None = 2
+    document: JsonObject | str, facts: Mapping[str, object] | None = None, *, indent: int | None = 2
 ) -> None:
     """Print a document of `results`; without `indent` on one line."""
     if isinstance(document, str):

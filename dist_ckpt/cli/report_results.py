@@ -7,11 +7,11 @@ from typing import Literal, TypeAlias
 
 from dist_ckpt.cli.results import (
     AnnotatedRow,
-    Document,
+    JsonDocument,
+    JsonObject,
     LargeTensor,
     Number,
     ProblemRow,
-    Record,
     Sizes,
     Texts,
 )
@@ -23,7 +23,7 @@ TextPairs: TypeAlias = tuple[tuple[str, str], ...]
 SizePairs: TypeAlias = tuple[tuple[str, int], ...]
 
 
-class Verification(Record, frozen=True):
+class Verification(JsonObject, frozen=True):
     """The check of a report. `why` says why a checkpoint was not checked."""
 
     result: Literal["ok", "damaged", "not checked"]
@@ -36,7 +36,7 @@ class Verification(Record, frozen=True):
     nbytes_checked: int
 
 
-class DtypeSizes(Record, frozen=True):
+class DtypeSizes(JsonObject, frozen=True):
     """The bytes of the tensors of a dtype."""
 
     name: str
@@ -50,7 +50,7 @@ class ComponentSizes(DtypeSizes, frozen=True):
     dtypes: Sizes
 
 
-class SizeNode(DtypeSizes, frozen=True):
+class TreemapBox(DtypeSizes, frozen=True):
     """A box of the treemap. `parent` is a position in the list."""
 
     dtype: str
@@ -59,7 +59,7 @@ class SizeNode(DtypeSizes, frozen=True):
     is_rest: bool
 
 
-class RankRow(Record, frozen=True):
+class RankRow(JsonObject, frozen=True):
     """The bytes of a component by rank."""
 
     name: str
@@ -71,7 +71,7 @@ class RankRow(Record, frozen=True):
     most_rank: int
 
 
-class RankSizes(Record, frozen=True):
+class RankSizes(JsonObject, frozen=True):
     """The bytes of each rank. A column is `ranks_per_column` ranks."""
 
     components: tuple[RankRow, ...]
@@ -85,7 +85,7 @@ class RankSizes(Record, frozen=True):
     num_idle_ranks: int
 
 
-class ReportResult(Document, tag="dist-ckpt.report/2", frozen=True):
+class ReportResult(JsonDocument, tag="dist-ckpt.report/2", frozen=True):
     """The fields of all reports."""
 
     path: str
@@ -130,7 +130,7 @@ class CheckpointReport(DamagedReport, frozen=True):
     mesh: SizePairs
     attached: SizePairs
     per_rank: SizePairs
-    tree: tuple[SizeNode, ...]
+    tree: tuple[TreemapBox, ...]
     components: tuple[ComponentSizes, ...]
     dtypes: tuple[DtypeSizes, ...]
     largest: tuple[LargeTensor, ...]
@@ -153,7 +153,7 @@ class ReportedRow(AnnotatedRow, frozen=True):
     seconds: Mapping[str, float]
 
 
-class IncarnationRow(Record, frozen=True):
+class IncarnationRow(JsonObject, frozen=True):
     """An incarnation of a run."""
 
     number: int
@@ -163,14 +163,14 @@ class IncarnationRow(Record, frozen=True):
     why: str
 
 
-class MetricValue(Record, frozen=True):
+class MetricValue(JsonObject, frozen=True):
     """A value of a metric, and its step."""
 
     value: Number
     step: int
 
 
-class MetricRow(Record, frozen=True):
+class MetricRow(JsonObject, frozen=True):
     """The values of a metric."""
 
     name: str
@@ -180,14 +180,14 @@ class MetricRow(Record, frozen=True):
     highest: MetricValue | None
 
 
-class Stall(Record, frozen=True):
+class Stall(JsonObject, frozen=True):
     """The longest time that training stood still for a save."""
 
     step: int
     seconds: float
 
 
-class SlowRank(Record, frozen=True):
+class SlowRank(JsonObject, frozen=True):
     """A rank that was the slowest of some saves."""
 
     rank: int
@@ -216,4 +216,4 @@ class RunReport(ReportResult, frozen=True):
 
 
 # The document of a report has one of several forms.
-FORMS: tuple[type[Record], ...] = (CheckpointReport, DamagedReport, RunReport)
+FORMS: tuple[type[JsonObject], ...] = (CheckpointReport, DamagedReport, RunReport)

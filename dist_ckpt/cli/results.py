@@ -24,11 +24,11 @@ Sizes: TypeAlias = Mapping[str, int]
 _Type = TypeVar("_Type")
 
 
-class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class JsonObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """An object in a document."""
 
 
-class Document(Record, tag_field="schema", tag="", frozen=True):
+class JsonDocument(JsonObject, tag_field="schema", tag="", frozen=True):
     """A whole document."""
 
 
@@ -37,7 +37,7 @@ def convert(value: object, type_: type[_Type]) -> _Type:
     return msgspec.convert(value, type_, from_attributes=True)
 
 
-class RunRow(Record, frozen=True):
+class RunRow(JsonObject, frozen=True):
     """A checkpoint of a run. Without an index that can be read, many fields are null."""
 
     name: str
@@ -72,7 +72,7 @@ class ListedRow(AnnotatedRow, frozen=True):
     leases: Texts
 
 
-class LsResult(Document, tag="dist-ckpt.ls/2", frozen=True):
+class LsResult(JsonDocument, tag="dist-ckpt.ls/2", frozen=True):
     """The checkpoints in a folder, and the folders of runs in it."""
 
     path: str
@@ -80,7 +80,7 @@ class LsResult(Document, tag="dist-ckpt.ls/2", frozen=True):
     runs: Texts
 
 
-class ShownCheckpoint(Record, frozen=True):
+class ShownCheckpoint(JsonObject, frozen=True):
     """A summary of a checkpoint. `config` is a text if it cannot be read."""
 
     path: str
@@ -110,13 +110,13 @@ class ShowResult(ShownCheckpoint, tag_field="schema", tag="dist-ckpt.show/2", fr
     """A summary of one checkpoint."""
 
 
-class ShowAllResult(Document, tag="dist-ckpt.show-all/2", frozen=True):
+class ShowAllResult(JsonDocument, tag="dist-ckpt.show-all/2", frozen=True):
     """Summaries of several checkpoints."""
 
     checkpoints: tuple[ShownCheckpoint, ...]
 
 
-class TreeNode(Record, frozen=True):
+class TreeNode(JsonObject, frozen=True):
     """A name in a checkpoint: a tensor with its dtype and shape, or a group of tensors."""
 
     name: str
@@ -124,7 +124,7 @@ class TreeNode(Record, frozen=True):
     tensor: str | None
 
 
-class TreeResult(Document, tag="dist-ckpt.tree/2", frozen=True):
+class TreeResult(JsonDocument, tag="dist-ckpt.tree/2", frozen=True):
     """The names in a checkpoint, up to a depth."""
 
     path: str
@@ -132,7 +132,7 @@ class TreeResult(Document, tag="dist-ckpt.tree/2", frozen=True):
     nodes: tuple[TreeNode, ...]
 
 
-class LargeTensor(Record, frozen=True):
+class LargeTensor(JsonObject, frozen=True):
     """A tensor without the tensor that it may be tied to."""
 
     name: str
@@ -149,14 +149,14 @@ class TensorRow(LargeTensor, frozen=True):
     alias_of: str | None
 
 
-class TensorsResult(Document, tag="dist-ckpt.tensors/2", frozen=True):
+class TensorsResult(JsonDocument, tag="dist-ckpt.tensors/2", frozen=True):
     """The tensors in a checkpoint."""
 
     path: str
     tensors: tuple[TensorRow, ...]
 
 
-class StatsRow(Record, frozen=True):
+class StatsRow(JsonObject, frozen=True):
     """Statistics of a tensor. `min`, `max`, `mean` and `rms` are of its finite values."""
 
     name: str
@@ -173,7 +173,7 @@ class StatsRow(Record, frozen=True):
     alias_of: str | None
 
 
-class StatsResult(Document, tag="dist-ckpt.stats/2", frozen=True):
+class StatsResult(JsonDocument, tag="dist-ckpt.stats/2", frozen=True):
     """Statistics of all tensors. `ok` is false if one has a nan or an infinity."""
 
     path: str
@@ -181,7 +181,7 @@ class StatsResult(Document, tag="dist-ckpt.stats/2", frozen=True):
     tensors: tuple[StatsRow, ...]
 
 
-class ShardRow(Record, frozen=True):
+class ShardRow(JsonObject, frozen=True):
     """A shard of a tensor: a box at an offset, or elements from `start` to `stop`."""
 
     tensor: str
@@ -192,7 +192,7 @@ class ShardRow(Record, frozen=True):
     stop: int | UnsetType = UNSET
 
 
-class FileRow(Record, frozen=True):
+class FileRow(JsonObject, frozen=True):
     """A shard file, with the selected shards."""
 
     name: str
@@ -203,7 +203,7 @@ class FileRow(Record, frozen=True):
     shards: tuple[ShardRow, ...]
 
 
-class LayoutResult(Document, tag="dist-ckpt.layout/2", frozen=True):
+class LayoutResult(JsonDocument, tag="dist-ckpt.layout/2", frozen=True):
     """The files and ranks that store a checkpoint."""
 
     path: str
@@ -219,7 +219,7 @@ class Rows(msgspec.Struct, array_like=True, frozen=True):
     stop: int
 
 
-class ProblemRow(Record, frozen=True):
+class ProblemRow(JsonObject, frozen=True):
     """A defect, and the file, rank, tensor and rows that it affects."""
 
     file: str
@@ -229,7 +229,7 @@ class ProblemRow(Record, frozen=True):
     what: str
 
 
-class VerifiedCheckpoint(Record, frozen=True):
+class VerifiedCheckpoint(JsonObject, frozen=True):
     """The result of a check."""
 
     path: str
@@ -245,23 +245,23 @@ class VerifyResult(VerifiedCheckpoint, tag_field="schema", tag="dist-ckpt.verify
     """The check of one checkpoint."""
 
 
-class NotChecked(Record, frozen=True):
+class SkippedCheckpoint(JsonObject, frozen=True):
     """A checkpoint that was not checked."""
 
     path: str
     why: str
 
 
-class VerifyAllResult(Document, tag="dist-ckpt.verify-all/2", frozen=True):
+class VerifyAllResult(JsonDocument, tag="dist-ckpt.verify-all/2", frozen=True):
     """The checks of all checkpoints of a run."""
 
     path: str
     ok: bool
     checkpoints: tuple[VerifiedCheckpoint, ...]
-    not_checked: tuple[NotChecked, ...]
+    not_checked: tuple[SkippedCheckpoint, ...]
 
 
-class ComparedRun(Record, frozen=True):
+class ComparedRun(JsonObject, frozen=True):
     """A run in a comparison. `config` and the counts are those of its newest checkpoint."""
 
     name: str
@@ -280,7 +280,7 @@ class ComparedRun(Record, frozen=True):
     problems: Texts
 
 
-class CompareResult(Document, tag="dist-ckpt.compare/2", frozen=True):
+class CompareResult(JsonDocument, tag="dist-ckpt.compare/2", frozen=True):
     """Several runs. `differing` has the values of a configuration that differ, by run."""
 
     metric: str | None
@@ -288,14 +288,14 @@ class CompareResult(Document, tag="dist-ckpt.compare/2", frozen=True):
     differing: Mapping[str, Mapping[str, str]]
 
 
-class Pair(Record, frozen=True):
+class Pair(JsonObject, frozen=True):
     """The values of both checkpoints."""
 
     a: str
     b: str
 
 
-class TensorDifference(Record, frozen=True):
+class TensorDifference(JsonObject, frozen=True):
     """A tensor whose values differ. `max_difference` is null where nan or infinities differ."""
 
     name: str
@@ -304,7 +304,7 @@ class TensorDifference(Record, frozen=True):
     max_difference: float | None
 
 
-class DiffResult(Document, tag="dist-ckpt.diff/2", frozen=True):
+class DiffResult(JsonDocument, tag="dist-ckpt.diff/2", frozen=True):
     """The differences of two checkpoints."""
 
     same: bool
@@ -318,7 +318,7 @@ class DiffResult(Document, tag="dist-ckpt.diff/2", frozen=True):
     values: tuple[TensorDifference, ...] | None
 
 
-class EstimateResult(Document, tag="dist-ckpt.estimate/2", frozen=True):
+class EstimateResult(JsonDocument, tag="dist-ckpt.estimate/2", frozen=True):
     """The space and time that the checkpoints of a job need."""
 
     path: str
@@ -337,7 +337,7 @@ class EstimateResult(Document, tag="dist-ckpt.estimate/2", frozen=True):
     fits: bool
 
 
-class PruneRow(Record, frozen=True):
+class PruneRow(JsonObject, frozen=True):
     """A checkpoint, and the reasons why it stays. Without a reason it is removed."""
 
     name: str
@@ -346,7 +346,7 @@ class PruneRow(Record, frozen=True):
     kept_by: Texts
 
 
-class PruneResult(Document, tag="dist-ckpt.prune/2", frozen=True):
+class PruneResult(JsonDocument, tag="dist-ckpt.prune/2", frozen=True):
     """The checkpoints of a run that stay, and those that are removed."""
 
     root: str
@@ -354,7 +354,7 @@ class PruneResult(Document, tag="dist-ckpt.prune/2", frozen=True):
     checkpoints: tuple[PruneRow, ...]
 
 
-class PinResult(Document, tag="dist-ckpt.pin/2", frozen=True):
+class PinResult(JsonDocument, tag="dist-ckpt.pin/2", frozen=True):
     """A checkpoint that was pinned or unpinned."""
 
     path: str
@@ -364,7 +364,7 @@ class PinResult(Document, tag="dist-ckpt.pin/2", frozen=True):
     dry_run: bool
 
 
-class TagResult(Document, tag="dist-ckpt.tag/2", frozen=True):
+class TagResult(JsonDocument, tag="dist-ckpt.tag/2", frozen=True):
     """A checkpoint that got or lost a tag."""
 
     path: str
@@ -374,7 +374,7 @@ class TagResult(Document, tag="dist-ckpt.tag/2", frozen=True):
     dry_run: bool
 
 
-class UpgradeResult(Document, tag="dist-ckpt.upgrade/2", frozen=True):
+class UpgradeResult(JsonDocument, tag="dist-ckpt.upgrade/2", frozen=True):
     """The records of a root that are converted. `alive` describes jobs that may use the root."""
 
     root: str
@@ -385,7 +385,7 @@ class UpgradeResult(Document, tag="dist-ckpt.upgrade/2", frozen=True):
     alive: Texts
 
 
-class GcResult(Document, tag="dist-ckpt.gc/2", frozen=True):
+class GcResult(JsonDocument, tag="dist-ckpt.gc/2", frozen=True):
     """The paths that garbage collection removes."""
 
     path: str
@@ -393,7 +393,7 @@ class GcResult(Document, tag="dist-ckpt.gc/2", frozen=True):
     removed: Texts
 
 
-class WrittenCheckpoint(Document, frozen=True):
+class WrittenCheckpoint(JsonDocument, frozen=True):
     """A checkpoint that was written."""
 
     path: str
@@ -423,14 +423,14 @@ class ImportResult(WrittenCheckpoint, tag="dist-ckpt.import/2", frozen=True):
     """A checkpoint that was made from files of another system."""
 
 
-class PlannedFile(Record, frozen=True):
+class PlannedFile(JsonObject, frozen=True):
     """A file that would be written or linked."""
 
     name: str
     nbytes: int
 
 
-class DryRunResult(Document, tag="dist-ckpt.dry-run/2", frozen=True):
+class DryRunResult(JsonDocument, tag="dist-ckpt.dry-run/2", frozen=True):
     """The effects that a command would have."""
 
     path: str
@@ -440,13 +440,13 @@ class DryRunResult(Document, tag="dist-ckpt.dry-run/2", frozen=True):
     reads: Texts
 
 
-class BackupResult(Document, tag="dist-ckpt.backup/2", frozen=True):
+class BackupResult(JsonDocument, tag="dist-ckpt.backup/2", frozen=True):
     """The path of a backup."""
 
     path: str
 
 
-class ExportResult(Document, tag="dist-ckpt.export/2", frozen=True):
+class ExportResult(JsonDocument, tag="dist-ckpt.export/2", frozen=True):
     """Files for another system."""
 
     path: str
@@ -454,7 +454,7 @@ class ExportResult(Document, tag="dist-ckpt.export/2", frozen=True):
     nbytes: int
 
 
-class StripResult(Document, tag="dist-ckpt.strip/2", frozen=True):
+class StripResult(JsonDocument, tag="dist-ckpt.strip/2", frozen=True):
     """The remaining tensors of a checkpoint. `num_linked` is null for a dry run."""
 
     path: str
@@ -464,7 +464,7 @@ class StripResult(Document, tag="dist-ckpt.strip/2", frozen=True):
     dry_run: bool
 
 
-class RmResult(Document, tag="dist-ckpt.rm/2", frozen=True):
+class RmResult(JsonDocument, tag="dist-ckpt.rm/2", frozen=True):
     """A checkpoint that is deleted."""
 
     path: str
@@ -478,7 +478,7 @@ class WatchedRow(RunRow, frozen=True):
     kept_by: Texts
 
 
-class WatchResult(Document, tag="dist-ckpt.watch/2", frozen=True):
+class WatchResult(JsonDocument, tag="dist-ckpt.watch/2", frozen=True):
     """A run at one time, and the changes since the last document."""
 
     root: str
@@ -491,7 +491,7 @@ class WatchResult(Document, tag="dist-ckpt.watch/2", frozen=True):
     checkpoints: tuple[WatchedRow, ...]
 
 
-class RequestSaveResult(Document, tag="dist-ckpt.request-save/2", frozen=True):
+class RequestSaveResult(JsonDocument, tag="dist-ckpt.request-save/2", frozen=True):
     """A request to save, and its answer. Without an answer `outcome` is null."""
 
     root: str
@@ -506,7 +506,7 @@ class RequestSaveResult(Document, tag="dist-ckpt.request-save/2", frozen=True):
     last_liveness: float | None
 
 
-_DOCUMENTS: tuple[type[Record], ...] = (
+_DOCUMENTS: tuple[type[JsonObject], ...] = (
     *(LsResult, ShowResult, ShowAllResult, TreeResult, TensorsResult, StatsResult, LayoutResult),
     *(VerifyResult, VerifyAllResult, CompareResult, DiffResult, EstimateResult, PruneResult),
     *(PinResult, TagResult, UpgradeResult, GcResult, ReshardResult, CpResult, AverageResult),
@@ -515,12 +515,12 @@ _DOCUMENTS: tuple[type[Record], ...] = (
 )
 
 
-def name_and_version(document: type[Record]) -> str:
+def name_and_version(document: type[JsonObject]) -> str:
     """Return the field `schema` of a document, such as dist-ckpt.ls/2."""
     return str(document.__struct_config__.tag)
 
 
-def name_of(document: type[Record]) -> str:
+def name_of(document: type[JsonObject]) -> str:
     """Return the name of a document, such as ls."""
     return name_and_version(document).removeprefix("dist-ckpt.").partition("/")[0]
 

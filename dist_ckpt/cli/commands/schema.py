@@ -11,7 +11,7 @@ import msgspec
 from dist_ckpt.cli import report_results, results
 
 # A document of a report has one of several forms.
-_FORMS: Mapping[str, Sequence[type[results.Record]]] = {
+_FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
     **{name: (document,) for name, document in results.BY_NAME.items()},
     "report": report_results.FORMS,
 }

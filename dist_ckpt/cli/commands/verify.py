@@ -11,7 +11,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import (
-    NotChecked,
+    SkippedCheckpoint,
     VerifiedCheckpoint,
     VerifyAllResult,
     VerifyResult,
@@ -102,7 +102,7 @@ def _verify_all(
                 path=root,
                 ok=not num_damaged and not codes,
                 checkpoints=convert(reports, tuple[VerifiedCheckpoint, ...]),
-                not_checked=convert(not_checked, tuple[NotChecked, ...]),
+                not_checked=convert(not_checked, tuple[SkippedCheckpoint, ...]),
             )
             output.print_json(document)
         else:
