@@ -58,8 +58,7 @@ if TYPE_CHECKING:
         layout,
     )
     from dist_ckpt.tools.inspect.tensor_stats import TensorStats, stats
-    from dist_ckpt.tools.rewrite.backup import backup
-    from dist_ckpt.tools.rewrite.copying import copy
+    from dist_ckpt.tools.rewrite.copying import backup, copy
     from dist_ckpt.tools.rewrite.reshard import reshard
     from dist_ckpt.tools.rewrite.strip import strip
 
@@ -103,7 +102,7 @@ _MODULES = {
     "estimate": "tools.inspect.estimate",
     "Estimate": "tools.inspect.estimate",
     "copy": "tools.rewrite.copying",
-    "backup": "tools.rewrite.backup",
+    "backup": "tools.rewrite.copying",
     "strip": "tools.rewrite.strip",
     "average": "tools.average.average",
     "Run": "tools.inspect.run",

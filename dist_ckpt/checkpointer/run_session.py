@@ -45,7 +45,7 @@ from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.selectors import select
-from dist_ckpt.tools.rewrite.backup import backup_at
+from dist_ckpt.tools.rewrite.copying import plan_backup_at
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -285,7 +285,7 @@ class RunSession:
                     raise ValueError(f"backup(step) differs between ranks: {gathered}")
                 storage, root = open_storage(real_path(self.root))
                 one = select(list_run(storage, root, now=time.time()), asked)
-                making.decide(backup_at(storage, one.path, overwrite=overwrite))
+                making.decide(plan_backup_at(storage, one.path, overwrite=overwrite).run())
         return making.result(str)
 
     def take(self, turn: Boundary, step: int, make: MakeState) -> None:

@@ -26,7 +26,7 @@ from dist_ckpt.errors import (
     NotFoundError,
 )
 from dist_ckpt.reports import SaveReport, size
-from dist_ckpt.tools.rewrite.dry_run import DryRun
+from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
@@ -150,22 +150,33 @@ def print_written(name: str, report: SaveReport, text: str, *, as_json: bool) ->
         click.echo(printable(text))
 
 
-def print_dry_run(plan: DryRun, *, as_json: bool, reads: Sequence[str] = ()) -> None:
-    """Print what would be written where, of what, and what would go for it."""
+def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: bool) -> Result | None:
+    """Run a plan and show its progress. For `--dry-run`, print it instead and return None."""
+    if dry_run:
+        _print_plan(plan, as_json=as_json)
+        return None
+    with progress(label) as update:
+        return plan.run(progress=update)
+
+
+def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
+    """Print the target of a plan, its files, what it replaces, and its sources."""
+    sizes = plan.files
     if as_json:
-        files = [{"name": name, "nbytes": nbytes} for name, nbytes in plan.files.items()]
-        facts = {"path": plan.path, "nbytes": plan.nbytes, "files": files}
-        print_json("dry-run", {**facts, "replaces": list(plan.replaces), "reads": list(reads)})
+        files = [{"name": name, "nbytes": nbytes} for name, nbytes in sizes.items()]
+        facts = {"path": plan.path, "nbytes": sum(sizes.values()), "files": files}
+        replaces, sources = list(plan.replaces), list(plan.sources)
+        print_json("dry-run", {**facts, "replaces": replaces, "reads": sources})
         return
-    for source in reads:
+    for source in plan.sources:
         click.echo(f"would be read  {printable(source)}")
     for gone in plan.replaces:
         click.echo(f"would be replaced  {printable(gone)}")
-    for name, nbytes in [*plan.files.items()][:MOST_FILES]:
+    for name, nbytes in [*sizes.items()][:MOST_FILES]:
         click.echo(f"would be written  {printable(name)}  {size(nbytes)}")
-    if (more := len(plan.files) - MOST_FILES) > 0:
+    if (more := len(sizes) - MOST_FILES) > 0:
         click.echo(f"... and {more} files more, which --json lists")
-    total = f"{size(plan.nbytes)} in {len(plan.files)} files would be written"
+    total = f"{size(sum(sizes.values()))} in {len(sizes)} files would be written"
     click.echo(f"{printable(plan.path)}: {total}")
 
 

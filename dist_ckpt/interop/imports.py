@@ -24,15 +24,15 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 from dist_ckpt.core.format.index.index import MAX_STEP
-from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import checkpoint_of
 from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, foreign_at, reader_module
 from dist_ckpt.reports import Progress, SaveReport
-from dist_ckpt.tools.rewrite.dry_run import DryRun
-from dist_ckpt.tools.rewrite.reshard import even, plan_rewrite, rewrite
+from dist_ckpt.tools.rewrite.reshard import even, plan_rewrite
+from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 __all__ = [
     "ImportOptions",
@@ -75,7 +75,7 @@ def from_dcp(
 
     Names are those that `dc.save` would give the state: nested as it was, before DCP made it flat.
     """
-    return _pickled("dcp", source, target, options)
+    return _import("dcp", source, target, options)
 
 
 def from_torch(
@@ -86,7 +86,7 @@ def from_torch(
     The file holds a dict, nested as you like, of tensors and plain data. One of tensors alone, as
     of a model's `state_dict()`, becomes `{"model": ...}`. Tensors that were tied still are.
     """
-    return _pickled("torch", source, target, options)
+    return _import("torch", source, target, options)
 
 
 def from_hf(
@@ -96,8 +96,7 @@ def from_hf(
 
     They are one file, or a folder as Hugging Face writes it, and become `{"model": ...}`.
     """
-    _check(options)
-    return _rewritten(_open_safetensors(source), target, options, _chosen_of_hf(options))
+    return _import("hf", source, target, options)
 
 
 def from_lightning(
@@ -108,7 +107,7 @@ def from_lightning(
     The LightningModule is `model`, the first optimizer `optim`, the next `optim_1`; all else has
     the name that it has there, such as `lr_schedulers`, `loops`, `callbacks`, `hyper_parameters`.
     """
-    return _pickled("lightning", source, target, options)
+    return _import("lightning", source, target, options)
 
 
 def from_accelerate(
@@ -120,7 +119,7 @@ def from_accelerate(
     `dataloader`, `custom_checkpoint`, and `scaler`. `rng` are the generators of each rank, for a
     `dc.RNG`; of a rank that sees several GPUs, that of the GPU of its number.
     """
-    return _pickled("accelerate", source, target, options)
+    return _import("accelerate", source, target, options)
 
 
 def from_deepspeed(
@@ -132,7 +131,7 @@ def from_deepspeed(
     parameters as they are; `optim` has the state by the parameters' names. The vectors of all ranks
     are read where they lie.
     """
-    return _pickled("deepspeed", source, target, options)
+    return _import("deepspeed", source, target, options)
 
 
 def from_megatron(
@@ -143,64 +142,39 @@ def from_megatron(
     Tensors have the names that they are sharded under, below `model` or `optim`: layers of one
     shape are one tensor, the layers first. Objects of ranks are below `objects`.
     """
-    return _pickled("megatron", source, target, options)
+    return _import("megatron", source, target, options)
 
 
 def plan_import(
-    kind: str, source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
-) -> DryRun:
-    """Return what `from_dcp`, or of another `kind`, would write.
+    kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
+) -> WritePlan[SaveReport]:
+    """Return the plan of `from_dcp`, or of the import of another `kind`.
 
-    Nothing is changed. Raises what it does before it writes.
+    Raises the errors that the import raises before it writes.
     """
     _check(options)
+    include, exclude = options.get("include"), options.get("exclude")
     if kind == "hf":
-        opened, selection = _open_safetensors(source), _chosen_of_hf(options)
+        opened, selection = _open_safetensors(source), selection_of(include, exclude)
     else:
-        opened, selection = _opened(kind, source, options)
+        selection = selection_of(include, None)
+        wanted = ImportFilter(selection_of(None, exclude), selection.__contains__)
+        opened = open_pickled(kind, source, wanted)
     return plan_rewrite(
         opened,
-        target,
-        even(options.get("world_size", 1)),
-        overwrite=options.get("overwrite", False),
-        selection=selection,
-    )
-
-
-def _pickled(
-    kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
-) -> SaveReport:
-    _check(options)
-    opened, selection = _opened(kind, source, options)
-    return _rewritten(opened, target, options, selection)
-
-
-def _opened(
-    kind: str, source: ForeignPath, options: ImportOptions
-) -> tuple[tuple[Storage, str], Selection]:
-    """Return the files as a checkpoint, without what is excluded, and what is chosen of it."""
-    chosen = selection_of(options.get("include"), None)
-    interest = ImportFilter(selection_of(None, options.get("exclude")), chosen.__contains__)
-    return open_pickled(kind, source, interest), chosen
-
-
-def _chosen_of_hf(options: ImportOptions) -> Selection:
-    return selection_of(options.get("include"), options.get("exclude"))
-
-
-def _rewritten(
-    source: tuple[Storage, str], target: ForeignPath, options: ImportOptions, selection: Selection
-) -> SaveReport:
-    return rewrite(
-        source,
         target,
         even(options.get("world_size", 1)),
         max_memory=_MAX_MEMORY,
         step=options.get("step"),
         overwrite=options.get("overwrite", False),
         selection=selection,
-        progress=options.get("progress"),
     )
+
+
+def _import(
+    kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
+) -> SaveReport:
+    return plan_import(kind, source, target, options).run(progress=options.get("progress"))
 
 
 def open_pickled(

@@ -140,7 +140,7 @@ def test_what_lacks_memory_is_told(path: Path, run: Run, monkeypatch: pytest.Mon
     def without_memory(*_: object, **options: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("dist_ckpt.cli.commands.cp.copy", without_memory)
+    monkeypatch.setattr("dist_ckpt.cli.commands.cp.plan_copy", without_memory)
     code, _, errors = run("cp", path, f"{path}-new")
     assert code == output.IO_ERROR
     assert errors == "dist-ckpt: there is not enough memory for that: give it more\n"

@@ -25,8 +25,9 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.interop.shrew import encoding, files
+from dist_ckpt.interop.shrew import files
 from dist_ckpt.interop.writers import single_process_save
+from dist_ckpt.interop.writers.local_files import LocalFile
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -502,14 +503,13 @@ def test_a_file_that_shrinks_while_it_is_imported_makes_no_checkpoint(
 ) -> None:
     file = tmp_path / "a.shrew"
     file.write_bytes(w.version_1(("a", "u8", (1 << 20,), bytes(1 << 20))))
-    parse = encoding.parse
+    check_unchanged = LocalFile.check_unchanged
 
-    def shrinking(*arguments: Any) -> Any:
-        state = parse(*arguments)
+    def shrinking(source: LocalFile, version: tuple[int, ...]) -> None:
+        check_unchanged(source, version)
         os.truncate(file, 1000)
-        return state
 
-    monkeypatch.setattr(encoding, "parse", shrinking)
+    monkeypatch.setattr(LocalFile, "check_unchanged", shrinking)
     with pytest.raises(CorruptError, match="byte 1000: the file ends here"):
         files.import_file(file, tmp_path / "ck")
     with pytest.raises(NotFoundError):

@@ -41,7 +41,7 @@ from dist_ckpt.runs.upgrade import plan_upgrade, upgrade
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.tools.rewrite.backup import backup_at
+from dist_ckpt.tools.rewrite.copying import plan_backup_at
 
 # Written by dist_ckpt 0.1.0: two starts of a Checkpointer, the second restored step 2 of the first,
 # a pin, a tag, a metric, a check, a backup, and a lease that does not end in our time.
@@ -239,7 +239,7 @@ CALLS: dict[str, Callable[[Storage], object]] = {
     "gc of one": lambda s: collect_all(s, f"{ROOT}/{STEP_3}", grace_s=0.0),
     "delete": lambda s: delete_at(s, f"{ROOT}/{STEP_3}", force=True),
     "request": lambda s: request_save(s, ROOT, stops=False),
-    "backup": lambda s: backup_at(s, f"{ROOT}/{STEP_3}", overwrite=False),
+    "backup": lambda s: plan_backup_at(s, f"{ROOT}/{STEP_3}", overwrite=False).run(),
     "prune": lambda s: prune(s, ROOT, last(1), is_whole=lambda _: True),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.reports import size
 
 
@@ -57,10 +56,7 @@ def average(  # noqa: PLR0913  (one for each option)
             "one checkpoint has no average: give two or more, or --last or --best of a run's folder"
         )
     try:
-        from dist_ckpt.tools.average.average import (  # noqa: PLC0415  (it needs torch)
-            average_single_process,
-            plan_average,
-        )
+        from dist_ckpt.tools.average.average import plan_average  # noqa: PLC0415  (it needs torch)
         from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: PLC0415  (it goes with that)
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -68,7 +64,7 @@ def average(  # noqa: PLR0913  (one for each option)
         raise ModuleNotFoundError(
             'averages need torch: pip install "dist-ckpt[torch]", or ".[torch]" in a clone'
         ) from None
-    given = AverageOptions(
+    options = AverageOptions(
         last=last,
         best=best,
         min=lowest,
@@ -80,16 +76,12 @@ def average(  # noqa: PLR0913  (one for each option)
         overwrite=overwrite,
     )
     chosen = sources[0] if of_run else sources
-    if dry_run:
-        plan, reads = plan_average(chosen, target, given)
-        output.print_dry_run(plan, as_json=as_json, reads=reads)
+    plan = plan_average(chosen, target, options)
+    report = output.run_plan(plan, "average", dry_run=dry_run, as_json=as_json)
+    if report is None:
         return
-    with output.progress("average") as update:
-        report = average_single_process(chosen, target, given, update)
-    with open_checkpoint(target) as checkpoint:
-        averaged = checkpoint.index.saved_by["averaged"]
     if not as_json:
-        for source in averaged.split("; "):
+        for source in plan.sources:
             click.echo(output.printable(source))
     summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
     output.print_written("average", report, f"{report.path}: {summary}", as_json=as_json)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.tools.rewrite.backup import backup as keep_beside
-from dist_ckpt.tools.rewrite.backup import plan_backup
+from dist_ckpt.tools.rewrite.copying import plan_backup
 
 
 @click.command()
@@ -23,12 +22,11 @@ def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     \b
     dist-ckpt backup runs/a@latest
     """  # noqa: D301 - click knows the backspace
-    if dry_run:
-        output.print_dry_run(plan_backup(path, overwrite=overwrite), as_json=as_json)
+    plan = plan_backup(path, overwrite=overwrite)
+    target = output.run_plan(plan, "backup", dry_run=dry_run, as_json=as_json)
+    if target is None:
         return
-    with output.progress("backup") as update:
-        kept = keep_beside(path, overwrite=overwrite, progress=update)
     if as_json:
-        output.print_json("backup", {"path": kept})
+        output.print_json("backup", {"path": target})
     else:
-        click.echo(output.printable(kept))
+        click.echo(output.printable(target))

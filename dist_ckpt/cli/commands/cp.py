@@ -6,7 +6,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.reports import size
-from dist_ckpt.tools.rewrite.copying import copy, plan_copy
+from dist_ckpt.tools.rewrite.copying import plan_copy
 
 
 @click.command()
@@ -27,11 +27,10 @@ def cp(
     \b
     dist-ckpt cp runs/a@latest archive/step-00012000
     """  # noqa: D301 - click knows the backspace
-    if dry_run:
-        output.print_dry_run(plan_copy(source, target, overwrite=overwrite), as_json=as_json)
+    plan = plan_copy(source, target, overwrite=overwrite, link=link)
+    report = output.run_plan(plan, "cp", dry_run=dry_run, as_json=as_json)
+    if report is None:
         return
-    with output.progress("cp") as update:
-        report = copy(source, target, overwrite=overwrite, link=link, progress=update)
     linked = f", {report.num_linked} linked" if link else ""
     summary = f"{report.path}: {size(report.nbytes)} in {report.num_files} files{linked}"
     output.print_written("cp", report, summary, as_json=as_json)

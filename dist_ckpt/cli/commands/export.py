@@ -1,13 +1,9 @@
-"""The command `export`: write a checkpoint for another system.
-
-A format is a line in a table.
-"""
+"""The command `export`: write a checkpoint for another system."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -18,7 +14,7 @@ from dist_ckpt.cli.shared_options import names_in
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.reports import size
-from dist_ckpt.tools.rewrite.dry_run import DryRun
+from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 
 @contextmanager
@@ -32,67 +28,34 @@ def _needing_torch(what: str) -> Iterator[None]:
         raise ModuleNotFoundError(f'{what} needs torch: pip install "dist-ckpt[torch]"') from None
 
 
-def _dcp_export() -> Any:
-    from dist_ckpt.interop.dcp import export as dcp_export  # noqa: PLC0415  (it needs torch)
+def _plan_dcp(source: str, file: str, *, overwrite: bool, **options: Any) -> WritePlan[int]:
+    from dist_ckpt.interop.dcp.export import plan_export  # noqa: PLC0415  (it needs torch)
 
-    return dcp_export
-
-
-def _torch_export() -> Any:
-    from dist_ckpt.interop.torch_save import export as torch_export  # noqa: PLC0415  (it needs torch)
-
-    return torch_export
-
-
-def _export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> int:
-    _check_overwrite(overwrite=overwrite)
-    nbytes: int = _dcp_export().export_folder(source, file, **given)
-    return nbytes
-
-
-def _plan_export_dcp(source: str, file: str, *, overwrite: bool, **given: Any) -> DryRun:
-    _check_overwrite(overwrite=overwrite)
-    plan: DryRun = _dcp_export().plan_export(source, file, **given)
-    return plan
-
-
-def _check_overwrite(*, overwrite: bool) -> None:
     if overwrite:
         raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
+    return plan_export(source, file, **options)
 
 
-def _export_torch(source: str, file: str, **given: Any) -> int:
-    nbytes: int = _torch_export().export_file(source, file, **given)
-    return nbytes
+def _plan_torch(source: str, file: str, **options: Any) -> WritePlan[int]:
+    from dist_ckpt.interop.torch_save.export import plan_export_file  # noqa: PLC0415  (it needs torch)
+
+    return plan_export_file(source, file, **options)
 
 
-def _plan_export_torch(source: str, file: str, **given: Any) -> DryRun:
-    plan: DryRun = _torch_export().plan_export_file(source, file, **given)
-    return plan
-
-
-@dataclass(frozen=True, slots=True)
-class _ExportFormat:
-    """What writes a format, what says what that would write, and which options both take."""
-
-    write: Callable[..., int]
-    plan_write: Callable[..., DryRun]
-    options: frozenset[str]
-
-
+# The plan of each format, and the options that it takes.
 _GLOBS = frozenset({"include", "exclude"})
-_OF_HF = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
-_EXPORTS: Mapping[str, _ExportFormat] = {
-    "shrew": _ExportFormat(files.export_file, files.plan_export_file, _GLOBS | {"version"}),
-    "hf": _ExportFormat(hf.export_folder, hf.plan_export, _OF_HF),
-    "dcp": _ExportFormat(_export_dcp, _plan_export_dcp, _GLOBS),
-    "torch": _ExportFormat(_export_torch, _plan_export_torch, _GLOBS | {"only"}),
+_HF_OPTIONS = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
+_FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
+    "shrew": (files.plan_export_file, _GLOBS | {"version"}),
+    "hf": (hf.plan_export, _HF_OPTIONS),
+    "dcp": (_plan_dcp, _GLOBS),
+    "torch": (_plan_torch, _GLOBS | {"only"}),
 }
 
 
 @click.command()
 @click.option(
-    "--format", "format_", type=click.Choice([*_EXPORTS]), required=True, help="What FILE is to be."
+    "--format", "format_", type=click.Choice([*_FORMATS]), required=True, help="What FILE is to be."
 )
 @click.argument("source", type=options.PATH)
 @click.argument("file", type=options.PATH)
@@ -141,18 +104,15 @@ def export(
     dist-ckpt export --format dcp runs/a@latest for-dcp
     dist-ckpt export --format torch --only model runs/a@latest model.pt
     """  # noqa: D301 - click knows the backspace
-    chosen = _EXPORTS[format_]
+    make_plan, names = _FORMATS[format_]
     given = {name: value for name, value in of_format.items() if value not in (None, (), False)}
-    for name in given.keys() - chosen.options:
+    for name in given.keys() - names:
         raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}")
-    what = "--dtype" if "dtype" in given else f"--format {format_}"
-    if dry_run:
-        with _needing_torch(what):
-            plan = chosen.plan_write(source, file, overwrite=overwrite, **given)
-        output.print_dry_run(plan, as_json=as_json)
+    with _needing_torch("--dtype" if "dtype" in given else f"--format {format_}"):
+        plan = make_plan(source, file, overwrite=overwrite, **given)
+        nbytes = output.run_plan(plan, "export", dry_run=dry_run, as_json=as_json)
+    if nbytes is None:
         return
-    with output.progress("export") as update, _needing_torch(what):
-        nbytes = chosen.write(source, file, overwrite=overwrite, progress=update, **given)
     if as_json:
         output.print_json("export", {"path": file, "format": format_, "nbytes": nbytes})
     else:

@@ -1,43 +1,32 @@
-"""The command `import`: make a checkpoint from files of another system.
-
-A format is a line in a table.
-"""
+"""The command `import`: make a checkpoint from files of another system."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import click
 
-from dist_ckpt.cli import output
-from dist_ckpt.cli import shared_options as options
+from dist_ckpt.cli import output, shared_options
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.shrew import files
-from dist_ckpt.reports import SaveReport, size
+from dist_ckpt.reports import size
 
-_IMPORTS: Mapping[str, Callable[..., SaveReport]] = {
-    "dcp": imports.from_dcp,
-    "hf": imports.from_hf,
-    "torch": imports.from_torch,
-    "lightning": imports.from_lightning,
-    "accelerate": imports.from_accelerate,
-    "deepspeed": imports.from_deepspeed,
-    "megatron": imports.from_megatron,
-}
+_FORMATS = (
+    *("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "megatron"),
+    "shrew",
+)
 
 
 @click.command("import")
 @click.option(
     "--from",
     "from_",
-    type=click.Choice([*_IMPORTS, "shrew"]),
+    type=click.Choice(_FORMATS),
     required=True,
     help="What SOURCE is.",
 )
-@click.argument("source", type=options.PATH)
-@click.argument("target", type=options.PATH)
+@click.argument("source", type=shared_options.PATH)
+@click.argument("target", type=shared_options.PATH)
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_WORLD_SIZE),
@@ -59,8 +48,8 @@ _IMPORTS: Mapping[str, Callable[..., SaveReport]] = {
     multiple=True,
     help="Glob of names in TARGET to leave out, and not to look into; may be repeated.",
 )
-@options.dry_run
-@options.json
+@shared_options.dry_run
+@shared_options.json
 def import_(  # noqa: PLR0913 - the options of the command
     from_: str,
     source: str,
@@ -96,25 +85,18 @@ def import_(  # noqa: PLR0913 - the options of the command
                 "a .shrew file is imported whole, for one rank, of the step that it says: reshard "
                 "it then"
             )
-        if dry_run:
-            plan = files.plan_import_file(source, target, overwrite=overwrite)
-            output.print_dry_run(plan, as_json=as_json)
-            return
-        with output.progress("import") as update:
-            report = files.import_file(source, target, overwrite=overwrite, progress=update)
+        plan = files.plan_import_file(source, target, overwrite=overwrite)
     else:
-        given = imports.ImportOptions(
+        options = imports.ImportOptions(
             world_size=ranks or 1,
             step=step,
             include=include or None,
             exclude=exclude,
             overwrite=overwrite,
         )
-        if dry_run:
-            plan = imports.plan_import(from_, source, target, **given)
-            output.print_dry_run(plan, as_json=as_json)
-            return
-        with output.progress("import") as update:
-            report = _IMPORTS[from_](source, target, **given, progress=update)
+        plan = imports.plan_import(from_, source, target, options)
+    report = output.run_plan(plan, "import", dry_run=dry_run, as_json=as_json)
+    if report is None:
+        return
     summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
     output.print_written("import", report, f"{report.path}: {summary}", as_json=as_json)

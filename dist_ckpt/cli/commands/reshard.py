@@ -7,8 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.reports import size
-from dist_ckpt.tools.rewrite.reshard import ReshardOptions, plan_reshard
-from dist_ckpt.tools.rewrite.reshard import reshard as rewrite
+from dist_ckpt.tools.rewrite.reshard import plan_reshard
 
 
 @click.command()
@@ -53,7 +52,9 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)
-    given = ReshardOptions(
+    plan = plan_reshard(
+        source,
+        target,
         sharding=config,
         world_size=world_size,
         max_memory=max_memory,
@@ -61,10 +62,8 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
         include=include or None,
         exclude=exclude or None,
     )
-    if dry_run:
-        output.print_dry_run(plan_reshard(source, target, **given), as_json=as_json)
+    report = output.run_plan(plan, "reshard", dry_run=dry_run, as_json=as_json)
+    if report is None:
         return
-    with output.progress("reshard") as update:
-        report = rewrite(source, target, **given, progress=update)
     summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
     output.print_written("reshard", report, f"{report.path}: {summary}", as_json=as_json)

@@ -6,6 +6,7 @@ import os
 import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
+from functools import partial
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -32,7 +33,7 @@ from dist_ckpt.interop.new_folder import check_replaceable, new_folder
 from dist_ckpt.interop.torch_save.export import can_be_saved
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
-from dist_ckpt.tools.rewrite.dry_run import DryRun
+from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
@@ -61,8 +62,43 @@ def export_folder(
     none. ExistsError if something is there; IncompatibleError, with all names, for what DCP has no
     place for, as `export_file` of `torch_export`; and what reading raises.
     """
+    return plan_export(source, folder, include=include, exclude=exclude).run(progress=progress)
+
+
+def plan_export(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+) -> WritePlan[int]:
+    """Return the plan of `export_folder`. Raises the errors that it raises before it writes.
+
+    Its sizes are minimums: they do not count what torch.save writes around each tensor.
+    """
     opened, stored, metadata = _opened(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
+    path = real_path(path)
+    check_replaceable(target, path, overwrite=None)
+    nbytes = sum(
+        {
+            stored.fqn(key): entry.size.numel() * entry.properties.dtype.itemsize
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }.values()
+    )
+    sizes = {_DATA: nbytes, _METADATA: len(pickle.dumps(metadata))}
+    return WritePlan(path, partial(_write, opened, stored, metadata, (target, path)), lambda: sizes)
+
+
+def _write(
+    opened: OpenCheckpoint,
+    stored: DcpKeys,
+    metadata: Metadata,
+    target: tuple[Storage, str],
+    progress: Progress | None,
+) -> int:
+    storage, path = target
     entries = metadata.state_dict_metadata
     tensors = {
         key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
@@ -74,50 +110,27 @@ def export_folder(
         entry.chunks = [_chunk(box) for box in boxes_in_order(whole, _PART_NBYTES // itemsize)]
         first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION
-    with new_folder(target, real_path(path), overwrite=None) as there:
+    with new_folder(storage, path, overwrite=None) as new:
         with (
             opened,
-            StreamedFile(target, f"{there}/{_DATA}", opened.tensor_nbytes(first)) as data,
+            StreamedFile(storage, f"{new}/{_DATA}", opened.tensor_nbytes(first)) as data,
         ):
-            places = {
+            items = {
                 MetadataIndex(key): _put_item(data, stored.value(key))
                 for key in entries
                 if key not in tensors
             }
-            places |= _put_tensors(opened, first, data, progress)
+            items |= _put_tensors(opened, first, data, progress)
             data.finish()
         # Tied tensors are cut alike.
-        metadata.storage_data = places | {
-            MetadataIndex(key, chunk.offsets): places[
+        metadata.storage_data = items | {
+            MetadataIndex(key, chunk.offsets): items[
                 MetadataIndex(first[stored.fqn(key)], chunk.offsets)
             ]
             for key, entry in tensors.items()
             for chunk in entry.chunks
         }
-        return data.nbytes + _put(target, f"{there}/{_METADATA}", pickle.dumps(metadata))
-
-
-def plan_export(
-    source: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    *,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-) -> DryRun:
-    """Return what `export_folder` would write. Nothing is changed. Raises what it does before.
-
-    Sizes are the least: what torch.save puts around each tensor is not known before.
-    """
-    _, stored, metadata = _opened(source, folder, selection_of(include, exclude))
-    target, path = open_storage(folder)
-    check_replaceable(target, real_path(path), overwrite=None)
-    whole = {
-        stored.fqn(key): entry.size.numel() * entry.properties.dtype.itemsize
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    sizes = {_DATA: sum(whole.values()), _METADATA: len(pickle.dumps(metadata))}
-    return DryRun(real_path(path), sizes)
+        return data.nbytes + _put(storage, f"{new}/{_METADATA}", pickle.dumps(metadata))
 
 
 def _opened(

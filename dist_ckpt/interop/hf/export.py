@@ -13,9 +13,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, TensorWindow
 from dist_ckpt.core.commit.new_files import check_outside
@@ -40,7 +40,7 @@ from dist_ckpt.interop.hf.read import INDEX, MODEL
 from dist_ckpt.interop.new_folder import check_replaceable, new_folder
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.tools.rewrite.dry_run import DryRun
+from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 if TYPE_CHECKING:
     import torch
@@ -52,18 +52,6 @@ _NO_CLONES = (
     *(errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EPERM, errno.ETXTBSY),
 )
-
-
-class ExportOptions(TypedDict, total=False):
-    """What `export_folder` takes, but for its progress."""
-
-    only: str
-    dtype: str | torch.dtype | None
-    max_shard_size: int | str
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
-    overwrite: bool
-    reflink: bool
 
 
 def export_folder(  # noqa: PLR0913 - a front door
@@ -100,7 +88,9 @@ def export_folder(  # noqa: PLR0913 - a front door
     quantized tensors, dtypes that they lack, values that a dtype would make infinite. ExistsError
     if something is there; otherwise what `dc.open` and reading raise.
     """
-    options = ExportOptions(
+    plan = plan_export(
+        source,
+        folder,
         only=only,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -109,68 +99,76 @@ def export_folder(  # noqa: PLR0913 - a front door
         overwrite=overwrite,
         reflink=reflink,
     )
-    with _planned(source, folder, options) as plan:
-        tell = CopyProgress(sum(file.data_nbytes for file in plan.files), progress)
-        with new_folder(plan.target, plan.path, overwrite=overwrite) as new:
-            for file in plan.files:
-                _write_file(plan.source, plan.target, new, file, tell)
-            nbytes = sum(file.nbytes for file in plan.files)
-            if len(plan.files) > 1:
-                nbytes += _put_index(plan.target, new, index_of(plan.files))
-    return nbytes
+    return plan.run(progress=progress)
 
 
-def plan_export(
+def plan_export(  # noqa: PLR0913 - those of `export_folder`
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
-    **options: Unpack[ExportOptions],
-) -> DryRun:
-    """Return what `export_folder` would write. Nothing is changed. Raises what it does before.
+    *,
+    only: str = MODEL,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    overwrite: bool = False,
+    reflink: bool = False,
+) -> WritePlan[int]:
+    """Return the plan of `export_folder`. Raises the errors that it raises before it writes.
 
-    Whether all values fit into a narrower dtype is seen only as they are converted.
+    If all values fit into a narrower dtype is only known when they are converted.
     """
-    with _planned(source, folder, options) as plan:
-        files = {file.name: file.nbytes for file in plan.files}
-        if len(files) > 1:
-            files[INDEX] = len(index_of(plan.files))
-        return DryRun(plan.path, files, plan.replaces)
-
-
-@dataclass(frozen=True, slots=True)
-class _ExportPlan:
-    """What is read, which files are made of it, and where; `replaces` are those that then go."""
-
-    source: OpenCheckpoint
-    files: tuple[ExportedFile, ...]
-    target: Storage
-    path: str
-    replaces: tuple[str, ...]
-
-
-@contextmanager
-def _planned(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], options: ExportOptions
-) -> Iterator[_ExportPlan]:
-    """Check all that can be before anything is written."""
-    only, reflink = options.get("only", MODEL), options.get("reflink", False)
-    selection = selection_of(options.get("include"), options.get("exclude"))
-    wanted, most = dtype_of(options.get("dtype")), nbytes_of(options.get("max_shard_size", "5GB"))
+    selection = selection_of(include, exclude)
+    wanted, most = dtype_of(dtype), nbytes_of(max_shard_size)
     if type(reflink) is not bool:
         raise TypeError(f"reflink={reflink!r}: give True or False")
     if not isinstance(only, str) or not only:
         raise ValueError(f"only={only!r}: give the name of a component")
-    storage, path = OPENER.find(source)
-    target, target_path = open_storage(folder)
-    target_path = real_path(target_path)
-    if target_path != real_path(path):  # a folder of an export may take its own place
-        check_outside(real_path(path), target_path)
-    stays = check_replaceable(target, target_path, overwrite=options.get("overwrite", False))
-    with OpenCheckpoint.at(storage, path) as opened, opened.not_found_if_removed():
-        tensors = chosen(opened.catalog, path, only, selection, wanted)
+    storage, source_path = OPENER.find(source)
+    target, path = open_storage(folder)
+    path = real_path(path)
+    if path != real_path(source_path):  # a folder of an export may take its own place
+        check_outside(real_path(source_path), path)
+    stays = check_replaceable(target, path, overwrite=overwrite)
+    opened = OpenCheckpoint.at(storage, source_path)
+    with opened.not_found_if_removed():
+        tensors = chosen(opened.catalog, source_path, only, selection, wanted)
         files = packed(tensors, most, _whole_files(opened, tensors) if reflink else {})
-        there = os.listdir(target_path) if os.path.isdir(target_path) else []
-        gone = tuple(f"{target_path}/{name}" for name in sorted({*there} - {*stays}))
-        yield _ExportPlan(opened, files, target, target_path, gone)
+    there = os.listdir(path) if os.path.isdir(path) else []
+    return WritePlan(
+        path,
+        partial(_write, opened, files, (target, path), overwrite=overwrite),
+        partial(_sizes, files),
+        tuple(f"{path}/{name}" for name in sorted({*there} - {*stays})),
+    )
+
+
+def _sizes(files: Sequence[ExportedFile]) -> dict[str, int]:
+    sizes = {file.name: file.nbytes for file in files}
+    return sizes if len(files) == 1 else {**sizes, INDEX: len(index_of(files))}
+
+
+def _write(
+    source: OpenCheckpoint,
+    files: Sequence[ExportedFile],
+    target: tuple[Storage, str],
+    progress: Progress | None,
+    *,
+    overwrite: bool,
+) -> int:
+    storage, path = target
+    tell = CopyProgress(sum(file.data_nbytes for file in files), progress)
+    with (
+        source,
+        source.not_found_if_removed(),
+        new_folder(storage, path, overwrite=overwrite) as new,
+    ):
+        for file in files:
+            _write_file(source, storage, new, file, tell)
+        nbytes = sum(file.nbytes for file in files)
+        if len(files) > 1:
+            nbytes += _put_index(storage, new, index_of(files))
+    return nbytes
 
 
 def _put_index(storage: Storage, folder: str, data: bytes) -> int:

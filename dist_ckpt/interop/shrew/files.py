@@ -13,8 +13,8 @@ float}, "buffers": {name: float64 tensor of one dimension}}`. Names and their or
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
@@ -30,11 +30,10 @@ from dist_ckpt.interop.writers.local_files import FileSource, LocalFile
 from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, described, is_tensor
 from dist_ckpt.interop.writers.single_process_save import (
     plan_single_process_save,
-    save_single_process,
 )
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
-from dist_ckpt.tools.rewrite.dry_run import DryRun
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
 
 __all__ = ["export_file", "import_file", "read", "write"]
 
@@ -91,32 +90,37 @@ def import_file(
     time. On return the checkpoint is complete and durable; `overwrite` replaces the one that is
     there once it is. Raises what `read` does, before anything is written, and what `dc.save` does.
     """
-    with closing(LocalFile(file)) as source:
-        state = encoding.parse(source, source.path)
-        tell = CopyProgress(source.nbytes, progress)
-
-        def source_of(tensor: PlainTensor) -> FileSource:
-            assert isinstance(tensor, FileTensor)
-            return FileSource(source, tensor, tell)
-
-        step = state.get("global_step")
-        return save_single_process(
-            described(state),
-            target,
-            source_of,
-            step=step if isinstance(step, int) and step <= MAX_STEP else None,
-            overwrite=overwrite,
-            imported_from="shrew",
-        )
+    return plan_import_file(file, target, overwrite=overwrite).run(progress=progress)
 
 
 def plan_import_file(
     file: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
-) -> DryRun:
-    """Return what `import_file` would write. Nothing is changed. Raises what it does before."""
+) -> WritePlan[SaveReport]:
+    """Return the plan of `import_file`. Raises the errors that it raises before it writes."""
     with closing(LocalFile(file)) as source:
-        state = encoding.parse(source, source.path)
-        return plan_single_process_save(described(state), target, overwrite=overwrite)
+        state, version = encoding.parse(source, source.path), source.version
+
+    @contextmanager
+    def open_data(progress: Progress | None) -> Iterator[Callable[[PlainTensor], FileSource]]:
+        with closing(LocalFile(file)) as source:
+            source.check_unchanged(version)
+            tell = CopyProgress(source.nbytes, progress)
+
+            def source_of(tensor: PlainTensor) -> FileSource:
+                assert isinstance(tensor, FileTensor)
+                return FileSource(source, tensor, tell)
+
+            yield source_of
+
+    step = state.get("global_step")
+    return plan_single_process_save(
+        described(state),
+        target,
+        open_data,
+        step=step if isinstance(step, int) and step <= MAX_STEP else None,
+        overwrite=overwrite,
+        imported_from="shrew",
+    )
 
 
 def export_file(  # noqa: PLR0913 - a front door
@@ -138,16 +142,10 @@ def export_file(  # noqa: PLR0913 - a front door
     IncompatibleError for what such a file cannot hold, ExistsError without `overwrite` if something
     is there, and what `dc.open` and reading raise.
     """
-    with open_checkpoint(source, opener=OPENER) as checkpoint:
-        _check_target(checkpoint, file, overwrite=overwrite)
-        state = _state_of(checkpoint, selection_of(include, exclude))
-        number = encoding.version_for(state, version)
-        nbytes = _nbytes_of(state, number)
-        tell = CopyProgress(nbytes, progress)
-        with new_file(file, overwrite=overwrite, nbytes=nbytes) as out:
-            for part in encoding.encode(state, number, _data_of):
-                tell(out.write(part))
-    return nbytes
+    plan = plan_export_file(
+        source, file, version=version, include=include, exclude=exclude, overwrite=overwrite
+    )
+    return plan.run(progress=progress)
 
 
 def plan_export_file(
@@ -158,20 +156,23 @@ def plan_export_file(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
-) -> DryRun:
-    """Return what `export_file` would write. Nothing is changed. Raises what it does before."""
-    with open_checkpoint(source, opener=OPENER) as checkpoint:
-        where = _check_target(checkpoint, file, overwrite=overwrite)
-        state = _state_of(checkpoint, selection_of(include, exclude))
-        nbytes = _nbytes_of(state, encoding.version_for(state, version))
-    return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
+) -> WritePlan[int]:
+    """Return the plan of `export_file`. Raises the errors that it raises before it writes."""
+    checkpoint = open_checkpoint(source, opener=OPENER)
+    path = check_new_file(file, overwrite=overwrite)
+    check_outside(real_path(checkpoint.path), real_path(path))
+    state = _state_of(checkpoint, selection_of(include, exclude))
+    number = encoding.version_for(state, version)
+    nbytes = _nbytes_of(state, number)
 
+    def run(progress: Progress | None) -> int:
+        tell = CopyProgress(nbytes, progress)
+        with checkpoint, new_file(file, overwrite=overwrite, nbytes=nbytes) as out:
+            for part in encoding.encode(state, number, _data_of):
+                tell(out.write(part))
+        return nbytes
 
-def _check_target(checkpoint: Checkpoint, file: str | os.PathLike[str], *, overwrite: bool) -> str:
-    """Return the absolute path of the file to write. ValueError if it lies in what is read."""
-    where = check_new_file(file, overwrite=overwrite)
-    check_outside(real_path(checkpoint.path), real_path(where))
-    return where
+    return plan_of_file(path, run, nbytes)
 
 
 def _nbytes_of(state: Mapping[str, object], version: int) -> int:

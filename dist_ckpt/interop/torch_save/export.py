@@ -19,7 +19,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import IO, Any
 
@@ -43,7 +43,7 @@ from dist_ckpt.interop.hf.read import SUFFIX
 from dist_ckpt.interop.pickles.torch_pickles import STORAGES
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.tools.rewrite.dry_run import DryRun
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
 
 __all__ = ["export_file"]
 
@@ -91,20 +91,10 @@ def export_file(  # noqa: PLR0913 - a front door
     ExistsError without `overwrite` if something is there; otherwise what `dc.open` and reading
     raise.
     """
-    selection = selection_of(include, exclude)
-    with _planned(source, file, only, selection, overwrite=overwrite) as plan:
-        if plan.not_plain:
-            _log.warning(
-                "%s: torch.load needs weights_only=False for %s", file, listed(plan.not_plain)
-            )
-        tell = CopyProgress(plan.data_nbytes, progress)
-        with new_file(file, overwrite=overwrite, nbytes=plan.nbytes) as out:
-            with zipfile.ZipFile(out, "w") as archive:
-                _put(archive, "data.pkl", plan.pickled)
-                _put(archive, "byteorder", b"little")
-                _put_tensors(archive, plan, tell)
-                _put(archive, "version", b"3\n")
-            return out.nbytes
+    plan = plan_export_file(
+        source, file, only=only, include=include, exclude=exclude, overwrite=overwrite
+    )
+    return plan.run(progress=progress)
 
 
 def plan_export_file(
@@ -115,20 +105,30 @@ def plan_export_file(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
-) -> DryRun:
-    """Return what `export_file` would write. Nothing is changed. Raises what it does before.
+) -> WritePlan[int]:
+    """Return the plan of `export_file`. Raises the errors that it raises before it writes.
 
-    The size is the least: what lies around each tensor in the archive is not counted.
+    Its size is a minimum: it does not count the archive's headers and padding.
     """
     selection = selection_of(include, exclude)
-    with _planned(source, file, only, selection, overwrite=overwrite) as plan:
-        nbytes = plan.nbytes
-    where = check_new_file(file, overwrite=overwrite)
-    return DryRun(where, {os.path.basename(where): nbytes}, (where,) * os.path.lexists(where))
+    if only is not None and (not isinstance(only, str) or not only):
+        raise ValueError(f"only={only!r}: give the name of a component, or None for all")
+    if os.fspath(file).endswith(SUFFIX):
+        raise ValueError(f"torch.load reads files named *{SUFFIX} as such: choose another name")
+    storage, source_path = OPENER.find(source)
+    path = check_new_file(file, overwrite=overwrite)
+    check_outside(real_path(source_path), real_path(path))
+    opened = OpenCheckpoint.at(storage, source_path, make=make)
+    saved = saved_tree_of(opened.catalog, opened.objects(), opened.objects)
+    state = torch_state(saved, source_path, only, selection)
+    # The widest first, each aligned to its own size.
+    tensors = sorted(state.tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    contents = _ArchiveContents(opened, pickled(state), tensors, state.not_plain)
+    return plan_of_file(path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _ArchivePlan:
+class _ArchiveContents:
     """What is read, and written: `tensors` are the records of data, in their order."""
 
     source: OpenCheckpoint
@@ -146,31 +146,28 @@ class _ArchivePlan:
         return len(self.pickled) + self.data_nbytes
 
 
-@contextmanager
-def _planned(
-    source: str | os.PathLike[str],
+# --- the archive -------------------------------------------------------------------------------
+
+
+def _write(
+    contents: _ArchiveContents,
     file: str | os.PathLike[str],
-    only: str | None,
-    selection: Selection,
+    progress: Progress | None,
     *,
     overwrite: bool,
-) -> Iterator[_ArchivePlan]:
-    """Check all that can be before anything is written."""
-    if only is not None and (not isinstance(only, str) or not only):
-        raise ValueError(f"only={only!r}: give the name of a component, or None for all")
-    if os.fspath(file).endswith(SUFFIX):
-        raise ValueError(f"torch.load reads files named *{SUFFIX} as such: choose another name")
-    storage, path = OPENER.find(source)
-    check_outside(real_path(path), real_path(check_new_file(file, overwrite=overwrite)))
-    with OpenCheckpoint.at(storage, path, make=make) as opened:
-        saved = saved_tree_of(opened.catalog, opened.objects(), opened.objects)
-        state = torch_state(saved, path, only, selection)
-        # The widest first, each aligned to its own size.
-        tensors = sorted(state.tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-        yield _ArchivePlan(opened, pickled(state), tensors, state.not_plain)
-
-
-# --- the archive -------------------------------------------------------------------------------
+) -> int:
+    if contents.not_plain:
+        _log.warning(
+            "%s: torch.load needs weights_only=False for %s", file, listed(contents.not_plain)
+        )
+    tell = CopyProgress(contents.data_nbytes, progress)
+    with contents.source, new_file(file, overwrite=overwrite, nbytes=contents.nbytes) as out:
+        with zipfile.ZipFile(out, "w") as archive:
+            _put(archive, "data.pkl", contents.pickled)
+            _put(archive, "byteorder", b"little")
+            _put_tensors(archive, contents, tell)
+            _put(archive, "version", b"3\n")
+        return out.nbytes
 
 
 def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -178,10 +175,10 @@ def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
         record.write(data)
 
 
-def _put_tensors(archive: zipfile.ZipFile, plan: _ArchivePlan, tell: CopyProgress) -> None:
+def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: CopyProgress) -> None:
     """Write the data of all tensors, a record each, from windows that are read one by one."""
-    with closing(_parts(plan)) as parts:
-        for tensor in plan.tensors:
+    with closing(_parts(contents)) as parts:
+        for tensor in contents.tensors:
             with _record(archive, tensor.name) as record:
                 left = tensor.nbytes
                 while left:
@@ -191,10 +188,10 @@ def _put_tensors(archive: zipfile.ZipFile, plan: _ArchivePlan, tell: CopyProgres
                     left -= part.nbytes
 
 
-def _parts(plan: _ArchivePlan) -> Generator[memoryview]:
+def _parts(contents: _ArchiveContents) -> Generator[memoryview]:
     """Yield the data of the tensors, in order; no part is of two of them."""
-    names = [tensor.fqn for tensor in plan.tensors]
-    windows = plan.source.stream(names, window_nbytes=WINDOW_NBYTES, order="names")
+    names = [tensor.fqn for tensor in contents.tensors]
+    windows = contents.source.stream(names, window_nbytes=WINDOW_NBYTES, order="names")
     with closing(windows):
         for window in windows:
             yield from (data for _, data in window.parts)

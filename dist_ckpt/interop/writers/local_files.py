@@ -29,6 +29,7 @@ class LocalFile:
             raise StorageError(f"{self.path} cannot be opened: {error.strerror}") from error
         status = os.fstat(self._descriptor)
         self.nbytes = status.st_size
+        self.version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise ValueError(f"{self.path} is no regular file: give the path of a file")
@@ -53,6 +54,13 @@ class LocalFile:
                     f"{self.nbytes} bytes when it was opened: write no file that is being read"
                 )
             done += count
+
+    def check_unchanged(self, version: tuple[int, ...]) -> None:
+        """Raise CorruptError if the file had another version when it was checked."""
+        if self.version != version:
+            raise CorruptError(
+                f"{self.path} was changed after it was checked: write no file that is being read"
+            )
 
     def close(self) -> None:
         """Close it."""

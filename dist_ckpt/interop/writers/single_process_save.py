@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
@@ -20,65 +21,72 @@ from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, writ
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.interop.writers.plain_states import PlainState, PlainTensor
-from dist_ckpt.reports import Phases, SaveReport
-from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
+from dist_ckpt.reports import Phases, Progress, SaveReport
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
+
+Opened = AbstractContextManager[Callable[[PlainTensor], CellSource]]
 
 
-def save_single_process(
+def plan_single_process_save(
     state: PlainState,
     path: str | os.PathLike[str],
-    source_of: Callable[[PlainTensor], CellSource],
+    open_data: Callable[[Progress | None], Opened],
     *,
     step: int | None,
     overwrite: bool,
     imported_from: str,
-) -> SaveReport:
-    """Save a state at `path`: claim, write and commit it as a save by one rank.
+) -> WritePlan[SaveReport]:
+    """Return the plan to save a state at `path` as a save by one rank does.
 
-    `source_of` returns the source of a tensor's bytes; threads call it at the same time. On return
-    the checkpoint is complete and durable; if it raises, this call made no checkpoint. Raises the
-    errors of `dc.save` and of the sources.
+    `open_data` opens the data when the plan runs. What it yields returns the source of a tensor's
+    bytes; threads call it at the same time. Once the plan has run, the checkpoint is complete and
+    durable; if the run raises, it made no checkpoint. It raises the errors of `dc.save` and of the
+    sources.
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
-    own, folder = open_storage(path)
-    storage, config, channel = (
-        CountingStorage(own),
-        Config.from_environment(),
-        SingleProcessChannel(),
-    )
+    storage, folder = open_storage(path)
     plan = plan_save([(state.inventory, (0,))], 1)
-    phases = Phases("import to", folder, quiet=False)
+    saved_by = {"dist_ckpt": __version__, "imported_from": imported_from}
+    fields = IndexFields(step, {}, saved_by)
+
+    def run(progress: Progress | None) -> SaveReport:
+        with open_data(progress) as source_of:
+            files = _files_of(state, plan, source_of, step)
+            return _save(CountingStorage(storage), folder, plan, files, fields, overwrite=overwrite)
+
+    def sizes() -> dict[str, int]:
+        documents = {name: len(data) for name, data in _objects_of(state, plan).items()}
+        return {file.name: file.nbytes for file in items_of(plan, 0)} | documents
+
+    return WritePlan(folder, run, sizes, paths_to_replace(storage, folder, overwrite=overwrite))
+
+
+def _save(
+    storage: CountingStorage,
+    path: str,
+    plan: SavePlan,
+    files: RankFiles,
+    fields: IndexFields,
+    *,
+    overwrite: bool,
+) -> SaveReport:
+    config, channel = Config.from_environment(), SingleProcessChannel()
+    phases = Phases("import to", path, quiet=False)
 
     def write(folder: str) -> RankWriteResult:
         start = time.monotonic()
-        files = _files_of(state, plan, source_of, step)
         receipts = write_all(storage, folder, files, threads=config.threads)
         return RankWriteResult(receipts, (), time.monotonic() - start)
 
     with Transaction(channel, config) as transaction:
         with phases.phase("claim"), channel.exchange("claim"):
-            transaction.claim(storage, folder, overwrite=overwrite)
+            transaction.claim(storage, path, overwrite=overwrite)
         with phases.phase("write"):
-            saved_by = {"dist_ckpt": __version__, "imported_from": imported_from}
-            decision = transaction.commit(
-                EncodedCatalog(plan.catalog), IndexFields(step, {}, saved_by), write
-            )
+            decision = transaction.commit(EncodedCatalog(plan.catalog), fields, write)
         with phases.phase("clean up"):
             transaction.supersede()
     return transaction.report(decision, phases, reads=storage.reads, writes=storage.writes)
-
-
-def plan_single_process_save(
-    state: PlainState, path: str | os.PathLike[str], *, overwrite: bool
-) -> DryRun:
-    """Return the plan of `save_single_process`, with its errors. Nothing is changed."""
-    if type(overwrite) is not bool:
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
-    plan = plan_save([(state.inventory, (0,))], 1)
-    files = {file.name: file.nbytes for file in items_of(plan, 0)}
-    files |= {name: len(data) for name, data in _objects_of(state, plan).items()}
-    return dry_run(*open_storage(path), files, overwrite=overwrite)
 
 
 def _objects_of(state: PlainState, plan: SavePlan) -> dict[str, bytes]:

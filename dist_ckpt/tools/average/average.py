@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch.distributed import ProcessGroup
@@ -50,8 +50,9 @@ from dist_ckpt.tools.average.source_selection import (
     AverageSources,
     check_target,
     choose,
+    lease_sources,
 )
-from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -133,41 +134,39 @@ class AverageCall:
     source_storage: Storage | None = None
     target_storage: Storage | None = None
 
-
-def average_single_process(
-    sources: PathLike | Sequence[PathLike],
-    to: PathLike,
-    options: AverageOptions,
-    progress: Progress | None = None,
-) -> SaveReport:
-    """Average in this process alone, also where a launcher says that there are other ranks."""
-    alone = Session(SingleProcessChannel(), SingleProcessCollective(), Config.from_environment())
-    return average_together(alone, AverageCall(sources, to, options, progress))
+    @property
+    def is_of_run(self) -> bool:
+        """Whether the sources are chosen from a run, not a list."""
+        return isinstance(self.sources, str | os.PathLike)
 
 
 def plan_average(
     sources: PathLike | Sequence[PathLike], to: PathLike, options: AverageOptions
-) -> tuple[DryRun, tuple[str, ...]]:
-    """Return what `average_single_process` would write, and what it would average, in words.
+) -> WritePlan[SaveReport]:
+    """Return the plan to average in this process alone, even if a launcher started other ranks.
 
-    Nothing is changed. Raises what it does before it writes.
+    Raises the errors that `average` raises before it writes.
     """
-    storages, of_run = (
-        _Storages(AverageCall(sources, to, options)),
-        isinstance(sources, str | os.PathLike),
-    )
+    call = AverageCall(sources, to, options)
+    storages = _Storages(call)
     opened, target = _opened(storages), storages.target()
-    chosen = choose(opened, options, None, of_run=of_run)
-    check_target(chosen, *target, opened[0][1] if of_run else None)
+    chosen = choose(opened, options, None, of_run=call.is_of_run)
+    check_target(chosen, *target, opened[0][1] if call.is_of_run else None)
     averaged_names(
-        [(one.path, one.index.catalog) for one in chosen],
+        [(source.path, source.index.catalog) for source in chosen],
         selection_of(options.include, options.exclude),
     )
     newest = chosen[-1].index
-    files = {newest.file_name(one): one.nbytes for one in newest.files}
-    files |= {one.name: one.nbytes for one in newest.objects}
-    found = dry_run(*target, files, overwrite=options.overwrite)
-    return found, tuple(map(str, chosen))
+    files = {newest.file_name(record): record.nbytes for record in newest.files}
+    files |= {record.name: record.nbytes for record in newest.objects}
+
+    def run(progress: Progress | None) -> SaveReport:
+        storages.call = replace(call, progress=progress)
+        channel, config = SingleProcessChannel(), Config.from_environment()
+        return _average(Session(channel, SingleProcessCollective(), config), storages, chosen)
+
+    replaces = paths_to_replace(*target, overwrite=options.overwrite)
+    return WritePlan(target[1], run, lambda: files, replaces, tuple(map(str, chosen)))
 
 
 class _AverageRequest(Message, frozen=True):
@@ -211,16 +210,22 @@ class _Storages:
 
 def average_together(ranks: Session, call: AverageCall) -> SaveReport:
     """Average over a given session. Collective: every rank of the session calls this."""
-    channel = ranks.channel
+    return _average(ranks, _Storages(call))
+
+
+def _average(
+    ranks: Session, storages: _Storages, chosen: tuple[AverageSources, ...] = ()
+) -> SaveReport:
+    """Average; `chosen` are the sources of a plan. Collective."""
+    call, channel = storages.call, ranks.channel
     with (
         ranks.operation(f"average to {call.target}"),
         ExitStack() as leases,
         Transaction(channel, ranks.config) as transaction,
     ):
         phases = Phases("average", str(call.target), quiet=channel.rank != COORDINATOR)
-        storages = _Storages(call)
         with phases.phase("agree"):
-            sources, agreed = _agree(ranks, storages, leases)
+            sources, agreed = _agree(ranks, storages, chosen, leases)
         with phases.phase("plan"):
             plan = _plan_and_claim(ranks, storages, transaction, sources, agreed)
         with phases.phase("write"):
@@ -243,25 +248,29 @@ def average_together(ranks: Session, call: AverageCall) -> SaveReport:
 
 
 def _agree(
-    ranks: Session, storages: _Storages, held: ExitStack
+    ranks: Session,
+    storages: _Storages,
+    chosen: tuple[AverageSources, ...],
+    leases: ExitStack,
 ) -> tuple[tuple[AverageSources, ...], _AgreedSources]:
-    """Agree on what is averaged: rank 0 chooses, and holds what it has chosen of a run.
-
-    Only that rank has it with the indexes then.
-    """
+    """Agree on the sources. Rank 0 chooses and leases them; only there they have their indexes."""
     call = storages.call
-    chosen: tuple[AverageSources, ...] = ()
     with ranks.channel.exchange("agree") as agreeing:
-        sources, of_run = _opened(storages), isinstance(call.sources, str | os.PathLike)
-        target_storage, target = storages.target()
-        asked = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
-        gathered = agreeing.gather(asked)
+        sources = _opened(storages)
+        storage, target = storages.target()
+        request = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
+        gathered = agreeing.gather(request)
         if gathered is not None:
             check_equal_on_all_ranks("average", gathered, _AverageRequest.__struct_fields__)
-            chosen = choose(sources, call.options, held, of_run=of_run)
-            check_target(chosen, target_storage, target, sources[0][1] if of_run else None)
+            if chosen:
+                lease_sources(chosen, leases)
+            else:
+                chosen = choose(sources, call.options, leases, of_run=call.is_of_run)
+                check_target(chosen, storage, target, sources[0][1] if call.is_of_run else None)
             agreeing.decide(
-                _AgreedSources(tuple((one.path, one.attempt, one.weight) for one in chosen))
+                _AgreedSources(
+                    tuple((source.path, source.attempt, source.weight) for source in chosen)
+                )
             )
     return chosen, agreeing.result(_AgreedSources)
 
@@ -269,10 +278,10 @@ def _agree(
 def _opened(storages: _Storages) -> list[tuple[Storage, str]]:
     """Check what was given, and open the sources."""
     call = storages.call
-    call.options.check(of_run=isinstance(call.sources, str | os.PathLike))
+    call.options.check(of_run=call.is_of_run)
     _check(call)
-    given = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
-    return [storages.source(path) for path in given]
+    paths = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
+    return [storages.source(path) for path in paths]
 
 
 def _check(call: AverageCall) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import frexp, fsum, ldexp
 
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.leases import renewed_lease
+from dist_ckpt.core.commit.records.leases import leased, renewed_lease
 from dist_ckpt.core.commit.records.record_store import can_keep_records, can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
@@ -188,6 +188,15 @@ def choose(
         AverageSources(*found[number], weights[number if options.decay is None else place])
         for place, number in enumerate(order)
     )
+
+
+def lease_sources(chosen: Sequence[AverageSources], stack: ExitStack) -> None:
+    """Lease the sources of a plan until the stack ends. NotFoundError if one was removed."""
+    for source in chosen:
+        try:
+            stack.enter_context(leased(source.storage, source.path, source.attempt, source.index))
+        except StorageError as error:
+            _log.debug("%s is not leased: %s", source.path, error)
 
 
 def _check_distinct(found: Sequence[tuple[str, Attempt]]) -> None:

@@ -1,27 +1,41 @@
-"""A checkpoint once more, in another folder or on another file system, checked."""
+"""`dc.copy` and `dc.backup`: write a second copy of a checkpoint, linked or checked."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.leases import leased_source
-from dist_ckpt.core.commit.records.record_store import can_keep_records, read_annotations_of
-from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.commit.records.leases import leased
+from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.record_store import (
+    can_keep_records,
+    check_upgraded,
+    read_annotations_of,
+)
+from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.saving.transaction import Transaction
+from dist_ckpt.core.saving.transaction import CommitDecision, Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
-from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
+
+_log = logging.getLogger("dist_ckpt")
+
+
+# --- copy ------------------------------------------------------------------------------------
 
 
 def copy(
@@ -32,68 +46,43 @@ def copy(
     link: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Copy the checkpoint at `source` to `target`, which is to be the checkpoint's own folder.
+    """Copy the checkpoint at `source` to `target`, which becomes the checkpoint's own folder.
 
-    Every byte is checked on its way, and the copy is committed as a save is: durable and complete
-    on return, and no checkpoint before. It is the same save, for as many ranks; what was measured
-    goes along where the target's folder is a run's. Pins, tags and leases do not. With `link` files
-    are hard links where the storage makes them: nothing of those is read or checked, and a link
-    shares what later befalls the file. One process calls it.
+    Every byte is checked. The copy is committed like a save: durable and complete on return, and
+    no checkpoint before. It has the id and the world size of the source. If the folder above
+    `target` is a run, the metrics are copied too; pins, tags and leases are not. With `link`, files
+    are hard links where the storage supports them. A linked file is neither read nor checked, and
+    later damage to it damages both checkpoints. One process calls this.
 
-    `progress` may be called from other threads, by one at a time. Raises NotFoundError if there is
-    no such checkpoint, IncompatibleError for files of another system, ExistsError if something is
-    at `target` (unless `overwrite`), CorruptError for a damaged source, StorageError if the space
-    does not suffice: of a copy that failed nothing is left.
+    `progress` may be called from other threads, one call at a time. Raises NotFoundError if there
+    is no such checkpoint, IncompatibleError for files of another system, ExistsError if something
+    is at `target` (unless `overwrite`), CorruptError for a damaged source, StorageError if there is
+    not enough space. After any error nothing of the copy is left.
     """
-    for name, given in (("overwrite", overwrite), ("link", link)):
-        if type(given) is not bool:
-            raise TypeError(f"{name}={given!r}: give True or False")
-    storage, old, new = _opened(source, target)
-    counting = CountingStorage(storage)
-    phases = Phases("copy", new, quiet=False)
-    with leased_source(counting, old) as (attempt, index):
-        with Transaction(SingleProcessChannel(), label="copy") as transaction:
-            copied = transaction.claim(counting, new, overwrite=overwrite)
-            files = files_of(index)
-            with phases.phase("write"):
-                linked = link_or_copy_files(
-                    counting,
-                    index,
-                    f"{old}/{attempt}",
-                    transaction.folder,
-                    files,
-                    threads=Config.from_environment().threads,
-                    links=link,
-                    tell=CopyProgress(sum(one.nbytes for one in files.values()), progress),
-                )
-            with phases.phase("commit"):
-                decision = transaction.commit_index(
-                    replace(index, attempt=copied.name),
-                    seconds=phases.seconds["write"],
-                    linked=linked,
-                )
-            transaction.supersede()
-        _carry_metrics(counting, (old, attempt), (new, copied), index)
-    return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
+    return plan_copy(source, target, overwrite=overwrite, link=link).run(progress=progress)
 
 
 def plan_copy(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False
-) -> DryRun:
-    """Return what `copy` would write. Nothing is changed. Raises what it would before it writes."""
-    storage, old, new = _opened(source, target)
-    _, index = attempts.find(storage, old)
-    files = {name: record.nbytes for name, record in files_of(index).items()}
-    return dry_run(storage, new, files, overwrite=overwrite)
-
-
-def _opened(
-    source: str | os.PathLike[str], target: str | os.PathLike[str]
-) -> tuple[Storage, str, str]:
-    storage, old = open_resolved(source)
-    new = real_path(open_storage(target)[1])
-    _check_copyable(storage, old, new)
-    return storage, old, new
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    link: bool = False,
+) -> WritePlan[SaveReport]:
+    """Return the plan of `copy`. Raises the errors that `copy` raises before it writes."""
+    for name, value in (("overwrite", overwrite), ("link", link)):
+        if type(value) is not bool:
+            raise TypeError(f"{name}={value!r}: give True or False")
+    storage, source_path = open_resolved(source)
+    path = real_path(open_storage(target)[1])
+    _check_copyable(storage, source_path, path)
+    opened = OpenCheckpoint.at(CountingStorage(storage), source_path)
+    return WritePlan(
+        path,
+        partial(_copy, opened, path, overwrite=overwrite, link=link),
+        partial(_sizes, opened.index),
+        paths_to_replace(storage, path, overwrite=overwrite),
+    )
 
 
 def _check_copyable(storage: Storage, source: str, target: str) -> None:
@@ -109,15 +98,170 @@ def _check_copyable(storage: Storage, source: str, target: str) -> None:
         raise ValueError(f"the target {target} lies in the source: give another target")
 
 
-def _carry_metrics(
-    storage: Storage, old: tuple[str, Attempt], new: tuple[str, Attempt], index: Index
-) -> None:
-    """Have what was measured put down for the copy as well, if its folder is a run's."""
-    roots = [path.rpartition("/")[0] or "/" for path, _ in (old, new)]
-    if index.step is None or not all(can_keep_records(storage, root) for root in roots):
+def _copy(
+    source: OpenCheckpoint, path: str, progress: Progress | None, *, overwrite: bool, link: bool
+) -> SaveReport:
+    assert isinstance(source.storage, CountingStorage)
+    with leased(source.storage, source.path, source.attempt, source.index):
+        transaction, decision, phases = _write(
+            source, path, "copy", progress, overwrite=overwrite, links=link
+        )
+        _copy_metrics(source, path, transaction.attempt)
+    reads, writes = source.storage.reads, source.storage.writes
+    return transaction.report(decision, phases, reads=reads, writes=writes)
+
+
+def _copy_metrics(source: OpenCheckpoint, path: str, attempt: Attempt) -> None:
+    """Write the metrics of the source for its copy, if both are in folders of runs."""
+    roots = [checkpoint.rpartition("/")[0] or "/" for checkpoint in (source.path, path)]
+    step = source.index.step
+    if step is None or not all(can_keep_records(source.storage, root) for root in roots):
         return
-    was, now = (index.step, old[1]), (index.step, new[1])
-    facts = read_annotations_of(storage, roots[0], *was, with_old=True)
-    measured = annotations_of(facts, 0.0).metrics.get(was)
-    if measured:
-        put_metrics(storage, roots[1], now, measured)
+    if metrics := _metrics_of(source.storage, roots[0], (step, source.attempt), with_old=True):
+        put_metrics(source.storage, roots[1], (step, attempt), metrics)
+
+
+def _metrics_of(
+    storage: Storage, root: str, where: Where, *, with_old: bool = False
+) -> Mapping[str, float]:
+    annotations = read_annotations_of(storage, root, *where, with_old=with_old)
+    return annotations_of(annotations, 0.0).metrics.get(where, {})
+
+
+def _sizes(index: Index) -> dict[str, int]:
+    return {name: record.nbytes for name, record in files_of(index).items()}
+
+
+def _write(
+    source: OpenCheckpoint,
+    path: str,
+    label: str,
+    progress: Progress | None,
+    *,
+    overwrite: bool,
+    links: bool,
+) -> tuple[Transaction, CommitDecision, Phases]:
+    """Link or copy all files into a new attempt at `path`, and commit it."""
+    storage, index = source.storage, source.index
+    phases = Phases(label, path, quiet=label != "copy")
+    with Transaction(SingleProcessChannel(), label=label) as transaction:
+        attempt = transaction.claim(storage, path, overwrite=overwrite)
+        with phases.phase("write"):
+            linked = link_or_copy_files(
+                storage,
+                index,
+                source.folder,
+                transaction.folder,
+                files_of(index),
+                threads=Config.from_environment().threads,
+                links=links,
+                tell=CopyProgress(sum(_sizes(index).values()), progress),
+            )
+        with phases.phase("commit"):
+            decision = transaction.commit_index(
+                replace(index, attempt=attempt.name), seconds=phases.seconds["write"], linked=linked
+            )
+        transaction.supersede()
+    return transaction, decision, phases
+
+
+# --- backup ----------------------------------------------------------------------------------
+
+
+def backup(
+    path: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress | None = None
+) -> str:
+    """Write a second copy of the checkpoint at `path` into the folder `backup` next to it.
+
+    Returns the path of the backup. `runs/a/step-100`, or `runs/a@latest` if that is the latest,
+    becomes `runs/a/backup/step-100`: a separate checkpoint, durable on return, with the metrics.
+    Listing or pruning `runs/a` does not look there. Files are hard links where the storage supports
+    them, otherwise checked copies. A link takes no space, but later damage to the file damages both
+    checkpoints. If the same save is there already, nothing is written. One process calls this.
+    `progress` may be called from other threads, one call at a time.
+
+    Raises NotFoundError if there is no such checkpoint, ExistsError if another save is at the
+    backup's path (unless `overwrite`), CorruptError if a file that is read is damaged.
+    """
+    return plan_backup(path, overwrite=overwrite).run(progress=progress)
+
+
+def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> WritePlan[str]:
+    """Return the plan of `backup`: no files if the same save is there already.
+
+    Raises the errors that `backup` raises before it writes.
+    """
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    return plan_backup_at(*open_resolved(path), overwrite=overwrite)
+
+
+def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan[str]:
+    """Return the plan of `backup` for a checkpoint at a storage's path, which has no links."""
+    root, folder, target = _backup_paths(storage, path)
+    check_upgraded(storage, root)
+    source = OpenCheckpoint.at(storage, path)
+    is_new = _backup_attempt(storage, target, source.index) is None
+    return WritePlan(
+        target,
+        partial(_backup, source, (root, folder, target), overwrite=overwrite),
+        partial(_sizes, source.index) if is_new else dict,
+        paths_to_replace(storage, target, overwrite=overwrite) if is_new else (),
+    )
+
+
+def _backup_paths(storage: Storage, path: str) -> tuple[str, str, str]:
+    """Return the folder of a checkpoint, the folder of backups in it, and the backup's path."""
+    above, _, name = path.rpartition("/")
+    root, folder = above or "/", f"{above}/{BACKUP}"
+    if root.rpartition("/")[2] == BACKUP:
+        raise ValueError(f"{path} is a backup itself: give the checkpoint of a run")
+    if attempts.list_attempts(storage, folder):
+        raise ExistsError(f"{folder} is a checkpoint, and backups would lie in it: rename it first")
+    return root, folder, f"{folder}/{name}"
+
+
+def _backup_attempt(storage: Storage, target: str, index: Index) -> Attempt | None:
+    """Return the attempt at `target` that has the same save, or None."""
+    try:
+        attempt, backup_index = attempts.find(storage, target)
+    except (NotFoundError, CorruptError, IncompatibleError):
+        return None  # the claim decides if it may be replaced
+    # An index from before saves had ids is recognised by the digests of its files.
+    is_same = (backup_index.save, backup_index.files) == (index.save, index.files)
+    return attempt if is_same or (index.save and backup_index.save == index.save) else None
+
+
+def _backup(
+    source: OpenCheckpoint,
+    paths: tuple[str, str, str],
+    progress: Progress | None,
+    *,
+    overwrite: bool,
+) -> str:
+    storage, index = source.storage, source.index
+    root, folder, target = paths
+    with leased(storage, source.path, source.attempt, index):
+        attempt = _backup_attempt(storage, target, index)
+        if attempt is None:
+            attempt = _write_backup(source, target, progress, overwrite=overwrite)
+        # The process that made an existing backup may have died before it synced.
+        for path in (f"{target}/{attempt}", target, folder, root):
+            storage.sync(path)
+        if index.step is not None:
+            metrics = _metrics_of(storage, root, (index.step, source.attempt))
+            where = (index.step, attempt)
+            if metrics and metrics != _metrics_of(storage, folder, where):
+                put_metrics(storage, folder, where, metrics)
+    return target
+
+
+def _write_backup(
+    source: OpenCheckpoint, target: str, progress: Progress | None, *, overwrite: bool
+) -> Attempt:
+    transaction, decision, _ = _write(
+        source, target, "backup", progress, overwrite=overwrite, links=True
+    )
+    text = "%s is kept as %s: %d of %d files linked"
+    _log.info(text, source.path, target, decision.num_linked, len(files_of(source.index)))
+    return transaction.attempt

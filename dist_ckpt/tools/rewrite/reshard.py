@@ -1,7 +1,7 @@
 """`dc.reshard`: rewrite a whole checkpoint for another layout, in one process, without torch.
 
-The target is planned like a save by as many ranks, and written like one; only the bytes come out
-of the source checkpoint instead of memory, a window of them at a time.
+The target is planned and written like a save by its number of ranks. But the bytes come from the
+source checkpoint instead of memory, one window at a time.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from functools import partial
 
 from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
@@ -38,8 +37,8 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
-from dist_ckpt.tools.rewrite.dry_run import DryRun, dry_run
+from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
 MIN_MEMORY = 64 << 20
 MAX_MEMORY = 1 << 30
@@ -59,58 +58,57 @@ def reshard(
 ) -> SaveReport:
     """Write the checkpoint at `source` again at `target`, laid out for other ranks.
 
-    Give `sharding`, or `world_size` to cut every tensor evenly along dimension 0. One process
-    does it with about `max_memory` bytes for tensors, and all plain data and per-rank values in
-    memory besides, without torch or a GPU. Every byte read is checked. Plain data and per-rank
-    values, with the keys they were saved under, are carried over; the keys go round the ranks.
+    Give `sharding`, or `world_size` to split every tensor evenly along dimension 0. One process
+    does it, without torch or a GPU. It takes about `max_memory` bytes for tensors, besides all
+    plain data and per-rank values. Every byte that is read is checked. Plain data and per-rank
+    values are copied; the keys of per-rank values are assigned to the new ranks in turn.
 
-    `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`: then only a
-    part of it is written. `source` may name one of a run, such as "runs/a@latest"; or it is what
-    other systems wrote and `dc.load` reads, which has no digests to check.
-    On return the target is complete and durable. `overwrite` replaces the checkpoint that is
-    there, which may be the source itself, once the new one is durable. Raises ExistsError if
-    something is there; otherwise as a load from `source` and a save to `target` would, so
+    `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`. They select
+    the part that is written. `source` may be a selector, such as "runs/a@latest", or files of
+    another system that `dc.load` reads; those have no digests to check.
+    On return the target is complete and durable. `overwrite` replaces the checkpoint at `target`,
+    which may be the source itself, once the new one is durable. Raises ExistsError if something is
+    there; otherwise the errors of a load from `source` and a save to `target`, such as
     NotFoundError if the source was replaced or deleted meanwhile.
+    """
+    plan = plan_reshard(
+        source,
+        target,
+        sharding=sharding,
+        world_size=world_size,
+        max_memory=max_memory,
+        overwrite=overwrite,
+        include=include,
+        exclude=exclude,
+    )
+    return plan.run(progress=progress)
+
+
+def plan_reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    sharding: ShardingConfig | None = None,
+    world_size: int | None = None,
+    max_memory: int = MAX_MEMORY,
+    overwrite: bool = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+) -> WritePlan[SaveReport]:
+    """Return the plan of `reshard`. Raises the errors that `reshard` raises before it writes.
+
+    The data of tensors is not read yet.
     """
     config = _config_of(sharding, world_size, max_memory)
     selection = selection_of(include, exclude)
-    return rewrite(
+    return plan_rewrite(
         OPENER.find(source),
         target,
         config,
         max_memory=max_memory,
         overwrite=overwrite,
         selection=selection,
-        progress=progress,
     )
-
-
-class ReshardOptions(TypedDict, total=False):
-    """What `reshard` takes, but for its progress."""
-
-    sharding: ShardingConfig | None
-    world_size: int | None
-    max_memory: int
-    overwrite: bool
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
-
-
-def plan_reshard(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    **options: Unpack[ReshardOptions],
-) -> DryRun:
-    """Return what `reshard` would write. Nothing is changed. Raises what it does before it writes.
-
-    What is damaged in a tensor's data is not looked for.
-    """
-    max_memory = options.get("max_memory", MAX_MEMORY)
-    config = _config_of(options.get("sharding"), options.get("world_size"), max_memory)
-    selection = selection_of(options.get("include"), options.get("exclude"))
-    overwrite = options.get("overwrite", False)
-    opened = OPENER.find(source)
-    return plan_rewrite(opened, target, config, overwrite=overwrite, selection=selection)
 
 
 def _config_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
@@ -125,71 +123,47 @@ def _config_of(sharding: object, world_size: object, max_memory: object) -> Shar
     return sharding
 
 
-def rewrite(
-    source: tuple[Storage, str],
-    target: str | os.PathLike[str],
-    config: ShardingConfig,
-    *,
-    max_memory: int = MAX_MEMORY,
-    overwrite: bool,
-    selection: Selection = SELECT_ALL,
-    step: int | None = None,
-    progress: Progress | None = None,
-) -> SaveReport:
-    """Reshard what is opened: a storage, and the path of a checkpoint there.
-
-    `step` is what a checkpoint without digests is of, else what its files say.
-    """
-    with _planned(source, target, config, overwrite, selection, step) as (stored, plan, place):
-        run = _Reshard(stored, plan, *place, max_memory, progress)
-        return run.run(overwrite=overwrite)
-
-
 def plan_rewrite(
     source: tuple[Storage, str],
     target: str | os.PathLike[str],
     config: ShardingConfig,
     *,
+    max_memory: int,
     overwrite: bool,
     selection: Selection = SELECT_ALL,
-) -> DryRun:
-    """Return what `rewrite` would write, and change nothing."""
-    with _planned(source, target, config, overwrite, selection, None) as (stored, plan, place):
-        files = _Reshard(stored, plan, *place, MAX_MEMORY, None).files()
-        return dry_run(*place, files, overwrite=overwrite)
+    step: int | None = None,
+) -> WritePlan[SaveReport]:
+    """Return the plan to reshard the checkpoint at a path of an open storage.
 
-
-@contextmanager
-def _planned(
-    source: tuple[Storage, str],
-    target: str | os.PathLike[str],
-    config: ShardingConfig,
-    overwrite: object,
-    selection: Selection,
-    step: int | None,
-) -> Iterator[tuple[_ReshardInput, SavePlan, tuple[CountingStorage, str]]]:
-    """Yield what is read, what is planned of it, and where it goes: nothing is written yet."""
+    `step` is the step of a checkpoint without digests, by default the one in its files.
+    """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     source_storage, source_path = source
-    target_storage, target_path = open_storage(target)
-    # By whatever links they lead there.
-    real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
+    storage, path = open_storage(target)
+    _check_paths(source_path, path, overwrite=overwrite)
+    opened = OpenCheckpoint.at(CountingStorage(source_storage), source_path)
+    contents = _ReshardInput.of(opened, selection, step)
+    plan = plan_stored(contents.catalog, config, contents.main.tree, contents.main.numpy)
+    write = _Reshard(contents, plan, CountingStorage(storage), path, max_memory)
+    replaces = paths_to_replace(storage, path, overwrite=overwrite)
+    return WritePlan(path, partial(write.run, overwrite=overwrite), write.files, replaces)
+
+
+def _check_paths(source: str, target: str, *, overwrite: bool) -> None:
+    """Raise ValueError if the target is in the source, or is the source without `overwrite`."""
+    real_source, real_target = os.path.realpath(source), os.path.realpath(target)
     if real_source == real_target and not overwrite:
         raise ValueError(
-            f"source and target are both {source_path}: give another target, or overwrite it "
+            f"source and target are both {source}: give another target, or overwrite it "
             "(overwrite=True, on the command line --overwrite)"
         )
     if real_target.startswith(f"{real_source}/"):
-        raise ValueError(f"the target {target_path} lies in the source: give another target")
-    with OpenCheckpoint.at(CountingStorage(source_storage), source_path) as opened:
-        stored = _ReshardInput.of(opened, selection, step)
-        plan = plan_stored(stored.catalog, config, stored.main.tree, stored.main.numpy)
-        yield stored, plan, (CountingStorage(target_storage), target_path)
+        raise ValueError(f"the target {target} lies in the source: give another target")
 
 
 def even(world_size: object) -> ShardingConfig:
-    """Return how so many ranks share every tensor evenly. ValueError for what is no number."""
+    """Return the config that splits every tensor evenly. ValueError for a bad number of ranks."""
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(
             f"world_size={world_size!r}: give the number of ranks, from 1 to {MAX_WORLD_SIZE}"
@@ -199,9 +173,9 @@ def even(world_size: object) -> ShardingConfig:
 
 @dataclass(frozen=True, slots=True)
 class _ReshardInput:
-    """What is written again of an open checkpoint: all of it, or the part that was selected.
+    """The selected part of an open checkpoint.
 
-    `main` is the global objects file of that, with the values of all ranks.
+    `main` is its global objects file, with the values of all ranks.
     """
 
     opened: OpenCheckpoint
@@ -211,7 +185,7 @@ class _ReshardInput:
 
     @staticmethod
     def of(opened: OpenCheckpoint, selection: Selection, step: int | None) -> _ReshardInput:
-        """Return what a selection leaves, as a checkpoint with an id of its own if it is a part."""
+        """Select the part. Unless it is a whole checkpoint with digests, it gets a new save id."""
         index, catalog, main = opened.index, opened.catalog, opened.merged_objects()
         if not index.has_digests:
             step = index.step if step is None else step
@@ -221,136 +195,128 @@ class _ReshardInput:
             index = replace(index, save=secrets.token_hex(16))
         return _ReshardInput(opened, index, catalog, main)
 
-    def keyed(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
-        """Return the per-rank values by the ranks that store them in a plan."""
-        keyed: dict[int, dict[str, dict[Key, object]]] = {}
+    def values_by_rank(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
+        """Read the per-rank values; return them by the ranks that store them in a plan."""
+        by_rank: dict[int, dict[str, dict[Key, object]]] = {}
         for fqn, keys in plan.catalog.per_rank.items():
             for key, rank in keys:
                 value = self.opened.value_of_rank(fqn, key)
-                keyed.setdefault(rank, {}).setdefault(fqn, {})[key] = value
-        return keyed
+                by_rank.setdefault(rank, {}).setdefault(fqn, {})[key] = value
+        return by_rank
 
     @property
     def reads(self) -> IoCount:
-        """What was read of it."""
+        """The count of its reads."""
         assert isinstance(self.opened.storage, CountingStorage)
         return self.opened.storage.reads
 
     def attached(self) -> dict[str, bytes]:
-        """Return what users have attached, by the names of its files in an attempt."""
-        return {one.file_name: self.opened.attached(one.name) for one in self.index.attached}
+        """Read the attached files; return them by their names in an attempt."""
+        return {
+            record.file_name: self.opened.attached(record.name) for record in self.index.attached
+        }
 
 
 class _Reshard:
-    """One run: claim, write what each rank would, commit."""
+    """Writes the files of all ranks of a plan into a new attempt, and commits it."""
 
     def __init__(
         self,
-        stored: _ReshardInput,
+        contents: _ReshardInput,
         plan: SavePlan,
         storage: CountingStorage,
         path: str,
         max_memory: int,
-        progress: Progress | None,
     ) -> None:
-        self._stored = stored
+        self._contents = contents
         self._plan = plan
-        self._keyed = stored.keyed(plan)
+        self._values_by_rank = contents.values_by_rank(plan)
         self._storage = storage
         self._path = path
         self._window_nbytes = max_memory // 2 // BLOCK_NBYTES * BLOCK_NBYTES
-        self._progress = progress
-        self._nbytes = self._nbytes_read = 0
-        self._phases = Phases("reshard", path, quiet=False)
 
-    def run(self, *, overwrite: bool) -> SaveReport:
-        phases = self._phases
-        with Transaction(SingleProcessChannel(), label="reshard") as transaction:
+    def files(self) -> dict[str, int]:
+        """Return the names and sizes of the files to write."""
+        sizes: dict[str, int] = {}
+        for rank, plans in enumerate(items_of_ranks(self._plan.catalog)):
+            sizes |= {plan.name: plan.nbytes for plan in plans}
+            sizes |= {name: len(data) for name, data in self._documents(rank).items()}
+        return sizes
+
+    def run(self, progress: Progress | None, *, overwrite: bool) -> SaveReport:
+        phases = Phases("reshard", self._path, quiet=False)
+        with (
+            self._contents.opened,
+            Transaction(SingleProcessChannel(), label="reshard") as transaction,
+        ):
             attempt = transaction.claim(self._storage, self._path, overwrite=overwrite)
             with phases.phase("write"):
-                receipts = self._write(transaction.folder)
+                receipts = self._write(transaction.folder, progress)
             with phases.phase("commit"):
                 index = self._index(attempt.name, receipts)
                 decision = transaction.commit_index(index, seconds=phases.seconds["write"])
             transaction.supersede()
-        reads, writes = self._stored.reads, self._storage.writes
+        reads, writes = self._contents.reads, self._storage.writes
         return transaction.report(decision, phases, reads=reads, writes=writes)
 
-    def _write(self, folder: str) -> list[Receipt]:
-        self._nbytes = sum(stored_nbytes(self._plan.catalog).values())
+    def _write(self, folder: str, progress: Progress | None) -> list[Receipt]:
+        tell = CopyProgress(sum(stored_nbytes(self._plan.catalog).values()), progress)
         receipts = []
         for rank, files in enumerate(items_of_ranks(self._plan.catalog)):
             start = time.monotonic()
-            done = self._write_rank(folder, files, rank)
+            done = self._write_rank(folder, files, rank, tell)
             receipts.append(Receipt(done, (), time.monotonic() - start))
         return receipts
 
-    def _tell(self, nbytes: int) -> None:
-        self._nbytes_read += nbytes
-        if self._progress is not None:
-            self._progress(self._nbytes_read, self._nbytes)
-
     def _write_rank(
-        self, folder: str, files: tuple[FilePlan, ...], rank: int
+        self, folder: str, files: tuple[FilePlan, ...], rank: int, tell: CopyProgress
     ) -> tuple[FileReceipt, ...]:
-        filled = read_windows(self._stored.opened.read, files, self._window_nbytes, self._tell)
+        filled = read_windows(self._contents.opened.read, files, self._window_nbytes, tell)
         windows = Windows(files, filled)
         content = RankFiles(
-            step=self._stored.index.step,
+            step=self._contents.index.step,
             plans=files,
             sources=windows.sources,
-            objects=self._others(rank),
+            objects=self._documents(rank),
         )
         # One thread: a window is read at a time, and its blocks are written in its order.
         return write_all(self._storage, folder, content, threads=1)
 
-    def files(self) -> dict[str, int]:
-        """Return the names and sizes of the files that are written."""
-        found: dict[str, int] = {}
-        for rank, plans in enumerate(items_of_ranks(self._plan.catalog)):
-            found |= {plan.name: plan.nbytes for plan in plans}
-            found |= {name: len(data) for name, data in self._others(rank).items()}
-        return found
-
-    def _others(self, rank: int) -> dict[str, bytes]:
-        """Return what a rank writes besides shards."""
-        return {**self._objects(rank), **(self._stored.attached() if rank == 0 else {})}
-
-    def _objects(self, rank: int) -> dict[str, bytes]:
-        """Return a rank's objects files: its keys, and all values in the global one, rank 0's."""
-        encoded = {}
+    def _documents(self, rank: int) -> dict[str, bytes]:
+        """Return the files of a rank that are not shards. All values are in rank 0's."""
+        documents = {}
         if rank == 0:
-            encoded[filenames.OBJECTS] = objects_file.encode(self._stored.main)
-        if keyed := self._keyed.get(rank):
-            encoded[filenames.objects_file(rank)] = objects_file.encode(
-                objects_file.ObjectsFile(per_rank=keyed)
-            )
-        return encoded
+            documents[filenames.OBJECTS] = objects_file.encode(self._contents.main)
+        if values := self._values_by_rank.get(rank):
+            file = objects_file.ObjectsFile(per_rank=values)
+            documents[filenames.objects_file(rank)] = objects_file.encode(file)
+        return {**documents, **(self._contents.attached() if rank == 0 else {})}
 
     def _index(self, attempt: str, receipts: Sequence[Receipt]) -> Index:
         files, objects_files = check_receipts(self._plan.catalog, receipts)
+        index = self._contents.index
         return replace(
-            self._stored.index,
+            index,
             attempt=attempt,
             catalog=self._plan.catalog,
             files=files,
             objects=objects_files,
             attached=attached_of(receipts),
-            saved_by={**self._stored.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
+            saved_by={**index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
             saved_at=time.time(),
         )
 
 
-# --- a part of a checkpoint, by names. Pure ---------------------------------------------------
+# --- select a part of a checkpoint by names. Pure ----------------------------------------------
 
 
 def select_part(
     catalog: Catalog, main: ObjectsFile, selection: Selection
 ) -> tuple[Catalog, ObjectsFile]:
-    """Return what a selection leaves of a catalog, and of the objects file with all its values.
+    """Return the selected part of a catalog, and of the objects file with all its values.
 
     ValueError for a pattern that matches nothing, if nothing is left, for a tied tensor without the
-    one that has its data, and where a list would lose an item.
+    tensor that has its data, and for a list that would lose some of its items.
     """
     names = names_of(catalog)
     if problems := selection.unmatched(names):

@@ -378,16 +378,23 @@ def _is_gone(subject: CheckpointRef) -> bool:
 
 @contextmanager
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
-    """Yield the checkpoint at `path`, protected against removal inside the `with`.
+    """Yield the checkpoint at `path`, protected as `leased` does inside the `with`."""
+    attempt, index = attempts.find(storage, path)
+    with leased(storage, path, attempt, index):
+        yield attempt, index
+
+
+@contextmanager
+def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Iterator[None]:
+    """Protect a checkpoint that was read against removal inside the `with`.
 
     It is leased if the root has records of a run. Otherwise a removal inside the `with` becomes
     NotFoundError.
     """
-    attempt, index = attempts.find(storage, path)
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
         if index.step is not None and can_lease(storage, root):
             subject = CheckpointRef(storage, root, path, (index.step, attempt))
             stack.enter_context(renewed_lease(subject))
         stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))
-        yield attempt, index
+        yield

@@ -1,0 +1,57 @@
+"""The plan of a new checkpoint or an export: checked, and not written yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dist_ckpt.core.commit.preflight import attempts_to_replace
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.reports import Progress
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan(Generic[Result]):
+    """A write that is checked; nothing has changed. Run it once.
+
+    `path` is the target, and `replaces` are the paths that the write removes there. `sources`
+    describe the checkpoints that are read, if there are several.
+    """
+
+    path: str
+    execute: Callable[[Progress | None], Result]
+    list_files: Callable[[], Mapping[str, int]]
+    replaces: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The names and sizes of the files that are written or linked, without the index."""
+        return self.list_files()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(self.files.values())
+
+    def run(self, *, progress: Progress | None = None) -> Result:
+        """Write. Check again what may have changed since: the target, and the source's removal."""
+        return self.execute(progress)
+
+
+def paths_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[str, ...]:
+    """Return the attempts that a new checkpoint replaces. Raises the errors of its claim."""
+    there = attempts_to_replace(storage, path, overwrite=overwrite)
+    return tuple(f"{path}/{attempt}" for attempt in there)
+
+
+def plan_of_file(
+    path: str, execute: Callable[[Progress | None], int], nbytes: int
+) -> WritePlan[int]:
+    """Return the plan of an export to one file, which replaces the file at `path`."""
+    replaces = (path,) * os.path.lexists(path)
+    return WritePlan(path, execute, lambda: {os.path.basename(path): nbytes}, replaces)
