@@ -111,7 +111,7 @@ class InMemory:
             for number, cell in enumerate(wanted.cells):
                 self._copy(wanted.fqn, wanted.shape, cell, targets[wanted.fqn, number])
         binding.settle()
-        binding.place()
+        binding.assign_values()
         binding.load_objects()
 
     def _of_rank(self, rank: int) -> objects_file.ObjectsFile:

@@ -129,7 +129,7 @@ class WriterRendezvous:
             hello.world_size,
             host=host_of(config),
             config=config,
-            wording=WRITER_STORE_TEXTS,
+            texts=WRITER_STORE_TEXTS,
         )
 
 

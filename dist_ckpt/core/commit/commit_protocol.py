@@ -358,7 +358,15 @@ def commit(
     try:
         document = put_index(storage, claim.path, claim.attempt, temporary)
     except (CheckpointError, FileNotFoundError) as error:
-        check_abandoned(storage, claim.path, claim.attempt, error, by=claim.by)
+        result = resolve_outcome(
+            storage,
+            claim.path,
+            claim.attempt,
+            by=claim.by,
+            reason=f"the commit failed: {error}"[:500],
+        )
+        if result != "abandoned":
+            raise unknown_outcome_error(result, claim.path, str(error)) from error
         if isinstance(error, CheckpointError):
             raise
         raise _conflict(storage, claim.path, claim.attempt, None) from None
@@ -428,16 +436,6 @@ def resolve_outcome(
     if document is None:  # a server may still execute a call without an answer
         return "unknown"
     return "in place" if isinstance(document, Index) else "abandoned"
-
-
-def check_abandoned(
-    storage: Storage, path: str, attempt: Attempt, error: Exception, *, by: str
-) -> None:
-    """Abandon an attempt whose commit met `error`; StorageError unless that is certain."""
-    reason = f"the commit failed: {error}"[:500]
-    result = resolve_outcome(storage, path, attempt, by=by, reason=reason)
-    if result != "abandoned":
-        raise unknown_outcome_error(result, path, str(error)) from error
 
 
 def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> StorageError:

@@ -241,7 +241,7 @@ def check_load(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
-        places=binding.places,
+        places=binding.assigns_values,
         loads_objects=binding.loads_objects,
         wants=short(wants, ranks.channel.world_size),
         from_memory=from_memory,

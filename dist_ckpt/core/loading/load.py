@@ -334,7 +334,7 @@ def _fill(
     with phases.phase("place"):
         if passed.places:
             with channel.exchange("place"):
-                binding.place()
+                binding.assign_values()
         if passed.loads_objects:
             with channel.exchange("objects"):
                 binding.load_objects()

@@ -126,13 +126,13 @@ class RNG:
 
     def check(self, data: object) -> None:
         """Raise IncompatibleError if `restore` cannot set a result of `capture`. Sets nothing."""
-        if not isinstance(data, dict) or not data.keys() <= _CHECKS.keys():
+        if not isinstance(data, dict) or not data.keys() <= _SETTERS.keys():
             raise IncompatibleError(
                 "the saved value is not a state of random generators: exclude it from the load"
             )
         for part, state in data.items():
             try:
-                _CHECKS[part](state)
+                _SETTERS[part](state, trial=True)
             except (TypeError, ValueError, RuntimeError, KeyError, OverflowError) as error:
                 raise IncompatibleError(
                     f"the saved state of the {part} generator cannot be set here ({error}): "
@@ -143,15 +143,9 @@ class RNG:
         """Set the generators to a result of `capture`, after checking all of it."""
         self.check(data)
         assert isinstance(data, dict)
-        if "python" in data:
-            random.setstate(data["python"])
-        if "numpy" in data and (numpy := _module("numpy")):
-            numpy.random.set_state(_numpy_arguments(data["numpy"]))
-        if "torch" in data and (torch := _module("torch")):
-            torch.set_rng_state(_tensor(torch, data["torch"]))
-        if "accelerator" in data and (torch := _module("torch")):
-            device, state = data["accelerator"]
-            getattr(torch, device).set_rng_state(_tensor(torch, state))
+        for part, set_state in _SETTERS.items():
+            if part in data:
+                set_state(data[part], trial=False)
 
 
 class _Optimizer(Protocol):
@@ -261,35 +255,39 @@ def _check_policy(policy: OnReshard) -> None:
 # generators.
 
 
-def _check_python(state: Any) -> None:
-    random.Random().setstate(state)  # noqa: S311 - it only tries the state
+def _set_python(state: Any, *, trial: bool) -> None:
+    generator: Any = random.Random() if trial else random  # noqa: S311 - it only tries the state
+    generator.setstate(state)
 
 
-def _check_numpy(state: Any) -> None:
+def _set_numpy(state: Any, *, trial: bool) -> None:
     arguments = _numpy_arguments(state)
     if numpy := _module("numpy"):
-        numpy.random.RandomState().set_state(arguments)
+        (numpy.random.RandomState() if trial else numpy.random).set_state(arguments)
 
 
-def _check_torch(state: Any) -> None:
+def _set_torch(state: Any, *, trial: bool) -> None:
     if torch := _module("torch"):
-        torch.Generator().set_state(_tensor(torch, state))
+        generator = torch.Generator() if trial else torch.default_generator
+        generator.set_state(_tensor(torch, state))
 
 
-def _check_accelerator(state: Any) -> None:
+def _set_accelerator(state: Any, *, trial: bool) -> None:
     device, data = state
     torch = _module("torch")
     here = _accelerator(torch) if torch else None
     if torch is None or here is None or device != here:
         raise ValueError(f"it is for {device!r}, the accelerator here is {here!r}")
-    torch.Generator(device).set_state(_tensor(torch, data))
+    set_state = torch.Generator(device).set_state if trial else getattr(torch, device).set_rng_state
+    set_state(_tensor(torch, data))
 
 
-_CHECKS: dict[str, Callable[[Any], None]] = {
-    "python": _check_python,
-    "numpy": _check_numpy,
-    "torch": _check_torch,
-    "accelerator": _check_accelerator,
+# Each sets a generator; with `trial` only a new one, which shows whether the state is valid.
+_SETTERS: dict[str, Callable[..., None]] = {
+    "python": _set_python,
+    "numpy": _set_numpy,
+    "torch": _set_torch,
+    "accelerator": _set_accelerator,
 }
 
 

@@ -94,7 +94,7 @@ class ExchangeState:
         world_size: int,
         host: str,
         config: Config,
-        wording: StoreErrorTexts = JOB_STORE_TEXTS,
+        texts: StoreErrorTexts = JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -104,16 +104,16 @@ class ExchangeState:
         self.token = ""
         self.phase = ""
         self.turn = 0
-        self.heart = HeartbeatSender(host)
-        self.line = StoreClientThread(
+        self.heartbeat = HeartbeatSender(host)
+        self.client = StoreClientThread(
             store,
-            self.heart,
+            self.heartbeat,
             period_s=config.heartbeat_timeout_s / 5,
             stall_timeout_s=config.heartbeat_timeout_s,
-            wording=wording,
+            texts=texts,
         )
-        self._wording = wording
-        self.peers = FailureDetector(self.line, self._beat_key, config)
+        self._texts = texts
+        self.detector = FailureDetector(self.client, self._beat_key, config)
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
         self.unseen_s = config.join_timeout_s
@@ -124,22 +124,22 @@ class ExchangeState:
     @property
     def number(self) -> int:
         """The number of the current operation of this rank, or of its last one."""
-        return self.heart.number
+        return self.heartbeat.number
 
     def begin(self, number: int) -> None:
         """Enter an operation, and show it to the other ranks."""
         if not self._start:
             # A store may outlive a process group, and still have messages of an earlier one.
             self._start = self._count_start()
-            self.heart.key = self._beat_key(self.rank)
+            self.heartbeat.key = self._beat_key(self.rank)
         # The number last: a heartbeat in between must not say that the operation was left.
-        self.heart.inside, self.heart.failed_turn = True, 0
-        self.heart.number = number
-        self.line.beat()
+        self.heartbeat.inside, self.heartbeat.failed_turn = True, 0
+        self.heartbeat.number = number
+        self.client.beat()
 
     def catch_up(self) -> None:
         """Count the operations that the coordinator has begun without this rank."""
-        self.heart.number = self.peers.last_number(COORDINATOR, self.number)
+        self.heartbeat.number = self.detector.last_number(COORDINATOR, self.number)
 
     def no_answer(self, message: str) -> NoAnswerError:
         """Return the error of a rank that cannot get the decision."""
@@ -148,11 +148,11 @@ class ExchangeState:
     def _count_start(self) -> int:
         key = f"starts/{self.rank}"
         try:
-            return self.line.call(client_thread.increment, key)
+            return self.client.call(client_thread.increment, key)
         except ValueError as error:
             raise RankError(
                 f"the store's counter of the starts of rank {self.rank} has {error}. "
-                f"{self._wording.strange}",
+                f"{self._texts.strange}",
                 rank=self.rank,
             ) from error
 
@@ -165,9 +165,9 @@ class ExchangeState:
         late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
         with suppress(NoAnswerError):
             while self.number and late and time.monotonic() < until:
-                self.peers.look(late)
+                self.detector.look(late)
                 late = [
-                    rank for rank in late if self.peers.is_waiting(rank, self.number, self.turn)
+                    rank for rank in late if self.detector.is_waiting(rank, self.number, self.turn)
                 ]
                 time.sleep(0.005 if late else 0)
 
@@ -181,7 +181,7 @@ class ExchangeState:
     def put(self, key: str, data: bytes) -> None:
         """Store a document."""
         self.nbytes_put += len(data)
-        self.line.call(client_thread.put, key, data)
+        self.client.call(client_thread.put, key, data)
 
     def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         """Decode a rank's message. RankError if it is invalid; on a participant NoAnswerError."""
@@ -190,8 +190,8 @@ class ExchangeState:
         except ValueError as error:
             kind = RankError if self.rank == COORDINATOR else NoAnswerError
             message = (
-                f"in place of a message of {self.peers.name([rank])} the store has {error} "
-                f"({self._seen()}). {self._wording.strange}"
+                f"in place of a message of {self.detector.name([rank])} the store has {error} "
+                f"({self._seen()}). {self._texts.strange}"
             )
             raise kind(message, rank=rank, phase=self.phase) from error
 
@@ -199,13 +199,13 @@ class ExchangeState:
         """Return a failure for each of these ranks from which nothing more will come."""
         failures = {}
         for rank in ranks:
-            loss = self.peers.loss(rank, self.number, was_in=bool(self.token))
-            remedy = self._wording.lost
-            if self.peers.is_strange(rank):
+            loss = self.detector.loss(rank, self.number, was_in=bool(self.token))
+            remedy = self._texts.lost
+            if self.detector.is_strange(rank):
                 loss = "has an invalid heartbeat in the store"
-                remedy = self._wording.strange
+                remedy = self._texts.strange
             if loss is not None:
-                message = f"{self.peers.name([rank])} {loss} ({self._seen()}). {remedy}"
+                message = f"{self.detector.name([rank])} {loss} ({self._seen()}). {remedy}"
                 failures[rank] = Failure("RankError", message, rank, self.phase)
         return failures
 
@@ -219,49 +219,49 @@ class ExchangeState:
             by_phase[call[1]].append(rank)
         if len(by_phase) == 1:
             return None
-        self.peers.look(range(self.world_size))  # for the names of hosts
+        self.detector.look(range(self.world_size))  # for the names of hosts
         places = [
-            f"{self.peers.name(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
+            f"{self.detector.name(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
             for name, ranks in by_phase.items()
         ]
         if absent := [rank for rank in range(self.world_size) if rank not in calls]:
-            places.append(f"{self.peers.name(absent)}: nothing yet")
+            places.append(f"{self.detector.name(absent)}: nothing yet")
         message = (
             f"the ranks of the group are in different calls: {listed(places, '; ')}. "
-            f"{self._wording.mixed}"
+            f"{self._texts.mixed}"
         )
         odd = next(rank for rank in sorted(calls) if calls[rank][1] != self.phase)
         return Failure("RankError", message, odd, self.phase)
 
-    def missing_ranks(self, ranks: Sequence[int], pace: PollInterval) -> dict[int, Failure]:
+    def missing_ranks(self, ranks: Sequence[int], poll: PollInterval) -> dict[int, Failure]:
         """Return a failure if some of these ranks have not entered within `join_timeout_s`.
 
         After `join_warning_s` one warning with their names is logged.
         """
-        absent = [rank for rank in ranks if not self.peers.has_entered(rank, self.number)]
+        absent = [rank for rank in ranks if not self.detector.has_entered(rank, self.number)]
         if self.token or not absent:
             return {}
         if self.absent:
             return {absent[0]: Failure("RankError", self.absent, absent[0], self.phase)}
         message = (
-            f"{self.peers.name(absent)} did not call {self.call}: rank {self.rank} (host "
-            f"{self.host}) has waited for {pace.waited_s:.3g} s. {self._wording.absent}"
+            f"{self.detector.name(absent)} did not call {self.call}: rank {self.rank} (host "
+            f"{self.host}) has waited for {poll.waited_s:.3g} s. {self._texts.absent}"
         )
-        if pace.waited_s >= self.config.join_timeout_s:
+        if poll.waited_s >= self.config.join_timeout_s:
             message = self._stale_ranks_text(absent) or message
             return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
-        if pace.waited_s >= self.unseen_s:
+        if poll.waited_s >= self.unseen_s:
             for rank in absent:
-                if not self.peers.is_known(rank):
+                if not self.detector.is_known(rank):
                     return {rank: Failure("RankError", message, rank, self.phase)}
-        if pace.waited_s >= self.config.join_warning_s and not pace.has_warned:
-            pace.has_warned = True
+        if poll.waited_s >= self.config.join_warning_s and not poll.has_warned:
+            poll.has_warned = True
             _log.warning("%s", message)
         return {}
 
     def _stale_ranks_text(self, ranks: Sequence[int]) -> str:
         keys = [f"starts/{rank}" for rank in ranks]
-        counts = self.line.call(lambda store: [client_thread.counted(store, key) for key in keys])
+        counts = self.client.call(lambda store: [client_thread.counted(store, key) for key in keys])
         stale_ranks = [
             rank
             for rank, count in zip(ranks, counts, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.config import Config
@@ -35,38 +36,41 @@ class FailureDetector:
     """
 
     def __init__(
-        self, line: StoreClientThread, beat_key: Callable[[int], str], config: Config
+        self, client: StoreClientThread, beat_key: Callable[[int], str], config: Config
     ) -> None:
-        self._line = line
+        self._client = client
         self._beat_key = beat_key
         self._silence_s = config.heartbeat_timeout_s
         self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
         self._most_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
-        self._pulses: dict[int, _LastSeen] = {}
+        self._last_seen: dict[int, _LastSeen] = {}
 
     def look(self, ranks: Sequence[int]) -> None:
         """Read the heartbeats of some ranks once."""
         keys = [self._beat_key(rank) for rank in ranks]
-        values = self._line.call(client_thread.get_each, keys)
+        values = self._client.call(client_thread.get_each, keys)
         for rank, data in zip(ranks, values, strict=True):
             if data is not None:
                 self._see(rank, data)
 
     def _see(self, rank: int, data: bytes) -> None:
         now = time.monotonic()
-        pulse = self._pulses.get(rank)
-        if pulse is None or pulse.data != data:
-            self._pulses[rank] = _LastSeen(data, _beat_in(data), now)
+        last = self._last_seen.get(rank)
+        if last is None or last.data != data:
+            beat = None
+            with suppress(ValueError):  # it is not a heartbeat
+                beat = unpack(data, Heartbeat)
+            self._last_seen[rank] = _LastSeen(data, beat, now)
             return
-        pulse.silent_s += min(now - pulse.seen_at, self._most_s)
-        pulse.seen_at = now
+        last.silent_s += min(now - last.seen_at, self._most_s)
+        last.seen_at = now
 
     def _beat(self, rank: int) -> Heartbeat | None:
-        pulse = self._pulses.get(rank)
-        return pulse.beat if pulse else None
+        last = self._last_seen.get(rank)
+        return last.beat if last else None
 
     def _is_silent(self, rank: int) -> bool:
-        return self._pulses[rank].silent_s >= self._silence_s
+        return self._last_seen[rank].silent_s >= self._silence_s
 
     def is_known(self, rank: int) -> bool:
         """Return True if a rank was ever seen."""
@@ -74,7 +78,7 @@ class FailureDetector:
 
     def is_strange(self, rank: int) -> bool:
         """Return True if a rank's heartbeat is not a valid one."""
-        return rank in self._pulses and self._beat(rank) is None
+        return rank in self._last_seen and self._beat(rank) is None
 
     def has_entered(self, rank: int, number: int) -> bool:
         """Return True if a rank was seen to have entered this operation."""
@@ -131,10 +135,3 @@ class FailureDetector:
         """Return the names of ranks, a single one with its host if known: "rank 2 (host b)"."""
         beat = self._beat(ranks[0]) if len(ranks) == 1 else None
         return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
-
-
-def _beat_in(data: bytes) -> Heartbeat | None:
-    try:
-        return unpack(data, Heartbeat)
-    except ValueError:
-        return None

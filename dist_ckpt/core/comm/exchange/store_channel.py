@@ -165,18 +165,18 @@ class Coordinator:
         control = self._control
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
-        pace = PollInterval(control.world_size, control.config)
+        poll = PollInterval(control.world_size, control.config)
         while len(envelopes) < control.world_size and not failures:
             missing = [rank for rank in range(control.world_size) if rank not in envelopes]
             keys = [control.key(rank) for rank in missing]
-            if (values := control.line.call(client_thread.get_all, keys)) is not None:
+            if (values := control.client.call(client_thread.get_all, keys)) is not None:
                 arrivals = zip(missing, values, strict=True)
                 envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in arrivals)
                 break
-            if _has_final_failure(envelopes) or pace.is_time_to_look():
+            if _has_final_failure(envelopes) or poll.is_time_to_look():
                 # Heartbeats first: if one says that a rank has left, its envelope is complete.
-                control.peers.look(missing)
-                looked = control.line.call(client_thread.get_each, keys)
+                control.detector.look(missing)
+                looked = control.client.call(client_thread.get_each, keys)
                 for rank, data in zip(missing, looked, strict=True):
                     if data is not None:
                         envelopes[rank] = self._envelope(own, rank, data)
@@ -184,8 +184,8 @@ class Coordinator:
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
                 failures = control.failed_ranks(missing)
-                failures = failures or control.missing_ranks(missing, pace)
-            pace.pause()
+                failures = failures or control.missing_ranks(missing, poll)
+            poll.pause()
         return envelopes, failures
 
     def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
@@ -207,7 +207,7 @@ class Coordinator:
             return None
         earlier = envelopes[given_up[0]]
         is_other = earlier.call != control.call
-        if not is_other and control.peers.newer(given_up, control.number) is None:
+        if not is_other and control.detector.newer(given_up, control.number) is None:
             return None
         return Answer(earlier.call, "", b"", b"", earlier.failure)
 
@@ -215,7 +215,7 @@ class Coordinator:
         num_retained = 0 if is_complete else MAX_KEPT_ANSWERS
         num_spent = max(0, len(self._answers) - num_retained)
         spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
-        self._control.line.post(client_thread.delete, spent)
+        self._control.client.post(client_thread.delete, spent)
 
 
 def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
@@ -259,7 +259,7 @@ class Participant:
             # The others gave up an operation without this rank. Was it this call?
             if answer.call != control.call:
                 control.begin(number + 1)
-            elif (newer := control.peers.newer([COORDINATOR], number)) is not None:
+            elif (newer := control.detector.newer([COORDINATOR], number)) is not None:
                 control.begin(newer)
             else:
                 control.catch_up()
@@ -268,14 +268,14 @@ class Participant:
     def clean_up(self) -> None:
         """Delete this rank's envelopes; without an answer the coordinator may still read them."""
         act = client_thread.delete if self._is_answered else client_thread.withdraw
-        self._control.line.post(act, tuple(self._envelopes))
+        self._control.client.post(act, tuple(self._envelopes))
         if self._is_answered:
             self._envelopes = []
 
     def ensure_failure_is_known(self) -> None:
         """Notify the coordinator, which waits for it, that this rank has received a failure."""
-        self._control.heart.failed_turn = self._control.turn
-        self._control.line.beat()
+        self._control.heartbeat.failed_turn = self._control.turn
+        self._control.client.beat()
 
     def _ask(self, own: Envelope) -> Answer:
         """Write the envelope; wait for the answer, or until it can never come."""
@@ -284,12 +284,12 @@ class Participant:
         self._envelopes.append(envelope)
         self._is_answered = False
         control.put(envelope, encode(own))
-        pace = PollInterval(control.world_size, control.config)
+        poll = PollInterval(control.world_size, control.config)
         while True:
-            is_time_to_look = pace.is_time_to_look()
+            is_time_to_look = poll.is_time_to_look()
             if is_time_to_look:
-                control.peers.look([COORDINATOR])
-            (data,) = control.line.call(client_thread.get_each, [key])
+                control.detector.look([COORDINATOR])
+            (data,) = control.client.call(client_thread.get_each, [key])
             if data is not None:
                 answer = control.unpack(COORDINATOR, data, Answer)
                 self._is_answered = True
@@ -298,12 +298,12 @@ class Participant:
                 for failure in control.failed_ranks([COORDINATOR]).values():
                     control.catch_up()
                     raise control.no_answer(failure.message)
-                for failure in control.missing_ranks([COORDINATOR], pace).values():
+                for failure in control.missing_ranks([COORDINATOR], poll).values():
                     # The envelope stays: it shows the coordinator that this call is over.
                     self._envelopes.remove(envelope)
                     control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))
                     raise control.no_answer(failure.message)
-            pace.pause()
+            poll.pause()
 
 
 T = TypeVar("T")
@@ -323,14 +323,14 @@ class StoreChannel:
         *,
         host: str,
         config: Config,
-        wording: StoreErrorTexts = JOB_STORE_TEXTS,
+        texts: StoreErrorTexts = JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.host = host
         self._num_exchanges = 0
-        self._control = control = ExchangeState(store, rank, world_size, host, config, wording)
-        self.notes: SharedNotes = StoreNotes(control.line)
+        self._control = control = ExchangeState(store, rank, world_size, host, config, texts)
+        self.notes: SharedNotes = StoreNotes(control.client)
         self._role = Coordinator(control) if rank == COORDINATOR else Participant(control)
         # Also at the end of the process: ranks that wait for this one are notified at once.
         self._finalizer = weakref.finalize(self, _close, control)
@@ -348,7 +348,7 @@ class StoreChannel:
     def enter(self, call: str) -> None:
         """See `Channel.enter`. Raises ValueError during another operation."""
         control = self._control
-        if control.heart.inside:
+        if control.heartbeat.inside:
             raise ValueError(
                 f"{call} is called while {control.call} of the same group is still running in this "
                 "process: call one after the other"
@@ -365,14 +365,16 @@ class StoreChannel:
     def watch(self, ranks: Sequence[int]) -> None:
         """See `Channel.watch`."""
         control = self._control
-        control.peers.look(ranks)
+        control.detector.look(ranks)
         for failure in control.failed_ranks(ranks).values():
             raise SecondaryError(failure.message, rank=failure.rank)
         # The failure of the coordinator itself is in its answer.
         keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
-        for rank, data in zip(ranks, control.line.call(client_thread.get_each, keys), strict=True):
+        for rank, data in zip(
+            ranks, control.client.call(client_thread.get_each, keys), strict=True
+        ):
             if data is not None and _has_failure(rank, data):
-                raise SecondaryError(f"{control.peers.name([rank])} has failed", rank=rank)
+                raise SecondaryError(f"{control.detector.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
         """Limit the wait for ranks that were never seen. Any thread may call it."""
@@ -388,8 +390,8 @@ class StoreChannel:
 
     def leave(self) -> None:
         """See `Channel.leave`."""
-        self._control.heart.inside = False
-        self._control.line.beat()
+        self._control.heartbeat.inside = False
+        self._control.client.beat()
         self._role.clean_up()
 
     def close(self) -> None:
@@ -399,7 +401,7 @@ class StoreChannel:
     def exchange(self, phase: str) -> Exchange:
         """See `Channel.exchange`."""
         control = self._control
-        assert control.heart.inside, "exchange is called between enter and leave"
+        assert control.heartbeat.inside, "exchange is called between enter and leave"
         self._num_exchanges += 1
         control.phase = phase
         control.turn += 1
@@ -457,33 +459,33 @@ def _has_failure(rank: int, data: bytes) -> bool:
 
 
 def _close(control: ExchangeState) -> None:
-    if control.line.is_open and not control.heart.inside:
+    if control.client.is_open and not control.heartbeat.inside:
         control.linger(LINGER_S)
-    control.line.close()
+    control.client.close()
 
 
 class StoreNotes:
     """Notes in a store that all ranks reach, through this rank's client thread."""
 
-    def __init__(self, line: StoreClientThread) -> None:
-        self._line = line
+    def __init__(self, client: StoreClientThread) -> None:
+        self._client = client
 
     def put(self, key: str, text: str) -> None:
         """See `SharedNotes.put`."""
-        self._line.call(client_thread.put, _note(key), text.encode())
+        self._client.call(client_thread.put, _note(key), text.encode())
 
     def put_once(self, key: str, text: str) -> str:
         """See `SharedNotes.put_once`."""
-        return _text(self._line.call(client_thread.put_once, _note(key), text))
+        return _text(self._client.call(client_thread.put_once, _note(key), text))
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
-        values = self._line.call(client_thread.get_all, [_note(key) for key in keys])
+        values = self._client.call(client_thread.get_all, [_note(key) for key in keys])
         return None if values is None else [_text(data) for data in values]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
-        self._line.post(client_thread.delete, [_note(key) for key in keys])
+        self._client.post(client_thread.delete, [_note(key) for key in keys])
 
 
 def _note(key: str) -> str:

@@ -213,15 +213,15 @@ class StoreClientThread:
     def __init__(
         self,
         store: Store,
-        heart: HeartbeatSender,
+        heartbeat: HeartbeatSender,
         *,
         period_s: float,
         stall_timeout_s: float,
-        wording: StoreErrorTexts = JOB_STORE_TEXTS,
+        texts: StoreErrorTexts = JOB_STORE_TEXTS,
     ) -> None:
         self._store = store
-        self._gone = wording.gone
-        self._heart = heart
+        self._gone = texts.gone
+        self._heartbeat = heartbeat
         self._period_s = period_s
         self._patience_s = stall_timeout_s
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -251,7 +251,7 @@ class StoreClientThread:
 
     def beat(self) -> None:
         """Send a heartbeat soon, since its content has changed."""
-        self.post(_beat, self._heart)
+        self.post(_beat, self._heartbeat)
 
     @property
     def is_open(self) -> bool:
@@ -262,7 +262,7 @@ class StoreClientThread:
         """Send a last heartbeat, with `gone` set, and end the thread. May be called again."""
         if self._thread is None or not self.is_open:
             return
-        self._heart.gone = True
+        self._heartbeat.gone = True
         self.beat()
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
@@ -273,7 +273,7 @@ class StoreClientThread:
             self._thread = threading.Thread(
                 # Without `self`: the thread must not keep it, nor its channel, alive.
                 target=_serve,
-                args=(self._calls, self._store, self._heart, self._period_s),
+                args=(self._calls, self._store, self._heartbeat, self._period_s),
                 name="dist_ckpt heartbeat",
                 daemon=True,
             )
@@ -291,15 +291,15 @@ class StoreClientThread:
         self._calls.put(partial(run_into, future, call))
 
 
-def _beat(store: Store, heart: HeartbeatSender) -> None:
-    if heart.key:
-        put(store, heart.key, heart.beat())
+def _beat(store: Store, heartbeat: HeartbeatSender) -> None:
+    if heartbeat.key:
+        put(store, heartbeat.key, heartbeat.beat())
 
 
 def _serve(
     calls: SimpleQueue[Callable[[], None] | None],
     store: Store,
-    heart: HeartbeatSender,
+    heartbeat: HeartbeatSender,
     period_s: float,
 ) -> None:
     # A busy thread must also send heartbeats, so calls do not move the time of the next one.
@@ -309,7 +309,7 @@ def _serve(
         if now >= due:
             due = now + period_s
             try:
-                _beat(store, heart)
+                _beat(store, heartbeat)
             except (RuntimeError, OSError):
                 # A lost store stays lost, and torch prints a page about each attempt.
                 due = float("inf")

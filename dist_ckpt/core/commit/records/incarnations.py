@@ -109,8 +109,8 @@ def last_liveness(
     work must not fail for a message. `with_old`: one of dist_ckpt 0.1.0 counts too.
     """
     with suppress(CheckpointError, OSError):
-        folders = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
-        entries = [e for name in folders for e in entries_at(storage, f"{root}/{name}")]
+        folders = _folders(root, with_old=with_old)
+        entries = [entry for folder in folders for entry in entries_at(storage, folder)]
         return max(
             (e.modified_at for e in entries if parse_liveness(e.name) == incarnation),
             default=None,
@@ -224,12 +224,17 @@ def read_history(storage: Storage, root: str, *, with_old: bool = False) -> Inca
     cannot be read: then its orphans are unknown.
     """
     records: dict[int, IncarnationRecord] = {}
-    # An upgrade writes the new record before it removes the old one: in this order none is missed.
-    for folder in (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,):
-        for number in incarnations_in(storage, f"{root}/{folder}"):
-            record = read_incarnation(storage, f"{root}/{folder}", number)
+    for folder in _folders(root, with_old=with_old):
+        for number in incarnations_in(storage, folder):
+            record = read_incarnation(storage, folder, number)
             check_same_incarnation(root, records.setdefault(number, record), record)
     return IncarnationHistory(records)
+
+
+def _folders(root: str, *, with_old: bool) -> list[str]:
+    # An upgrade writes the new record before it removes the old one: in this order none is missed.
+    names = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
+    return [f"{root}/{name}" for name in names]
 
 
 def incarnations_in(storage: Storage, folder: str) -> list[int]:
@@ -322,11 +327,10 @@ def newest_incarnation(
     storage: Storage, root: str, *, with_old: bool = False
 ) -> IncarnationRecord | None:
     """Return the newest incarnation, or None; `with_old` includes those of dist_ckpt 0.1.0."""
-    folders = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
     records = [
-        (number, f"{root}/{name}")
-        for name in folders
-        for number in incarnations_in(storage, f"{root}/{name}")
+        (number, folder)
+        for folder in _folders(root, with_old=with_old)
+        for number in incarnations_in(storage, folder)
     ]
     if not records:
         return None

@@ -27,6 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 
 from dist_ckpt.core.commit.attempts import (
     ROUNDS,
@@ -181,42 +183,39 @@ def read_annotations(
     `with_old` includes those of dist_ckpt 0.1.0, if the root has any. Only writers, which are
     refused there, leave it out.
     """
-    annotations = [
-        annotation
-        for name in _folders(with_old=with_old)
-        for annotation in _annotations(storage, root, name)
-    ]
-    return tuple(sorted(annotations, key=_sort_key))
-
-
-def _folders(*, with_old: bool) -> tuple[str, ...]:
-    # An upgrade moves from the old folder to the new one: in this order nothing is missed.
-    return (OLD_ANNOTATIONS, ANNOTATIONS) if with_old else (ANNOTATIONS,)
-
-
-def _sort_key(annotation: StoredAnnotation) -> tuple[int, Attempt, bool, AnnotationName]:
-    return annotation.step, annotation.attempt, annotation.is_old, annotation.name
-
-
-def _annotations(storage: Storage, root: str, name: str) -> Iterator[StoredAnnotation]:
-    for entry in entries_at(storage, f"{root}/{name}"):
-        step = parse_step(entry.name)
-        if step is None:
-            continue
-        for attempt in attempts_in(entries_at(storage, f"{root}/{name}/{entry.name}")):
-            yield from _annotations_of(storage, f"{root}/{name}", step, attempt)
+    return _sorted(
+        _annotations_of(storage, above, step, attempt)
+        for above in _folders(root, with_old=with_old)
+        for step, attempt in _annotated(storage, above)
+    )
 
 
 def read_annotations_of(
     storage: Storage, root: str, step: int, attempt: Attempt, *, with_old: bool = False
 ) -> tuple[StoredAnnotation, ...]:
     """Return the annotations of one attempt, by name; `with_old` as in `read_annotations`."""
-    annotations = [
-        annotation
-        for name in _folders(with_old=with_old)
-        for annotation in _annotations_of(storage, f"{root}/{name}", step, attempt)
-    ]
-    return tuple(sorted(annotations, key=_sort_key))
+    return _sorted(
+        _annotations_of(storage, above, step, attempt)
+        for above in _folders(root, with_old=with_old)
+    )
+
+
+def _folders(root: str, *, with_old: bool) -> list[str]:
+    # An upgrade moves from the old folder to the new one: in this order nothing is missed.
+    names = (OLD_ANNOTATIONS, ANNOTATIONS) if with_old else (ANNOTATIONS,)
+    return [f"{root}/{name}" for name in names]
+
+
+def _sorted(several: Iterable[Iterable[StoredAnnotation]]) -> tuple[StoredAnnotation, ...]:
+    key = attrgetter("step", "attempt", "is_old", "name")
+    return tuple(sorted(chain.from_iterable(several), key=key))
+
+
+def _annotated(storage: Storage, above: str) -> Iterator[tuple[int, Attempt]]:
+    for entry in entries_at(storage, above):
+        if (step := parse_step(entry.name)) is not None:
+            for attempt in attempts_in(entries_at(storage, f"{above}/{entry.name}")):
+                yield step, attempt
 
 
 def _annotations_of(

@@ -5,11 +5,11 @@
     binding.wanted -> load plan         all ranks agree that no rank has a problem
     binding.allocate() -> targets       new memory; the reader fills all targets
     binding.settle()                    tensors that share memory are filled
-    binding.place()                     plain values and new tensors are assigned
+    binding.assign_values()             plain values and new tensors are assigned
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
 `bind` changes no object of the user. Optimizer state is created by `allocate`, and assigned by
-`place`.
+`assign_values`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dist_ckpt.core.state.tree.leaves import (
     SubclassLeaf,
     TensorLeaf,
     Tree,
-    frozen_names,
+    requires_grad,
 )
 from dist_ckpt.core.state.tree.read_tree import calling_user_code, has_state, read_tensor
 from dist_ckpt.core.state.wrappers import RNG
@@ -76,10 +76,10 @@ def bind(
     the keys of all ranks' per-rank templates; None for a single process. Raises CorruptError if a
     value is in none of the files.
     """
-    requests = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
+    context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
-        _bind_root(requests, template.root)
-    return Binding(requests)
+        _bind_root(context, template.root)
+    return Binding(context)
 
 
 class Binding:
@@ -92,34 +92,35 @@ class Binding:
     - `dropped`: names that a policy or a rename left out.
     - `unmatched`: the problems of patterns that match no name.
     - `makes_memory`: True if `allocate` makes tensors, not only returns those of the state.
-    - `places`, `loads_objects`: True if the methods `place` and `load_objects` have work.
+    - `assigns_values`, `loads_objects`: True if the methods `assign_values` and `load_objects` have
+      work.
     """
 
-    def __init__(self, requests: BindContext) -> None:
-        self._requests = requests
-        saved = requests.saved
-        self.missing = tuple(requests.missing)
-        self.dropped = tuple(requests.dropped)
-        self.restored = tuple(requests.restored)
-        self.resharded = tuple(requests.targets.resharded)
-        self.wanted: tuple[TensorRequest, ...] = requests.targets.wanted()
-        self.makes_memory = bool(requests.targets.fresh)
-        self.places = bool(requests.assigns or requests.effects)
-        self.loads_objects = bool(requests.loads or requests.generators)
-        self.unclaimed = requests.unclaimed()
-        self.unmatched = () if saved.problems else requests.unmatched()
-        self.problems = (*saved.problems, *requests.problems)
+    def __init__(self, context: BindContext) -> None:
+        self._context = context
+        saved = context.saved
+        self.missing = tuple(context.missing)
+        self.dropped = tuple(context.dropped)
+        self.restored = tuple(context.restored)
+        self.resharded = tuple(context.targets.resharded)
+        self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
+        self.makes_memory = bool(context.targets.fresh)
+        self.assigns_values = bool(context.assigns or context.effects)
+        self.loads_objects = bool(context.loads or context.generators)
+        self.unclaimed = context.unclaimed()
+        self.unmatched = () if saved.problems else context.unmatched()
+        self.problems = (*saved.problems, *context.problems)
         if saved.problems:
             # With an invalid rename the names are unknown.
             self.unclaimed = ()
-        elif requests.strict and self.missing:
+        elif context.strict and self.missing:
             self._explain_missing()
         if not self.problems:
             self.problems = tuple(self._generator_problems())
 
     def _generator_problems(self) -> Iterator[str]:
         """Yield the problems of generators. Only without other problems: it may call user code."""
-        for name, generators, saved in self._requests.generators:
+        for name, generators, saved in self._context.generators:
             try:
                 generators.check(saved())
             except IncompatibleError as error:
@@ -127,46 +128,52 @@ class Binding:
 
     def _explain_missing(self) -> None:
         """Report missing names. Those saved with another prefix are reported as that alone."""
-        saved = self._requests.saved
+        saved = self._context.saved
         claimed = saved.leaves.keys() - set(self.unclaimed)
         # After the user's own rename, rules for the new names would not help.
         free = self.unclaimed if saved.is_as_saved() else ()
         rules, misnamed = rules_for(self.missing, free, claimed)
         if misnamed:
-            self.problems += (misnamed_problem([*misnamed], rules),)
+            problem = (
+                f"the checkpoint has another prefix for {_counted([*misnamed])}, as if the module "
+                f"was inside a wrapper or a list: load with rename={rules!r}"
+            )
+            self.problems += (problem,)
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in misnamed.values())
         # A saved group whose parameters have other names is missing too.
         explained = {*misnamed, *(n for n in self.missing if misnamed and n in saved.leaves)}
         lacking: dict[tuple[str, ...] | None, list[str]] = {}
         for name in self.missing:
             if name not in explained:
-                lacking.setdefault(self._requests.looked_in(name), []).append(name)
-        frozen = frozen_names(self._requests.template.root) if lacking else frozenset()
+                lacking.setdefault(self._context.looked_in(name), []).append(name)
+        trained = requires_grad(self._context.template.root) if lacking else {}
         self.problems += tuple(
-            missing_problem(names, paths, are_frozen=frozen.issuperset(names))
+            missing_problem(
+                names, paths, are_frozen=all(trained.get(name) is False for name in names)
+            )
             for paths, names in lacking.items()
         )
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
         with paused_collector():
-            return self._requests.targets.allocate()
+            return self._context.targets.allocate()
 
     def settle(self) -> None:
         """Fill the tensors that share memory, after all reads, and wait for accelerators.
 
         Raises IncompatibleError if their saved values differ in the shared memory.
         """
-        self._requests.targets.settle()
+        self._context.targets.settle()
 
-    def place(self) -> None:
+    def assign_values(self) -> None:
         """Assign plain values and new tensors; those of modules first.
 
         Modules in the order of their names, as in `load_objects`: a class may load in its own way.
         """
-        for _, assign in sorted(self._requests.assigns, key=itemgetter(0)):
+        for _, assign in sorted(self._context.assigns, key=itemgetter(0)):
             assign()
-        for effect in self._requests.effects:
+        for effect in self._context.effects:
             effect()
 
     def load_objects(self) -> None:
@@ -175,9 +182,9 @@ class Binding:
         In the order of their names: user code may have collectives, and the order of ranks' keys
         may differ.
         """
-        for _, load in sorted(self._requests.loads, key=itemgetter(0)):
+        for _, load in sorted(self._context.loads, key=itemgetter(0)):
             load()
-        for _, generators, saved in self._requests.generators:
+        for _, generators, saved in self._context.generators:
             generators.restore(saved())
 
 
@@ -200,14 +207,6 @@ def missing_problem(
     if looked_in == ():
         fact, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
     return f"{fact} {text}: {remedy}, or load with strict=False"
-
-
-def misnamed_problem(names: Sequence[str], rules: Mapping[str, str]) -> str:
-    """Return the error text for names that the checkpoint has with another prefix."""
-    return (
-        f"the checkpoint has another prefix for {_counted(names)}, as if the module was inside a "
-        f"wrapper or a list: load with rename={dict(rules)!r}"
-    )
 
 
 def unexpected_problem(names: Sequence[str], holder: str = "the checkpoint") -> str:
@@ -242,169 +241,169 @@ def _them(names: Sequence[str]) -> str:
 # --- one walk over a template: each leaf requests the saved value of its name ----------------
 
 
-def _bind_root(requests: BindContext, root: Branch) -> None:
-    value = _branch(requests, "", root) if root.children else requests.subtree("")
+def _bind_root(context: BindContext, root: Branch) -> None:
+    value = _branch(context, "", root) if root.children else context.subtree("")
     if isinstance(value, NewContainer):  # an empty state loads everything
         value = partial(fill_container, root.kind, root.live, value.items)
     if value is not None:
-        requests.effects.append(value)
+        context.effects.append(value)
 
 
-def _bind(requests: BindContext, name: str, tree: Tree) -> Value | None:
+def _bind(context: BindContext, name: str, tree: Tree) -> Value | None:
     """Bind a node; return its new value, or None to leave it unchanged."""
     match tree:
         case Branch():
-            return _branch(requests, name, tree)
+            return _branch(context, name, tree)
         case TensorLeaf():
-            return _tensor(requests, name, tree)
+            return _tensor(context, name, tree)
         case SubclassLeaf():
-            requests.subclass_tensor(name, tree)
+            context.subclass_tensor(name, tree)
         case PlainLeaf():
-            return _plain(requests, name, tree.value)
+            return _plain(context, name, tree.value)
         case PerRankLeaf():
-            _per_rank(requests, name, tree)
+            _per_rank(context, name, tree)
         case ModuleLeaf():
-            bind_module(requests, name, tree)
+            bind_module(context, name, tree)
         case OptimizerLeaf():
-            bind_optimizer(requests, name, tree)
+            bind_optimizer(context, name, tree)
         case ObjectLeaf():
-            _object(requests, name, tree)
+            _object(context, name, tree)
         case _:
             assert_never(tree)
     return None
 
 
-def _branch(requests: BindContext, name: str, tree: Branch) -> Value | None:
-    requests.split(name)
-    requests.check_keys(name, tree.children)
-    bound = {key: _bind(requests, join(name, key), child) for key, child in tree.children.items()}
+def _branch(context: BindContext, name: str, tree: Branch) -> Value | None:
+    context.split(name)
+    context.check_keys(name, tree.children)
+    bound = {key: _bind(context, join(name, key), child) for key, child in tree.children.items()}
     values = {key: value for key, value in bound.items() if value is not None}
     return partial(fill_container, tree.kind, tree.live, values) if values else None
 
 
-def _tensor(requests: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
-    if not requests.takes(name):
+def _tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
+    if not context.takes(name):
         return None
-    value = requests.targets.fill(name, leaf)
+    value = context.targets.fill(name, leaf)
     return None if value is leaf.value else ConstantValue(value)
 
 
-def _plain(requests: BindContext, name: str, live: object) -> Value | None:
+def _plain(context: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
-        saved = None if requests.is_missing(name) else requests.subtree(name)
+        saved = None if context.is_missing(name) else context.subtree(name)
         return None if saved is None else partial(fill_mapping, live, saved)
-    if not requests.selected(name) and not requests.chosen(name):
+    if not context.selected(name) and not context.chosen(name):
         return None
-    value = requests.value(name) if requests.selected(name) else None
+    value = context.value(name) if context.selected(name) else None
     if value is not None:
         return value
     entries = entries_of(live)
-    if entries is None or not requests.is_container(name):
-        requests.report_mismatch(name, "a value without tensors")
+    if entries is None or not context.is_container(name):
+        context.report_mismatch(name, "a value without tensors")
         return None
     children = {key: PlainLeaf(item) for key, item in entries.items()}
-    return _branch(requests, name, Branch(kind_of(live) or "dict", live, children))
+    return _branch(context, name, Branch(kind_of(live) or "dict", live, children))
 
 
-def _per_rank(requests: BindContext, name: str, leaf: PerRankLeaf) -> None:
+def _per_rank(context: BindContext, name: str, leaf: PerRankLeaf) -> None:
     wrapper = leaf.wrapper
-    if not requests.selected(name):
+    if not context.selected(name):
         return
-    saved = requests.per_rank(name, wrapper)
+    saved = context.per_rank(name, wrapper)
     if saved is None:
         return
     if isinstance(wrapper, RNG):
         # Cached: it is read before anything is set, and a user function may not be pure.
-        requests.generators.append((name, wrapper, cache(saved)))
+        context.generators.append((name, wrapper, cache(saved)))
     elif has_state(wrapper.value):
-        _load(requests, name, wrapper.value, saved)
+        _load(context, name, wrapper.value, saved)
     else:
-        requests.effects.append(lambda: setattr(wrapper, "value", saved()))
+        context.effects.append(lambda: setattr(wrapper, "value", saved()))
 
 
-def _object(requests: BindContext, name: str, leaf: ObjectLeaf) -> None:
+def _object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
     """Request all of an object's state: its class decides what it loads."""
-    if requests.selected(name) and requests.saved.keys_of(name) is not None:
+    if context.selected(name) and context.saved.keys_of(name) is not None:
         remedy = "load it in a dc.PerRank, as it was saved"
-        requests.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
+        context.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
-    if requests.is_missing(name) or (state := requests.subtree(name, leaf.content)) is None:
+    if context.is_missing(name) or (state := context.subtree(name, leaf.content)) is None:
         return
-    saved = [name, *requests.saved.below(name)]
+    saved = [name, *context.saved.below(name)]
     left_out = [
-        leaf for leaf in saved if leaf in requests.saved.leaves and not requests.selected(leaf)
+        leaf for leaf in saved if leaf in context.saved.leaves and not context.selected(leaf)
     ]
-    left_out += [out for out in requests.saved.left_out if out.startswith(f"{name}.")]
+    left_out += [out for out in context.saved.left_out if out.startswith(f"{name}.")]
     fact = f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
     if left_out:
-        requests.problems.append(f"{fact}{left_out[0]!r} is left out: exclude all of it")
-    sources = dict.fromkeys(map(requests.saved.source_text, requests.saved.below(name)))
+        context.problems.append(f"{fact}{left_out[0]!r} is left out: exclude all of it")
+    sources = dict.fromkeys(map(context.saved.source_text, context.saved.below(name)))
     first, *further = sources or [""]
     if further:
-        requests.problems.append(
+        context.problems.append(
             f"{fact}some of it is found{first}, and some{further[0]}: exclude it from one of the "
             "two"
         )
     try:
-        saved_by = requests.saved.catalog_of(saved[0]).world_size
-        check_ranks(leaf.owner, saved_by, requests.template.world_size)
+        saved_by = context.saved.catalog_of(saved[0]).world_size
+        check_ranks(leaf.owner, saved_by, context.template.world_size)
         if isinstance(leaf.owner, DataPosition):
             leaf.owner.check(state())  # it has no tensors, so nothing is left to read
     except IncompatibleError as error:
-        requests.problems.append(f"{name}: {error}")
-    _load(requests, name, leaf.owner, state)
+        context.problems.append(f"{name}: {error}")
+    _load(context, name, leaf.owner, state)
 
 
-def _load(requests: BindContext, name: str, owner: object, saved: Value) -> None:
+def _load(context: BindContext, name: str, owner: object, saved: Value) -> None:
     def load() -> None:
         state = saved()
         with calling_user_code(name, owner, "load_state_dict"):
             owner.load_state_dict(state)  # type: ignore[attr-defined]
 
-    requests.loads.append((name, load))
+    context.loads.append((name, load))
 
 
-def bind_module(requests: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
+def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     """Request the values of a module's state dict. Modules are closed."""
     state = leaf.state
-    assigned = _bind_live(requests, fqn, state)
+    assigned = _bind_live(context, fqn, state)
     further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
-    extras = requests.parts(fqn, further)
+    extras = context.parts(fqn, further)
     for part in state.parts:
-        _assign_tensors(requests, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
+        _assign_tensors(context, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
         if part.flat is not None:
-            requests.effects.append(part.flat.settle)
-        _load_part(requests, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
+            context.effects.append(part.flat.settle)
+        _load_part(context, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
 
 
-def _bind_live(requests: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
+def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
     """Request the live tensors; return the new tensors in place of those on meta."""
     created: dict[int, object] = {}
     assigned: dict[str, object] = {}
-    tied = _tied_to_saved(requests, fqn, state)
+    tied = _tied_to_saved(context, fqn, state)
     for name in (name for name in state.live if name not in tied):
         full, live = join(fqn, name), state.live[name]
         # The live tensor, not that of the state dict: a hook may have copied it.
         own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(own, SubclassLeaf):
-            requests.subclass_tensor(full, own)
+            context.subclass_tensor(full, own)
             continue
-        if not requests.takes(full):
+        if not context.takes(full):
             continue
         if not is_meta(live):
-            requests.targets.fill(full, own)
+            context.targets.fill(full, own)
             continue
         # Tied parameters stay one object, which exists if another of its names came first.
         own = replace(own, value=created.get(id(live), live))
-        assigned[name] = created[id(live)] = requests.targets.fill(full, own)
+        assigned[name] = created[id(live)] = context.targets.fill(full, own)
     for name in tied:
-        requests.restored[join(fqn, name)] = None
+        context.restored[join(fqn, name)] = None
         if (twin := created.get(id(state.live[name]))) is not None:
             assigned[name] = twin
     return assigned
 
 
-def _tied_to_saved(requests: BindContext, fqn: str, state: ModuleState) -> set[str]:
+def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> set[str]:
     """Return the names of tied tensors that are saved only under another of their names."""
     names: dict[int, list[str]] = {}
     for name, live in state.live.items():
@@ -413,26 +412,26 @@ def _tied_to_saved(requests: BindContext, fqn: str, state: ModuleState) -> set[s
         return set()
     tied: set[str] = set()
     for twins in names.values():
-        selected = [name for name in twins if requests.selected(join(fqn, name))]
-        lacking = [name for name in selected if not requests.has(join(fqn, name))]
-        if any(requests.saved.tensor(join(fqn, name)) for name in selected):
+        selected = [name for name in twins if context.selected(join(fqn, name))]
+        lacking = [name for name in selected if not context.has(join(fqn, name))]
+        if any(context.saved.tensor(join(fqn, name)) for name in selected):
             tied.update(lacking)
     return tied
 
 
 def _assign_tensors(
-    requests: BindContext, fqn: str, part: ModulePart, assigned: Mapping[str, object]
+    context: BindContext, fqn: str, part: ModulePart, assigned: Mapping[str, object]
 ) -> None:
     def assign() -> None:
         with calling_user_code(fqn, part.module, "load_state_dict"):
             part.load(assigned, assign=True)
 
     if assigned:
-        requests.assigns.append((fqn, assign))
+        context.assigns.append((fqn, assign))
 
 
 def _load_part(
-    requests: BindContext,
+    context: BindContext,
     fqn: str,
     leaf: ModuleLeaf,
     part: ModulePart,
@@ -440,7 +439,7 @@ def _load_part(
 ) -> None:
     """Call `load_state_dict` with values that are not live tensors, or with all if it does more."""
     live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}
-    restored = any(join(fqn, name) in requests.restored for name in live)
+    restored = any(join(fqn, name) in context.restored for name in live)
     whole = part.loads_itself() and (restored or extras)
 
     def load() -> None:
@@ -452,4 +451,4 @@ def _load_part(
             part.load(values)
 
     if extras or whole:
-        requests.loads.append((fqn, load))
+        context.loads.append((fqn, load))

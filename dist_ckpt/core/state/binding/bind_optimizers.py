@@ -49,12 +49,12 @@ from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_value
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def saved_groups(requests: BindContext, groups: str) -> dict[str, str]:
+def saved_groups(context: BindContext, groups: str) -> dict[str, str]:
     """Return the name of the saved group of each parameter."""
     saved: dict[str, str] = {}
     number = 0
-    while requests.has(name := join(groups, number)):
-        saved.update(dict.fromkeys(requests.params(name), name))
+    while context.has(name := join(groups, number)):
+        saved.update(dict.fromkeys(context.params(name), name))
         number += 1
     return saved
 
@@ -70,7 +70,7 @@ def sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> lis
 class GroupBinding:
     """One parameter group, and the names of the saved groups with its parameters."""
 
-    requests: BindContext
+    context: BindContext
     fqn: str
     group: dict[str, Any]
     sources: Sequence[str]
@@ -81,14 +81,14 @@ class GroupBinding:
         A group that is left out is checked too if the load has some of `states`, the names of the
         state of its parameters.
         """
-        requests = self.requests
-        stored = filter(requests.has, self.sources)
-        left_out = [name for name in stored if not requests.selected(name)]
-        if left_out and any(map(requests.chosen, states)):
+        context = self.context
+        stored = filter(context.has, self.sources)
+        left_out = [name for name in stored if not context.selected(name)]
+        if left_out and any(map(context.chosen, states)):
             self._check_left_out(left_out, defaults)
-        if not self.sources and requests.selected(self.fqn):
-            requests.missing[self.fqn] = None
-        sources = list(filter(requests.selected, self.sources))
+        if not self.sources and context.selected(self.fqn):
+            context.missing[self.fqn] = None
+        sources = list(filter(context.selected, self.sources))
         groups = [options for name in sources if (options := self._ask(name)) is not None]
         if not groups or len(groups) < len(sources) or self._has_several_tensors(sources):
             return
@@ -97,27 +97,27 @@ class GroupBinding:
         saved = {k: o.value if isinstance(o, ConstantValue) else o for k, o in groups[0].items()}
         self._check_options(saved, defaults)
 
-        # Without a reference to `requests`: a cycle would keep both, and the state, alive.
-        requests.effects.append(partial(_assign, self.group, groups[0]))
+        # Without a reference to `context`: a cycle would keep both, and the state, alive.
+        context.effects.append(partial(_assign, self.group, groups[0]))
 
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
-        requests = self.requests
+        context = self.context
         for name in names:
-            own = requests.peek(name)
+            own = context.peek(name)
             options = own.value if own is not None else {}
             if isinstance(options, Mapping):
                 # A tensor is not a switch: it only has to exist.
-                parts = {str(key): requests.peek(n) for key, n in requests.children(name)}
+                parts = {str(key): context.peek(n) for key, n in context.children(name)}
                 tensors = {key: part.value if part else None for key, part in parts.items()}
                 self._check_options({**options, **tensors}, defaults)
 
     def _has_several_tensors(self, sources: Sequence[str]) -> bool:
         """Report tensor hyperparameters of several groups, which cannot be compared yet."""
-        saved = self.requests.saved
+        saved = self.context.saved
         tensors = [leaf for name in sources for leaf in saved.below(name) if saved.tensor(leaf)]
         if len(sources) == 1 or not tensors:
             return False
-        self.requests.problems.append(
+        self.context.problems.append(
             f"{self.fqn}: its parameters were saved in {' and '.join(sources)}, and {tensors[0]} "
             "is a tensor, which may differ between them: group them as they were, or exclude the "
             "groups to keep the current hyperparameters"
@@ -125,31 +125,31 @@ class GroupBinding:
         return True
 
     def _ask(self, name: str) -> dict[str, Value] | None:
-        requests = self.requests
+        context = self.context
         # A group that was saved as a dict of tensors and values is a container.
-        container = requests.is_container(name)
+        container = context.is_container(name)
         own = options_branch(self.group, name) if container else None
-        values = requests.subtree(name, own) if container else requests.value(name)
+        values = context.subtree(name, own) if container else context.value(name)
         if values is None:
-            requests.report_mismatch(name, "a parameter group")
+            context.report_mismatch(name, "a parameter group")
             return None
         options = _items_of(values)
         if options is None:
             kind = values.kind if isinstance(values, NewContainer) else type(values()).__name__
-            requests.problems.append(
+            context.problems.append(
                 f"{name}: saved as a {kind}, the state has a parameter group: exclude it, or load "
                 "an optimizer's checkpoint"
             )
             return None
-        for key, child in () if container else requests.children(name):
+        for key, child in () if container else context.children(name):
             live = read_value(self.group.get(str(key)), child)
-            if (tensor := requests.subtree(child, live)) is not None:
+            if (tensor := context.subtree(child, live)) is not None:
                 options[str(key)] = tensor
         return {key: o for key, o in options.items() if key not in LOCAL_KEYS and self._takes(key)}
 
     def _takes(self, key: str) -> bool:
         """Return False if a pattern leaves out this hyperparameter of a loaded group."""
-        selected = self.requests.selected
+        selected = self.context.selected
         names = (self.fqn, *self.sources)
         return all(selected(join(name, key)) for name in names if selected(name))
 
@@ -164,7 +164,7 @@ class GroupBinding:
                     self._report(
                         f"its parameters were saved in {first}{self._source_text(first)} and in "
                         f"{name}{self._source_text(name)}, which differ in "
-                        f"{key!r} ({_short(left)} and {_short(right)}): group them as they were, "
+                        f"{key!r} ({left!r:.100} and {right!r:.100}): group them as they were, "
                         "or exclude the groups to keep the current hyperparameters"
                     )
                     return
@@ -210,10 +210,10 @@ class GroupBinding:
                 return
 
     def _source_text(self, name: str) -> str:
-        return self.requests.saved.source_text(name)
+        return self.context.saved.source_text(name)
 
     def _report(self, problem: str) -> None:
-        self.requests.problems.append(f"{self.fqn}: {problem}")
+        self.context.problems.append(f"{self.fqn}: {problem}")
 
 
 def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
@@ -242,15 +242,11 @@ def options_of_torch() -> frozenset[str]:
     return frozenset(name for cls in classes for name in signature(cls).parameters) - LOCAL_KEYS
 
 
-def _short(value: object) -> str:
-    return repr(value)[:100]
-
-
 # As in torch: unless the step is computed on the device, its count is in host memory.
 _STEP = "step"
 
 
-def bind_optimizer(requests: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
+def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     """Request an optimizer's state and groups. Optimizers are closed.
 
     State of the checkpoint that memory lacks is created. If a parameter was saved without any
@@ -258,59 +254,59 @@ def bind_optimizer(requests: BindContext, fqn: str, leaf: OptimizerLeaf) -> None
     lacks is missing. A group gets the hyperparameters that its parameters were saved with: these
     have to agree, and under `strict` to be those of this optimizer's class.
     """
-    optimizer, names = leaf.state, requests.template.parameters[fqn]
-    if requests.chosen(fqn) and any(map(is_meta, optimizer.parameters())):
-        requests.problems.append(
+    optimizer, names = leaf.state, context.template.parameters[fqn]
+    if context.chosen(fqn) and any(map(is_meta, optimizer.parameters())):
+        context.problems.append(
             f"{fqn}: the optimizer has meta parameters, which a load of the module replaces: "
             "materialize the module (`to_empty`) and create the optimizer then"
         )
         return
     state, groups = join(fqn, STATE), join(fqn, GROUPS)
-    requests.split(groups)
-    saved = saved_groups(requests, groups)
+    context.split(groups)
+    saved = saved_groups(context, groups)
     stored = _stored_names(optimizer, names, saved)
     if saved and all(name.isdecimal() for name in saved):
-        stored = _numbered(requests, fqn, optimizer, saved) or stored
+        stored = _numbered(context, fqn, optimizer, saved) or stored
     classes = subclass_types(optimizer.optimizer)
-    defaults = optimizer.defaults if requests.strict else {}
-    before = len(requests.effects)
+    defaults = optimizer.defaults if context.strict else {}
+    before = len(context.effects)
     for number, group in enumerate(optimizer.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in filter(optimizer.keeps, group["params"]):
             name = stored[id(parameter)]
             hint = PlacementHint(parameter, names[id(parameter)].rule, on_host, classes)
             full = join(state, name)
-            if name in saved and not requests.has(full) and requests.saved.says_stepless(full):
-                _drop_state(requests, full, optimizer, parameter)
+            if name in saved and not context.has(full) and context.saved.says_stepless(full):
+                _drop_state(context, full, optimizer, parameter)
             else:
-                _bind_state(requests, full, optimizer, hint)
+                _bind_state(context, full, optimizer, hint)
         params = [stored[id(parameter)] for parameter in group["params"]]
         own = join(groups, number)
-        binding = GroupBinding(requests, own, group, sources_of(own, params, saved))
+        binding = GroupBinding(context, own, group, sources_of(own, params, saved))
         binding.bind(defaults, (join(state, name) for name in params))
-    _bind_shared(requests, state, optimizer, saved)
+    _bind_shared(context, state, optimizer, saved)
     if isinstance(optimizer, FlatOptimizer):
-        _bind_flat(requests, state, optimizer, stored)
+        _bind_flat(context, state, optimizer, stored)
         optimizer = optimizer.own
-    further = requests.parts(fqn, leaf.further)
-    if optimizer.reported is not None and (further or len(requests.effects) > before):
-        _load(requests, fqn, optimizer, further)
+    further = context.parts(fqn, leaf.further)
+    if optimizer.reported is not None and (further or len(context.effects) > before):
+        _load(context, fqn, optimizer, further)
 
 
 def _bind_flat(
-    requests: BindContext, state: str, optimizer: FlatOptimizer, stored: Mapping[int, str]
+    context: BindContext, state: str, optimizer: FlatOptimizer, stored: Mapping[int, str]
 ) -> None:
     """Write a view's values back to its optimizer; parts with one state need all or nothing."""
     for parts in optimizer.in_one():
         here = [stored[id(part)] for part in parts]
-        lacking = [name for name in here if not requests.chosen(join(state, name))]
+        lacking = [name for name in here if not context.chosen(join(state, name))]
         if lacking and len(lacking) < len(here):
             has = next(name for name in here if name not in lacking)
-            requests.problems.append(
+            context.problems.append(
                 f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, and the load has "
                 f"some for {has} alone: wrap the model with use_orig_params=True, or exclude both"
             )
-    requests.effects.append(optimizer.write_back)
+    context.effects.append(optimizer.write_back)
 
 
 def _stored_names(
@@ -329,7 +325,7 @@ def _stored_names(
 
 
 def _numbered(
-    requests: BindContext, fqn: str, optimizer: OptimizerState, saved: Mapping[str, str]
+    context: BindContext, fqn: str, optimizer: OptimizerState, saved: Mapping[str, str]
 ) -> dict[int, str]:
     """Return the names in torch's state dict, numbers; {} and a problem if groups differ."""
     of_groups: dict[str, list[str]] = {}
@@ -337,7 +333,7 @@ def _numbered(
         of_groups.setdefault(group, []).append(name)
     live = [len(group["params"]) for group in optimizer.groups]
     if (stored := [len(names) for names in of_groups.values()]) != live:
-        requests.problems.append(
+        context.problems.append(
             f"{fqn}: its parameters were saved by number, in groups of {stored}, and the optimizer "
             f"has groups of {live}: group them as they were, or exclude {fqn!r}"
         )
@@ -347,10 +343,10 @@ def _numbered(
 
 
 def _drop_state(
-    requests: BindContext, fqn: str, optimizer: OptimizerState, parameter: torch.Tensor
+    context: BindContext, fqn: str, optimizer: OptimizerState, parameter: torch.Tensor
 ) -> None:
-    live = [key for key in optimizer.state.get(parameter, {}) if requests.selected(join(fqn, key))]
-    requests.dropped += [join(fqn, key) for key in live]
+    live = [key for key in optimizer.state.get(parameter, {}) if context.selected(join(fqn, key))]
+    context.dropped += [join(fqn, key) for key in live]
 
     def drop() -> None:
         state = optimizer.state[parameter]
@@ -360,81 +356,81 @@ def _drop_state(
             del optimizer.state[parameter]
 
     if live:
-        requests.effects.append(drop)
+        context.effects.append(drop)
 
 
 def _bind_state(
-    requests: BindContext, fqn: str, optimizer: OptimizerState, hint: PlacementHint
+    context: BindContext, fqn: str, optimizer: OptimizerState, hint: PlacementHint
 ) -> None:
     parameter = hint.parameter
     under = hint.rule, tuple(parameter.shape)
     live = state_branch(optimizer.state.get(parameter, {}), fqn, under).children
-    requests.split(fqn)
-    saved = requests.children(fqn)
+    context.split(fqn)
+    saved = context.children(fqn)
     values: dict[PathKey, Value] = {}
     for key, name in saved:
-        if requests.chosen(name) and (entry := _entry(requests, name, key, live.get(key), hint)):
+        if context.chosen(name) and (entry := _entry(context, name, key, live.get(key), hint)):
             values[key] = entry
     absent = live.keys() - {key for key, _ in saved}
     names = (join(fqn, key) for key in live if key in absent)
-    requests.missing.update((name, None) for name in names if requests.selected(name))
+    context.missing.update((name, None) for name in names if context.selected(name))
 
     def assign() -> None:
         entries = {key: value() for key, value in values.items()}
         optimizer.state.setdefault(parameter, {}).update(entries)
 
     if values:
-        requests.effects.append(assign)
+        context.effects.append(assign)
 
 
 def _bind_shared(
-    requests: BindContext, state: str, optimizer: OptimizerState, saved: Mapping[str, str]
+    context: BindContext, state: str, optimizer: OptimizerState, saved: Mapping[str, str]
 ) -> None:
     """Request the state outside parameters. If no state was saved it is dropped."""
     live = optimizer.shared()
     # Torch's numbers of parameters are keys in the state, and names in the groups.
-    children = requests.children(state) if saved else ()
+    children = context.children(state) if saved else ()
     names = {key: name for key, name in children if str(key) not in saved}
     values: dict[PathKey, Value] = {}
     for key, name in names.items():
         tree = read_value(live[key], name) if key in live else None
-        if (value := requests.subtree(name, tree)) is not None:
+        if (value := context.subtree(name, tree)) is not None:
             values[key] = value
     for key in live:
-        if key in names or not requests.selected(name := join(state, key)):
+        if key in names or not context.selected(name := join(state, key)):
             continue
-        if requests.children(state):
-            requests.missing[name] = None
+        if context.children(state):
+            context.missing[name] = None
         else:
-            requests.dropped.append(name)
-            requests.effects.append(partial(optimizer.state.pop, key))
+            context.dropped.append(name)
+            context.effects.append(partial(optimizer.state.pop, key))
     if values:
-        requests.effects.append(
+        context.effects.append(
             lambda: optimizer.state.update((str(key), value()) for key, value in values.items())
         )
 
 
 def _entry(
-    requests: BindContext, name: str, key: PathKey, live: Tree | None, hint: PlacementHint
+    context: BindContext, name: str, key: PathKey, live: Tree | None, hint: PlacementHint
 ) -> Value | None:
     """Request one entry of a parameter's state; the live one must be of the saved kind."""
-    if requests.saved.tensor(name) is None:
+    if context.saved.tensor(name) is None:
         if isinstance(live, TensorLeaf):
-            requests.report_mismatch(name, "a tensor")
+            context.report_mismatch(name, "a tensor")
             return None
-        return requests.subtree(name, live, replace(hint, on_host=False))
+        return context.subtree(name, live, replace(hint, on_host=False))
     if isinstance(live, TensorLeaf):
-        requests.restore(name)
-        return ConstantValue(requests.targets.fill(name, live))
+        context.restore(name)
+        return ConstantValue(context.targets.fill(name, live))
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
-        requests.report_mismatch(name, "something else than a tensor")
+        context.report_mismatch(name, "something else than a tensor")
         return None
     on_host = hint.on_host and key == _STEP
-    return requests.subtree(name, None, replace(hint, on_host=on_host))
+    return context.subtree(name, None, replace(hint, on_host=on_host))
 
 
 def _load(
-    requests: BindContext, fqn: str, optimizer: OptimizerState, further: Mapping[str, Value]
+    context: BindContext, fqn: str, optimizer: OptimizerState, further: Mapping[str, Value]
 ) -> None:
     """Give an optimizer its reported state back, with the saved values in it."""
 
@@ -449,7 +445,7 @@ def _load(
         if current is not None:
             _undo_casts(current.state, optimizer.state)
 
-    requests.loads.append((fqn, load))
+    context.loads.append((fqn, load))
 
 
 def _undo_casts(reported: Mapping[Any, Any], saved: Mapping[Any, Any]) -> None:

@@ -56,7 +56,13 @@ def unwrapped(value: Any) -> Any:
     """
     while type(value) not in PLAIN and is_wrapper_subclass(value):
         names = list(_flattened(value)[0])
-        alike = [name for name in names if _is_alike(getattr(value, name, None), value)]
+        inner = ((name, getattr(value, name, None)) for name in names)
+        alike = [
+            name
+            for name, tensor in inner
+            if isinstance(tensor, torch.Tensor)
+            and (tensor.dtype, tensor.shape) == (value.dtype, value.shape)
+        ]
         if len(alike) != 1 or (len(names) > 1 and _stored_names(value) != alike):
             return value
         value = getattr(value, alike[0])
@@ -136,12 +142,6 @@ def _are_alike(saved: object, own: object) -> bool:
 def _flattened(value: torch.Tensor) -> tuple[Sequence[str], object]:
     flattened: tuple[Sequence[str], object] = value.__tensor_flatten__()  # type: ignore[attr-defined]
     return flattened
-
-
-def _is_alike(inner: object, outer: torch.Tensor) -> bool:
-    if not isinstance(inner, torch.Tensor):
-        return False
-    return inner.dtype == outer.dtype and inner.shape == outer.shape
 
 
 def _stored_names(value: torch.Tensor) -> list[str]:

@@ -122,16 +122,13 @@ def without_frozen(selection: Selection, root: Tree) -> Selection:
     """Return the selection, with the names of frozen parameters if it needs them."""
     if selection.include_frozen:
         return selection
-    knows = bool(_trained(root))
-    return replace(selection, without=frozen_names(root), knows_parameters=knows)
+    trained = requires_grad(root)
+    frozen = frozenset(name for name in trained if not trained[name])
+    return replace(selection, without=frozen, knows_parameters=bool(trained))
 
 
-def frozen_names(root: Tree) -> frozenset[str]:
-    """Return the names of a state's parameters that require no gradient."""
-    return frozenset(name for name, trained in _trained(root).items() if not trained)
-
-
-def _trained(root: Tree) -> dict[str, bool]:
+def requires_grad(root: Tree) -> dict[str, bool]:
+    """Return for each parameter of a state, by name, whether it requires a gradient."""
     named: dict[str, bool] = {}
     for fqn, tree in walk(root):
         if isinstance(tree, ModuleLeaf):

@@ -221,16 +221,14 @@ def _class_of(
 def _is_record(record: object) -> TypeGuard[Mapping[str, object]]:
     if not isinstance(record, Mapping) or record.keys() - {"for_each_shard"} != _KEYS:
         return False
+    shape = record["shape"]
     return (
         isinstance(record["class"], str)
         and isinstance(record["dtype"], torch.dtype)
         and isinstance(record["exact"], bool)
-        and _is_shape(record["shape"])
+        and isinstance(shape, tuple)
+        and all(type(size) is int and size >= 0 for size in shape)
     )
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _inner_names(saved: SavedTree, name: str) -> Iterator[tuple[str, str]]:
