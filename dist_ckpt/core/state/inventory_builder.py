@@ -166,11 +166,11 @@ class _InventoryBuilder:
         self._last = last
         # How an ordinary tensor of a dtype and a shape is stored, without a rule for it.
         self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
-        self._starts: dict[int, tuple[str, TensorLeaf]] = {}
+        self._by_address: dict[int, tuple[str, TensorLeaf]] = {}
         # Tensors without a part on this rank, by id().
-        self._nothing: dict[int, str] = {}
+        self._absent: dict[int, str] = {}
         # The description of each tensor, except for those equal to another of their kind.
-        self._seen: dict[str, tuple[LocalTensor, View, Shape]] = {}
+        self._described: dict[str, tuple[LocalTensor, View, Shape]] = {}
         self._ties: dict[Hashable, str] = {}
         self._tensors: list[TensorEntry] = []
         self._aliases: list[tuple[str, str]] = []
@@ -302,15 +302,15 @@ class _InventoryBuilder:
             if (entry := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
                 # Another tensor of its kind has been described below.
                 self._parts[fqn] = (value,)
-                self._enter(fqn, *entry)
+                self._add_entry(fqn, *entry)
                 return
         if is_array(value):
             self._numpy.append(fqn)
-        local, view, shape = self._seen[fqn] = self._see(fqn, leaf)
+        local, view, shape = self._described[fqn] = self._describe(fqn, leaf)
         self._parts[fqn] = local.parts
-        if not local.parts and self._nothing.setdefault(id(value), fqn) != fqn:
+        if not local.parts and self._absent.setdefault(id(value), fqn) != fqn:
             # One object under two names: tied, also on ranks without a part of it.
-            self._tie(fqn, self._nothing[id(value)])
+            self._tie(fqn, self._absent[id(value)])
             return
         if local.parts and not self._is_first(fqn, leaf, local.parts[0]):
             first = self._tied(fqn, local.parts[0])
@@ -318,7 +318,7 @@ class _InventoryBuilder:
                 self._tie(fqn, first)
                 return
         number = self._views.setdefault(view, len(self._views))
-        self._enter(fqn, local.dtype, shape, number)
+        self._add_entry(fqn, local.dtype, shape, number)
         if kind is not None:
             self._kinds[kind] = local.dtype, shape, number
 
@@ -327,7 +327,7 @@ class _InventoryBuilder:
         if (trainable := self._parameters.get(fqn)) is not None:
             self._parameters[first] = trainable or self._parameters.get(first, False)
 
-    def _enter(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
+    def _add_entry(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
         component = self._components.setdefault(self._component, len(self._components))
         number = len(self._tensors)
         if number < len(self._last):
@@ -343,7 +343,7 @@ class _InventoryBuilder:
                 return
         self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
 
-    def _see(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
+    def _describe(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
         local = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
         view, shape = local.view, local.shape
         if self._rules is not None and isinstance(view, Whole):
@@ -355,16 +355,16 @@ class _InventoryBuilder:
 
     def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
         """Return True if no other tensor begins at the same address: then it is not tied."""
-        return self._starts.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
+        return self._by_address.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
 
     def _tied(self, fqn: str, part: torch.Tensor) -> str:
         """Return the first name of the same memory with the same layout."""
-        other, leaf = self._starts[part.data_ptr()]
-        if other not in self._seen:
-            self._seen[other] = self._see(other, leaf)
+        other, leaf = self._by_address[part.data_ptr()]
+        if other not in self._described:
+            self._described[other] = self._describe(other, leaf)
         first = fqn
         for name in (other, fqn):
-            local, *stored = self._seen[name]
+            local, *stored = self._described[name]
             tie = tie_key(local)
             first = name if tie is None else self._ties.setdefault((tie, *stored), name)
         return first

@@ -113,7 +113,7 @@ def module_state(module: nn.Module) -> ModuleState:
     # are read after it.
     own = {_unwrapped(name, prefixes): tensor for name, tensor in _tensors_of(module)}
     with torch.no_grad():  # autograd must not record views of a DTensor's local part
-        live = _behind(entries, own)
+        live = _live_tensors(entries, own)
     behind = {id(tensor) for tensor in live.values()}
     left_out = {
         name: tensor
@@ -170,7 +170,7 @@ def _unwrapped(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _behind(
+def _live_tensors(
     entries: Mapping[str, object], own: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return for each entry the module's tensor with the same memory, if any."""
@@ -180,7 +180,7 @@ def _behind(
         if not isinstance(entry, torch.Tensor):
             continue
         tensor = own.get(name)
-        if tensor is not None and _are_one(entry, tensor):
+        if tensor is not None and _is_same_memory(entry, tensor):
             live[name] = tensor
         else:
             unnamed[name] = entry
@@ -193,7 +193,7 @@ def _behind(
     return {name: live[name] for name in entries if name in live}
 
 
-def _are_one(entry: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _is_same_memory(entry: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True if an entry is the tensor of its name; assumed for tensor subclasses."""
     key = _memory_key(tensor)
     return key is None or key == _memory_key(entry)

@@ -124,7 +124,7 @@ class GlooCollective:
         own = name_of(body)
         received = bytearray(NAME_NBYTES * self.world_size)
         parts = list(_tensor(received).view(self.world_size, NAME_NBYTES).unbind())
-        group.allgather([parts], [_tensor(bytearray(own))]).wait(self._timeout)
+        self._wait(group.allgather([parts], [_tensor(bytearray(own))]))
         starts = range(0, len(received), NAME_NBYTES)
         ranks = distinct([bytes(received[start : start + NAME_NBYTES]) for start in starts])
         buffers = {
@@ -160,7 +160,10 @@ class GlooCollective:
             options.rootTensor = 0
             works.append(group.broadcast([_tensor(buffer)], options))
         for work in works:
-            work.wait(self._timeout)
+            self._wait(work)
+
+    def _wait(self, work: Work) -> None:
+        work.wait(self._timeout)
 
 
 class _GlooTransfer:

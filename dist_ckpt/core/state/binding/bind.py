@@ -104,7 +104,7 @@ class Binding:
         self.restored = tuple(context.restored)
         self.resharded = tuple(context.targets.resharded)
         self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
-        self.makes_memory = bool(context.targets.fresh)
+        self.makes_memory = bool(context.targets.new_tensors)
         self.assigns_values = bool(context.assigns or context.effects)
         self.loads_objects = bool(context.loads or context.generators)
         self.unclaimed = context.unclaimed()

@@ -297,7 +297,7 @@ def _bind_flat(
     context: BindContext, state: str, optimizer: FlatOptimizer, stored: Mapping[int, str]
 ) -> None:
     """Write a view's values back to its optimizer; parts with one state need all or nothing."""
-    for parts in optimizer.in_one():
+    for parts in optimizer.parts_in_one_state():
         here = [stored[id(part)] for part in parts]
         lacking = [name for name in here if not context.chosen(join(state, name))]
         if lacking and len(lacking) < len(here):

@@ -84,7 +84,7 @@ class FlatOptimizer(OptimizerState):
                 }
         return flat
 
-    def in_one(self) -> list[tuple[ParameterPart, ...]]:
+    def parts_in_one_state(self) -> list[tuple[ParameterPart, ...]]:
         """Return the parts that have one state together."""
         return [parts for parts in self.parts.values() if parts[0].original.parameter is None]
 
@@ -132,7 +132,7 @@ class FlatOptimizer(OptimizerState):
     def _joined(self, parameter: torch.Tensor, parts: Sequence[ParameterPart]) -> dict[str, object]:
         states = [self.state.get(part, {}) for part in parts]
         if any(state.keys() != states[0].keys() for state in states):
-            raise self._differ("state")
+            raise self._mismatch_error("state")
         before = self.own.state.get(parameter, {})
         return {
             key: self._entry([state[key] for state in states], parts, before.get(key), key)
@@ -146,14 +146,14 @@ class FlatOptimizer(OptimizerState):
         if part.original.parameter is not None:
             return _own(first, part)
         if isinstance(first, FlatShard):
-            return _row(values, parts, before)
+            return _joined_row(values, parts, before)
         if any(not _equal(first, value) for value in values):
-            raise self._differ(repr(key))
+            raise self._mismatch_error(repr(key))
         if isinstance(before, torch.Tensor) and isinstance(first, torch.Tensor):
             return before.copy_(first)
         return first
 
-    def _differ(self, label: str) -> IncompatibleError:
+    def _mismatch_error(self, label: str) -> IncompatibleError:
         return IncompatibleError(
             f"{self.fqn}: parameters that were saved with another {label} each are in one flat "
             "parameter here, which has one for all: wrap the model with use_orig_params=True"
@@ -191,11 +191,11 @@ def _replaced(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
         case ObjectLeaf():
             return ObjectLeaf(tree.owner, _replaced(tree.content, fqn, parts))
         case OptimizerLeaf():
-            return _seen(tree, fqn, parts)
+            return _flat_view(tree, fqn, parts)
     return tree
 
 
-def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
+def _flat_view(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
     parameters = leaf.state.parameters()
     for parameter in parameters:
         if is_flattened(parameter) and id(parameter) not in parts:
@@ -207,7 +207,7 @@ def _seen(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
         return leaf
     _check_further(leaf, fqn)
     flat, names = FlatOptimizer.over(leaf.state, parts, fqn), leaf.names
-    if names is not None and flat.in_one():
+    if names is not None and flat.parts_in_one_state():
         raise ValueError(
             f"{fqn}: dc.Named names a flat parameter of FullyShardedDataParallel, which is several "
             "in one: remove dc.Named, the module gives their names"
@@ -245,7 +245,9 @@ def _own(value: object, part: ParameterPart) -> object:
     return tensor if tensor.shape == part.shape else tensor.view(part.shape)
 
 
-def _row(values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: Any) -> torch.Tensor:
+def _joined_row(
+    values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: Any
+) -> torch.Tensor:
     """Return FSDP1's tensor with the entries of all parts in one row."""
     like = parts[0].flat.shard
     if isinstance(before, torch.Tensor) and before.shape == like.shape:

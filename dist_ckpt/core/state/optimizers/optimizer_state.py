@@ -229,10 +229,10 @@ def _parameters_by_key(reported: object, optimizer: Optimizer) -> dict[Any, torc
     if not isinstance(groups, list) or not isinstance(own, list) or len(groups) != len(own):
         return None
     parameters: dict[Any, torch.Tensor] = {}
-    for group, its in zip(groups, own, strict=True):
-        if not _is_group(group) or len(group[_PARAMS]) != len(its[_PARAMS]):
+    for group, live in zip(groups, own, strict=True):
+        if not _is_group(group) or len(group[_PARAMS]) != len(live[_PARAMS]):
             return None
-        parameters.update(zip(group[_PARAMS], its[_PARAMS], strict=True))
+        parameters.update(zip(group[_PARAMS], live[_PARAMS], strict=True))
     entries = (reported[STATE].get(key, {}) for key in parameters)
     return parameters if all(isinstance(entry, dict) for entry in entries) else None
 

@@ -34,43 +34,47 @@ class SourceView:
     scope: Scope
 
 
-def merge_sources(offers: Sequence[SourceView], paths: Sequence[str]) -> SavedTree:
+def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTree:
     """Return several sources as one tree. `paths` are those of the checkpoints.
 
     Among the sources of one key the first that has a name provides it. A name in the sources of two
     keys is in `problems`, as are the problems of each source. Names that sources leave out are in
     `left_out`.
     """
-    catalogs = {offer.number: offer.saved.catalog for offer in offers}
+    catalogs = {view.number: view.saved.catalog for view in views}
     origins = tuple(SourceCatalog(path, catalogs[number]) for number, path in enumerate(paths))
     allocation = _Allocation()
-    won = [allocation.take(offer) for offer in offers]
+    provided = [allocation.take(view) for view in views]
     leaves = {
-        name: tagged(names.number, fqn) for names in won for name, fqn in names.leaves.items()
+        name: tagged(names.number, fqn) for names in provided for name, fqn in names.leaves.items()
     }
-    kinds, entries = _containers(won)
-    problems = [f"{o.scope.path}: {problem}" for o in offers for problem in o.saved.problems]
-    first = offers[0].saved
-    mains = {o.number: o.saved.main for o in offers}
+    kinds, entries = _containers(provided)
+    problems = [
+        f"{view.scope.path}: {problem}" for view in views for problem in view.saved.problems
+    ]
+    first = views[0].saved
+    mains = {view.number: view.saved.main for view in views}
     return replace(
         first,
         catalog=_catalog_of(origins),
         leaves=leaves,
         kinds=kinds,
         entries=entries,
-        params={group: params for names in won for group, params in names.params.items()},
-        numpy=frozenset(name for names in won for name in names.saved.numpy & names.leaves.keys()),
+        params={group: params for names in provided for group, params in names.params.items()},
+        numpy=frozenset(
+            name for names in provided for name in names.saved.numpy & names.leaves.keys()
+        ),
         main={tagged(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
-        read=_reader({offer.number: offer.saved.read for offer in offers}),
-        dropped=tuple(dict.fromkeys(name for o in offers for name in o.saved.dropped)),
+        read=_reader({view.number: view.saved.read for view in views}),
+        dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
         origins=origins,
-        unmatched=tuple(problem for offer in offers for problem in _unmatched(offer))
-        + tuple(_empty_keys(offers)),
-        left_out=tuple(sorted(name for o in offers for name in _left_out(o, leaves))),
+        unmatched=tuple(problem for view in views for problem in _unmatched(view))
+        + tuple(_empty_keys(views)),
+        left_out=tuple(sorted(name for view in views for name in _left_out(view, leaves))),
         stepless=frozenset(
-            state for o in offers for state in _states(o.saved) if o.scope.gives(state)
+            state for view in views for state in _states(view.saved) if view.scope.gives(state)
         ),
     )
 
@@ -102,32 +106,32 @@ class _Allocation:
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     clashing: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def take(self, offer: SourceView) -> _SourceNames:
+    def take(self, view: SourceView) -> _SourceNames:
         """Return the names that one more source provides, and record them."""
-        key, saved = offer.scope.key, self._regrouped(offer)
+        key, saved = view.scope.key, self._regrouped(view)
         units = _units(saved)
-        won: dict[str, str] = {}
+        provided: dict[str, str] = {}
         empty = (name for name in saved.kinds if name and not saved.children(name))
         for name in (*saved.leaves, *(name for name in empty if name not in saved.leaves)):
-            if not offer.scope.gives(name):
+            if not view.scope.gives(name):
                 continue
             unit = _unit_of(name, units)
             other = self._key_of(unit)
             if other is None:
-                won[name] = unit
+                provided[name] = unit
             elif other != key:
                 self.clashing.setdefault((other, key), []).append(name)
-        for unit in won.values():
+        for unit in provided.values():
             self.units[unit] = key
             _, *above = names_above(unit)
             self.above.update(dict.fromkeys(above, key))
-        params = {group: names for group, names in saved.params.items() if group in won}
+        params = {group: names for group, names in saved.params.items() if group in provided}
         for group, names in params.items():
             self.groups.setdefault((key, _optimizer_of(group)), []).extend(names)
             self.numbers[key, _optimizer_of(group)] = _number_of(group) + 1
-        leaves = {name: saved.leaves[name] for name in won if name in saved.leaves}
-        alive = frozenset(above for name in won for above in names_above(name))
-        return _SourceNames(offer.number, saved, leaves, params, alive)
+        leaves = {name: saved.leaves[name] for name in provided if name in saved.leaves}
+        alive = frozenset(above for name in provided for above in names_above(name))
+        return _SourceNames(view.number, saved, leaves, params, alive)
 
     def clashes(self) -> Iterator[str]:
         """Yield a problem for names in the sources of two keys."""
@@ -145,12 +149,12 @@ class _Allocation:
             return self.above[unit]
         return next((self.units[name] for name in names_above(unit) if name in self.units), None)
 
-    def _regrouped(self, offer: SourceView) -> SavedTree:
+    def _regrouped(self, view: SourceView) -> SavedTree:
         """Renumber parameter groups after those of earlier sources, without their parameters.
 
         The number of a group in one source says nothing about the groups of another.
         """
-        saved, key = offer.saved, offer.scope.key
+        saved, key = view.saved, view.scope.key
         moved: dict[str, str | None] = {}
         behind: dict[
             str, Sequence[str]
@@ -162,7 +166,7 @@ class _Allocation:
             moved[group] = None
             former = set(self.groups[key, optimizer])
             remaining = [name for name in saved.params[group] if name not in former]
-            if remaining and offer.scope.gives(group):
+            if remaining and view.scope.gives(group):
                 number = self.numbers[key, optimizer]
                 self.numbers[key, optimizer] = number + 1
                 moved[group] = f"{optimizer}{_GROUPS}.{number}"
@@ -230,28 +234,28 @@ def _number_of(group: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _left_out(offer: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
-    for name in offer.saved.leaves:
-        if offer.scope.holds(name) and name not in offer.scope.selection and name not in leaves:
+def _left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
+    for name in view.saved.leaves:
+        if view.scope.holds(name) and name not in view.scope.selection and name not in leaves:
             yield name
 
 
 # --- problems under `strict` -----------------------------------------------------------------
 
 
-def _unmatched(offer: SourceView) -> tuple[str, ...]:
-    names = [name for name in offer.saved.leaves if offer.scope.holds(name)]
-    problems = offer.scope.selection.unmatched(names)
-    return tuple(f"{offer.scope.path}: {problem}" for problem in problems)
+def _unmatched(view: SourceView) -> tuple[str, ...]:
+    names = [name for name in view.saved.leaves if view.scope.holds(name)]
+    problems = view.scope.selection.unmatched(names)
+    return tuple(f"{view.scope.path}: {problem}" for problem in problems)
 
 
-def _empty_keys(offers: Iterable[SourceView]) -> Iterator[str]:
+def _empty_keys(views: Iterable[SourceView]) -> Iterator[str]:
     paths: dict[str, list[str]] = {}
     existing: set[str] = set()
-    for offer in offers:
-        key = offer.scope.key
-        paths.setdefault(key, []).append(offer.scope.path)
-        if not key or offer.saved.holds(key):
+    for view in views:
+        key = view.scope.key
+        paths.setdefault(key, []).append(view.scope.path)
+        if not key or view.saved.holds(key):
             existing.add(key)
     for key, here in paths.items():
         if key not in existing:
@@ -262,11 +266,11 @@ def _empty_keys(offers: Iterable[SourceView]) -> Iterator[str]:
 
 
 def _containers(
-    won: Sequence[_SourceNames],
+    provided: Sequence[_SourceNames],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
     kinds: dict[str, str] = {}
     entries: dict[str, dict[str, PathKey]] = {}
-    for names in won:
+    for names in provided:
         for name, kind in names.saved.kinds.items():
             if name and name not in names.alive:
                 continue

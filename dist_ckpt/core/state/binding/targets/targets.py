@@ -187,8 +187,8 @@ class _Fill(NamedTuple):
 class FillTargets:
     """The tensors that a rank requests, added one after another.
 
-    `problems` are texts about those that do not fit. `resharded` are the names whose cells here are
-    not cells of the stored layout, and `fresh` the tensors to create. `cast` are the names whose
+    `problems` are texts about those that do not fit. `resharded` are names whose cells here are not
+    cells of the stored layout, and `new_tensors` the tensors to create. `cast` are names whose
     values may be converted, None for none.
     """
 
@@ -201,7 +201,7 @@ class FillTargets:
         self._casts: list[tuple[str, CastTarget]] = []
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
-        self.fresh: list[NewTensor] = []
+        self.new_tensors: list[NewTensor] = []
         # For kinds of ordinary tensors that are stored in exactly these cells.
         self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
         self._values: dict[str, object] = {}
@@ -227,7 +227,7 @@ class FillTargets:
             # Another tensor of its kind has been checked below.
             assert isinstance(value, torch.Tensor)
             if self._is_new(name, value, value):
-                self._want(name, fqn, kind_cells, (value,))
+                self._request(name, fqn, kind_cells, (value,))
             return value
         try:
             if is_meta(value):
@@ -250,7 +250,7 @@ class FillTargets:
                 f"make it {record.dtype}, load, and convert"
             )
         elif not local.parts or self._is_new(name, value, local.parts[0]):
-            self._want(name, fqn, cells, local.parts, cast_from)
+            self._request(name, fqn, cells, local.parts, cast_from)
             # A cast may depend on the name, not only on the kind.
             is_kind = key is not None and cast_from is None
             if self._are_stored(name, record, cells) and is_kind:
@@ -293,7 +293,7 @@ class FillTargets:
                     raise CorruptError(f"{name}: {error}; load an older checkpoint") from None
 
             cells = (Region.whole(record.shape),)
-            self._whole[fqn, as_array] = self._want_fresh(name, cells, make)
+            self._whole[fqn, as_array] = self._request_new(name, cells, make)
         return self._whole[fqn, as_array]
 
     def like(self, name: str, hint: PlacementHint) -> NewTensor:
@@ -310,28 +310,28 @@ class FillTargets:
             flat = rules.flat_part(record.shape)
             if flat is not None:
                 numel = sum(cell.numel for cell in flat)
-                return self._want_fresh(name, flat, partial(_new, like, (numel,), dtype))
+                return self._request_new(name, flat, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (hint.rule, tuple(parameter.shape)))
         cells = self._cells_of(name, local, leaf, record.shape)
         if cells is not None:
-            return self._want_fresh(name, cells, partial(empty_like_saved, parameter, dtype))
+            return self._request_new(name, cells, partial(empty_like_saved, parameter, dtype))
         if not record.shape:
             return self.box(name, whole, parameter.device)
         # As with `new_zeros` in the optimizer: replicated if the parameter is a DTensor.
-        return self._want_fresh(name, (whole,), partial(_new, like, record.shape, dtype))
+        return self._request_new(name, (whole,), partial(_new, like, record.shape, dtype))
 
     def box(self, name: str, box: Region, device: torch.device) -> NewTensor:
         """Request a box of a tensor in new memory."""
         dtype = torch_dtype(self._tensor(name)[1].dtype)
         cells = (box,) if box.numel else ()
-        return self._want_fresh(
+        return self._request_new(
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
         )
 
     def _like_part(self, name: str, part: ParameterPart, record: TensorRecord) -> NewTensor:
         """Request a new tensor for a part of a parameter: cut in the same way, or a scalar."""
         if record.shape == part.global_shape:
-            return self._want_fresh(
+            return self._request_new(
                 name,
                 self._local(part, name).cells,
                 lambda: replace(part, tensor=_new(part.tensor, part.tensor.shape, record.dtype)),
@@ -354,8 +354,8 @@ class FillTargets:
 
     def allocate(self) -> dict[tuple[str, int], Target]:
         """Create new tensors; return the memory of each requested cell by fqn and number."""
-        for fresh in self.fresh:
-            fresh.value = fresh.make()
+        for tensor in self.new_tensors:
+            tensor.value = tensor.make()
         targets: dict[tuple[str, int], Target] = {}
         all_parts = [self._parts_of(fill) for fill in self._fills]
         shared = aliases_memory(all_parts)
@@ -457,17 +457,17 @@ class FillTargets:
                 first = self._ties.setdefault(tie, other)
         return first == name or self._tensor(first)[0] != self._tensor(name)[0]
 
-    def _want_fresh(
+    def _request_new(
         self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]
     ) -> NewTensor:
-        fresh = NewTensor(make)
-        self.fresh.append(fresh)
+        tensor = NewTensor(make)
+        self.new_tensors.append(tensor)
         fqn, record = self._tensor(name)
-        self._want(name, fqn, cells, fresh)
+        self._request(name, fqn, cells, tensor)
         self._are_stored(name, record, cells)
-        return fresh
+        return tensor
 
-    def _want(
+    def _request(
         self,
         name: str,
         fqn: str,
