@@ -37,9 +37,11 @@ from dist_ckpt.core.shard_io.read.open_files import (
     read_objects,
 )
 from dist_ckpt.core.shard_io.read.read_windows import read_ahead, windows_of
+from dist_ckpt.core.shard_io.write.copied_files import FileRecord, files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.virtual_files import ServedFile
 from dist_ckpt.errors import CorruptError
+from dist_ckpt.reports import CopyProgress, IoCount, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,11 @@ class OpenCheckpoint:
         return f"{self.path}/{self.attempt.name}"
 
     @property
+    def threads(self) -> int:
+        """How many threads read at once."""
+        return self._threads or Config.from_environment().threads
+
+    @property
     def catalog(self) -> Catalog:
         """What it holds."""
         return self.index.catalog
@@ -333,16 +340,15 @@ class OpenCheckpoint:
         if (files := self._files) is None:
             raise ValueError(f"{self.path} was closed; open it again")
         plan = plan_load(self.index, wanted)
-        threads = self._threads or Config.from_environment().threads
         opened = open_files(
-            self.storage, self.folder, self.index, plan, threads=threads, opened=files
+            self.storage, self.folder, self.index, plan, threads=self.threads, opened=files
         )
         for number in plan:
             files[number] = opened.files[number]
             files.move_to_end(number)
         most = len(plan) if self._most_kept is None else self._most_kept
         try:
-            BlockReader(opened, targets, verify=True, slots=self._slots).run(threads)
+            BlockReader(opened, targets, verify=True, slots=self._slots).run(self.threads)
         finally:
             while len(files) > most:
                 files.popitem(last=False)[1].close()
@@ -393,6 +399,34 @@ class OpenCheckpoint:
             )
             kept = [file for file in chosen if file.items]
             yield from (window.wanted for window in windows_of(kept, window_nbytes))
+
+    # --- files ---
+
+    def link_or_copy(
+        self,
+        target: str,
+        files: Mapping[str, FileRecord] | None = None,
+        *,
+        links: bool = True,
+        most_names: int | None = None,
+        progress: Progress | None = None,
+    ) -> IoCount:
+        """Link or copy files into the folder `target`; return the count of linked ones.
+
+        These are all files, or those in `files`, under the names there. See `link_or_copy_files`.
+        """
+        files = files_of(self.index) if files is None else files
+        return link_or_copy_files(
+            self.storage,
+            self.index,
+            self.folder,
+            target,
+            files,
+            threads=self.threads,
+            most_names=most_names,
+            links=links,
+            tell=CopyProgress(sum(record.nbytes for record in files.values()), progress),
+        )
 
     # --- closing ---
 

@@ -37,7 +37,6 @@ from dist_ckpt.core.saving.carry_plan import (
     with_carried,
 )
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
-from dist_ckpt.core.shard_io.write.copied_files import link_or_copy_files
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
@@ -85,9 +84,13 @@ class CarrySource:
     excluded: Selection
     reads: IoCount
 
-    def opened(self, storage: Storage, slots: BufferPool | None = None) -> OpenCheckpoint:
+    def opened(
+        self, storage: Storage, slots: BufferPool | None = None, threads: int | None = None
+    ) -> OpenCheckpoint:
         """Return it open for reading on a storage."""
-        return OpenCheckpoint(storage, self.path, self.attempt, self.index, slots=slots)
+        return OpenCheckpoint(
+            storage, self.path, self.attempt, self.index, slots=slots, threads=threads
+        )
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems of patterns that match nothing here either: `exclude` is for both."""
@@ -227,15 +230,8 @@ class CarryOver:
         files = {n: one for n, one in self.plan.linked.items() if one.rank == rank}
         linked = IoCount()
         if files:
-            linked = link_or_copy_files(
-                storage,
-                self.source.index,
-                self._folder,
-                folder,
-                files,
-                threads=threads,
-                most_names=MAX_SHARED,
-            )
+            source = self.source.opened(storage, threads=threads)
+            linked = source.link_or_copy(folder, files, most_names=MAX_SHARED)
         receipts = tuple(
             (name, one.nbytes, one.header_nbytes, one.digest) for name, one in files.items()
         )
@@ -260,7 +256,3 @@ class CarryOver:
         """Read the source in this block: if it is gone, that is NotFoundError, and no damage."""
         with not_found_if_removed(storage, self.source.path, self.source.attempt):
             yield
-
-    @property
-    def _folder(self) -> str:
-        return f"{self.source.path}/{self.source.attempt}"

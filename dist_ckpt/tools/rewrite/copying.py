@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
@@ -22,12 +21,12 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.saving.transaction import CommitDecision, Transaction
-from dist_ckpt.core.shard_io.write.copied_files import files_of, link_or_copy_files
+from dist_ckpt.core.shard_io.write.copied_files import files_of
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.registry import foreign_at
-from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
+from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
@@ -147,16 +146,7 @@ def _write(
     with Transaction(SingleProcessChannel(), label=label) as transaction:
         attempt = transaction.claim(storage, path, overwrite=overwrite)
         with phases.phase("write"):
-            linked = link_or_copy_files(
-                storage,
-                index,
-                source.folder,
-                transaction.folder,
-                files_of(index),
-                threads=Config.from_environment().threads,
-                links=links,
-                tell=CopyProgress(sum(_sizes(index).values()), progress),
-            )
+            linked = source.link_or_copy(transaction.folder, links=links, progress=progress)
         with phases.phase("commit"):
             decision = transaction.commit_index(
                 replace(index, attempt=attempt.name), seconds=phases.seconds["write"], linked=linked

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dist_ckpt import __version__
-from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
@@ -40,12 +39,12 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.saving.transaction import Transaction
-from dist_ckpt.core.shard_io.write.copied_files import FileRecord, link_or_copy_files
+from dist_ckpt.core.shard_io.write.copied_files import files_of
 from dist_ckpt.core.shard_io.write.shard_writer import write_objects
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, listed
-from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
+from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 
@@ -109,8 +108,7 @@ def strip_at(
         if source != found:
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
         with phases.phase("write"):
-            folder = f"{path}/{source[0]}"
-            records, linked = part.write(counting, folder, transaction.folder, progress)
+            records, linked = part.write(transaction.folder, progress)
         with phases.phase("commit"):
             decision = transaction.commit_index(
                 part.index(attempt, records),
@@ -158,65 +156,57 @@ def _check_unprotected(protections: Mapping[Attempt, Sequence[str]], path: str) 
 class _Part:
     """What is left of a checkpoint: `files` are its objects files that still hold something."""
 
-    source: Index
+    source: OpenCheckpoint
     left: ReducedCheckpoint
     files: Mapping[str, ObjectsFile]
 
     @staticmethod
     def of(source: OpenCheckpoint, names: frozenset[str]) -> _Part:
         """Read the objects files, and see what is left. ValueError if that makes no sense."""
-        files, index = source.all_objects(), source.index
+        files = source.all_objects()
         keys = top_level_keys(node for file in files.values() for node in file.tree)
-        left = drop_from_index(index, names, keys)
+        left = drop_from_index(source.index, names, keys)
         stripped = {name: _reduce_objects(file, names, keys) for name, file in files.items()}
         kept = {
             name: file
             for name, file in stripped.items()
             if name == filenames.OBJECTS or file.values or file.per_rank
         }
-        return _Part(index, left, kept)
+        return _Part(source, left, kept)
 
     def write(
-        self, storage: Storage, source: str, target: str, progress: Progress | None
+        self, target: str, progress: Progress | None
     ) -> tuple[tuple[ObjectsFileRecord, ...], IoCount]:
         """Write the objects files, link all others; return the former, and what was linked."""
         records = []
         for name, file in sorted(self.files.items()):
-            _, nbytes, _, digest = write_objects(storage, target, name, objects_file.encode(file))
+            encoded = objects_file.encode(file)
+            _, nbytes, _, digest = write_objects(self.source.storage, target, name, encoded)
             records.append(ObjectsFileRecord(name, nbytes, digest))
         kept = {
             filenames.shard_file(self.left.catalog.components[one.component].stem, one.rank)
             for one in self.left.files
         }
-        shards = {self.source.file_name(one): one for one in self.source.files}
-        carried: dict[str, FileRecord] = {
-            **{name: record for name, record in shards.items() if name in kept},
-            **{one.file_name: one for one in self.source.attached},
-        }
-        linked = link_or_copy_files(
-            storage,
-            self.source,
-            source,
-            target,
-            carried,
-            threads=Config.from_environment().threads,
-            tell=CopyProgress(sum(one.nbytes for one in carried.values()), progress),
-        )
+        index = self.source.index
+        attached = {record.file_name for record in index.attached}
+        carried = {n: file for n, file in files_of(index).items() if n in kept or n in attached}
+        linked = self.source.link_or_copy(target, carried, progress=progress)
         return tuple(records), linked
 
     def index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
         """Return the index of what is left, of a save with an id of its own."""
+        index = self.source.index
         return replace(
-            self.source,
+            index,
             attempt=attempt.name,
             save=secrets.token_hex(16),
             catalog=self.left.catalog,
             files=self.left.files,
             objects=objects,
             saved_by={
-                **self.source.saved_by,
+                **index.saved_by,
                 "stripped_by": f"dist_ckpt {__version__}",
-                _STRIPPED_FROM: self.source.attempt,
+                _STRIPPED_FROM: index.attempt,
             },
         )
 
