@@ -21,7 +21,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.messages import failure_of
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protections import Where
-from dist_ckpt.core.format.filenames import parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
@@ -237,9 +237,8 @@ class MaintenanceThread:
         self.counts.num_failures = 0
 
     def _after_commit(self, report: SaveReport) -> None:
-        attempt = parse_attempt(report.attempt)
         assert report.step is not None
-        assert attempt is not None
+        attempt = Attempt.named(report.attempt)
         self._saved[report.step] = (report.step, attempt)
         self._newest_saved = max(self._newest_saved, report.step)
         try:

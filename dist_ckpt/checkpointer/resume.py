@@ -295,7 +295,7 @@ class Resume:
             with self._exchange("lease"):
                 if self.ranks.channel.rank == COORDINATOR:
                     self._leases.close()
-                    where = one.step, _parsed(one.attempt)
+                    where = one.step, Attempt.named(one.attempt)
                     subject = CheckpointRef(self.storage, self.root, one.path, where)
                     self._leases.enter_context(renewed_lease(subject))
         options = self.options.load_options(notes=not self.options.read_only)
@@ -347,7 +347,7 @@ class Resume:
                 self._after,
                 alive,
             )
-        where = None if restored is None else (restored.step, _parsed(restored.attempt))
+        where = None if restored is None else (restored.step, Attempt.named(restored.attempt))
         record = begin_incarnation(
             self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
         )
@@ -362,12 +362,6 @@ def _step_named(name: str) -> int:
     """Return the step that a folder's name says; of one that no run names so it is 0."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else 0
-
-
-def _parsed(name: str) -> Attempt:
-    attempt = parse_attempt(name)
-    assert attempt is not None, name
-    return attempt
 
 
 def _newest_attempt(storage: Storage, path: str) -> str:

@@ -79,6 +79,13 @@ class Attempt:
         """The number of its incarnation; 0 outside of a run."""
         return self.number // ATTEMPTS_PER_INCARNATION
 
+    @staticmethod
+    def named(name: str) -> Attempt:
+        """Return the attempt with this folder name. ValueError if no attempt has it."""
+        if (attempt := parse_attempt(name)) is None:
+            raise ValueError(f"{name!r} is not the name of an attempt")
+        return attempt
+
     def __str__(self) -> str:
         return self.name
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
@@ -68,7 +67,7 @@ class OpenedMessage(Message, frozen=True):
     can share nothing.
     """
 
-    attempts: tuple[tuple[str, str], ...]
+    attempts: tuple[tuple[str, Attempt], ...]
     indexes: tuple[bytes, ...] | None
     keys: dict[str, tuple[Key, ...]]
     bulk: int
@@ -182,7 +181,7 @@ def find(
     encoded = tuple(index_json.encode(one.index) for one in found) if len(told) > 1 else ()
     is_short = fits_exchange(sum(map(len, encoded)), len(told))
     opened = OpenedMessage(
-        attempts=tuple((one.path, one.attempt.name) for one in found),
+        attempts=tuple((one.path, one.attempt) for one in found),
         indexes=encoded if is_short else None,
         keys=_merge_keys([one.keys for one in told]),
         bulk=max(one.bulk for one in told),
@@ -208,9 +207,8 @@ def found_in(
     return ResolvedSources(found, opened.keys, opened.meeting)
 
 
-def _decoded(storage: Storage, path: str, name: str, encoded: bytes) -> OpenCheckpoint:
-    attempt, index = filenames.parse_attempt(name), index_json.decode(encoded)
-    assert attempt is not None
+def _decoded(storage: Storage, path: str, attempt: Attempt, encoded: bytes) -> OpenCheckpoint:
+    index = index_json.decode(encoded)
     assert isinstance(index, Index)
     return _opened(storage, path, attempt, index)
 
