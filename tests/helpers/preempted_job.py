@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-BEGUN_AT = time.time()
-
 SAVE_EVERY, EVALUATE_EVERY, NUM_POLLS = 15, 25, 150
 STEP_S, POLL_S = 0.02, 0.002
+# Nobody waits for longer.
+HANG_S = 90
 SIZE = 64
 
 
@@ -27,9 +27,20 @@ def tell(what: str, **facts: object) -> None:
         file.write(json.dumps(event) + "\n")
 
 
+def started_at(pid: int) -> int:
+    """Return when a process was started, 0 if it has ended: a pid may be given again."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
 def main() -> int:
     """Train until somebody stops it; return the code to exit with."""
-    tell("begun", pid=os.getpid())
+    tell("begun", pid=os.getpid(), started_at=started_at(os.getpid()))
+    if "JOB_WAITS_AT_START" in os.environ:
+        time.sleep(HANG_S)
     import torch  # it takes seconds, in which the job is preempted as well
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import dist_ckpt as dc
+from preempted_job import started_at
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("preempted_job.py")
@@ -68,6 +69,10 @@ class Job:
     root: Path
     folder: Path
     plan: Preemption
+    # What runs torchrun; it runs its ranks with the same.
+    python: str = sys.executable
+    # Ranks that are preempted at their start wait for that, so that none is past it.
+    waits_at_start: bool = False
     sent_at: float = 0.0
     ended_at: float = 0.0
     code: int | None = None
@@ -80,10 +85,10 @@ class Job:
         command += [f"--nproc-per-node={self.plan.num_ranks}", str(JOB)]
         with (self.folder / "log").open("w") as log:
             launcher = subprocess.Popen(
-                [sys.executable, *command, str(self.root), str(self.folder)],
+                [self.python, *command, str(self.root), str(self.folder)],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **self._environ(), "PYTHONPATH": str(ROOT)},
                 start_new_session=True,
             )
             try:
@@ -116,11 +121,11 @@ class Job:
         """Return each rank's first event of a kind."""
         return [self.of(rank, what) for rank in range(self.plan.num_ranks)]
 
-    def pid(self, rank: int) -> int:
-        """Return the process of a rank that has begun."""
+    def kill(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank that has begun and has not ended yet."""
         begun = self.of(rank, "begun")
-        assert begun is not None
-        return int(begun["pid"])
+        if begun is not None and started_at(begun["pid"]) == begun["started_at"]:
+            os.kill(begun["pid"], number)
 
     def log(self) -> str:
         """Return all that the job has said."""
@@ -129,6 +134,10 @@ class Job:
             last = [json.dumps(one) for one in self.events(rank)[-6:]]
             parts.append(f"rank {rank}: " + "\n        ".join(last))
         return "\n".join(parts)
+
+    def _environ(self) -> dict[str, str]:
+        is_held = self.waits_at_start and self.plan.phase == "at start"
+        return {"OMP_NUM_THREADS": "1", **({"JOB_WAITS_AT_START": "1"} if is_held else {})}
 
     def _await_phase(self, launcher: subprocess.Popen[bytes]) -> None:
         """Wait until the rank is where it is to be preempted, and every rank has begun."""
@@ -142,19 +151,10 @@ class Job:
             time.sleep(0.02)
 
     def _end(self, launcher: subprocess.Popen[bytes]) -> None:
-        for begun in self.of_all("begun"):
-            if begun is not None and is_job(int(begun["pid"])):
-                os.kill(int(begun["pid"]), signal.SIGKILL)
+        for rank in range(self.plan.num_ranks):
+            self.kill(rank, signal.SIGKILL)
         launcher.kill()
         launcher.wait()
-
-
-def is_job(pid: int) -> bool:
-    """Say whether a process is still one of a job's ranks."""
-    try:
-        return JOB.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def to_launcher(job: Job, launcher: subprocess.Popen[bytes]) -> None:
@@ -166,8 +166,7 @@ def to_rank(number: signal.Signals) -> Callable[[Job, subprocess.Popen[bytes]], 
     """Return what sends a signal to one rank."""
 
     def send(job: Job, launcher: subprocess.Popen[bytes]) -> None:
-        if is_job(job.pid(job.plan.rank)):
-            os.kill(job.pid(job.plan.rank), number)
+        job.kill(job.plan.rank, number)
 
     return send
 
@@ -271,11 +270,16 @@ def plans(seed: int, hows: Iterable[str] = tuple(HOW)) -> Iterator[Preemption]:
             yield Preemption(how, phase, num_ranks, chance.randrange(num_ranks), after_s)
 
 
-def preempt(folder: Path, some: Iterable[Preemption]) -> Iterator[tuple[Job, list[str]]]:
-    """Run a job for each preemption, one after the other; yield it with its violations."""
+def preempt(
+    folder: Path, some: Iterable[Preemption], **options: Any
+) -> Iterator[tuple[Job, list[str]]]:
+    """Run a job for each preemption, one after the other; yield it with its violations.
+
+    `options` are those of `Job`.
+    """
     root, expected = folder / "run", {0}
     for number, plan in enumerate(some):
-        job = Job(root, folder / f"job-{number:04d}", plan)
+        job = Job(root, folder / f"job-{number:04d}", plan, **options)
         job.run()
         wrong = list(violations_of(job, expected))
         yield job, wrong

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fork_server import forked_python
 from preemptions import Preemption, newest_in, preempt
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -19,7 +20,7 @@ SOME = (
 
 def test_preempted_jobs_go_on_from_where_they_stopped(tmp_path: Path) -> None:
     ends = []
-    for job, wrong in preempt(tmp_path, SOME):
+    for job, wrong in preempt(tmp_path, SOME, python=forked_python(), waits_at_start=True):
         assert wrong == [], f"{job.plan}: {wrong}\n{job.log()}"
         ends.append(newest_in(job.root))
     first, second, third = ends
