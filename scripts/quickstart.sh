@@ -83,13 +83,11 @@ print(job.rank(int(sys.argv[2])).owner("writer").pid)
 PYTHON
 }
 
-# kill_in_save STEP RANK: kills the rank and its writer, as if their node had died, while the save of
-# STEP is written. False if the save was faster. The writer is frozen first, so that the save cannot
-# end between the look and the kill.
+# kill_in_save STEP TRAINER WRITER: kills a rank and its writer, as if their node had died, while the
+# save of STEP is written. False if the save was faster. The writer is frozen first, so that the save
+# cannot end between the look and the kill.
 kill_in_save() {
-    local trainer writer
-    trainer=$(sed -n "s/^rank $2 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
-    writer=$(writer_of "$2")
+    local trainer=$2 writer=$3
     wait_for has_attempt "$1"
     frozen=$writer
     kill -STOP "$writer"
@@ -101,6 +99,13 @@ kill_in_save() {
     fi
     kill -KILL "$trainer" "$writer"
     frozen=
+}
+
+# next_save: the step of the first save that has not begun.
+next_save() {
+    local newest
+    newest=$(find "$root" -maxdepth 1 -name 'step-*' | sort | tail -n 1)
+    echo $(((10#${newest##*-} / save_every + 1) * save_every))
 }
 
 loss_of() { sed -n "s/^step *$2  loss \([0-9.]*\) .*/\1/p" "$1"; }
@@ -115,8 +120,10 @@ say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save in the background
 train "$proof/four-ranks.log" 4 --tp 2 --steps 1000
 wait_for is_committed "$save_every"
 
-torn=$((2 * save_every))
-until kill_in_save "$torn" 3; do torn=$((torn + save_every)); done
+trainer=$(sed -n "s/^rank 3 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
+writer=$(writer_of 3)
+torn=$(next_save)
+until kill_in_save "$torn" "$trainer" "$writer"; do torn=$(next_save); done
 kill "$viewer" 2>/dev/null || true
 viewer=
 

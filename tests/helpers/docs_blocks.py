@@ -96,3 +96,17 @@ def write_commands(folder: Path, python: str) -> Path:
         program.write_text(f'#!/bin/sh\nexec "{python}"{words} "$@"\n')
         program.chmod(0o755)
     return folder
+
+
+def make_checkout(folder: Path, python: str) -> Path:
+    """Make what looks like a checkout with its .venv, of which a program is Python; return it."""
+    (folder / "launch").symlink_to(ROOT / "launch")
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "quickstart.sh").symlink_to(ROOT / "scripts" / "quickstart.sh")
+    setup = folder / "scripts" / "setup_venv.sh"
+    setup.write_text(f'#!/bin/sh\nexec "{ROOT}/scripts/setup_venv.sh"\n')
+    setup.chmod(0o755)
+    (folder / ".venv").mkdir()
+    write_commands(folder / ".venv" / "bin", python)
+    (folder / ".venv" / "bin" / "activate").touch()
+    return folder

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from docs_blocks import write_commands
+from docs_blocks import make_checkout
 from fork_server import forked_python
 from ranks import free_port
 
@@ -102,11 +102,7 @@ def test_the_job_trains_the_same_without_checkpoints(tmp_path: Path) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Return what looks like a checkout with its .venv, of which the programs are forked."""
-    (tmp_path / "launch").symlink_to(LAUNCH)
-    (tmp_path / ".venv").mkdir()
-    write_commands(tmp_path / ".venv" / "bin", forked_python())
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    return tmp_path
+    return make_checkout(tmp_path, forked_python())
 
 
 def environment(*first: Path, **variables: str) -> dict[str, str]:

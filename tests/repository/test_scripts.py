@@ -10,22 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from docs_blocks import make_checkout
 from fork_server import forked_python
 
 ROOT = Path(__file__).parents[2]
 OURS = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
 
 # A model of which a save still takes so long that it can be stopped in the middle.
-SMALLER = ("--dim", "256", "--heads", "4", "--layers", "4")
+SMALLER = ("--dim", "256", "--heads", "4", "--layers", "1")
 
 pytestmark = [pytest.mark.slow]
 
 
-def run(*command: str | Path, limit_s: float) -> str:
+def run(*command: str | Path, limit_s: float, folder: Path = ROOT) -> str:
     """Run a program of the project; end it and all that it has started at the limit."""
     with subprocess.Popen(
         [str(word) for word in command],
-        cwd=ROOT,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,6 +90,8 @@ def test_every_accident_is_shown_with_both(rivals: dict[int, tuple[str, str]]) -
 @pytest.mark.waits
 @pytest.mark.timeout(880)  # of two trainings, on processors that the other tests use as well
 def test_the_quick_start_succeeds(tmp_path: Path) -> None:
-    text = run(ROOT / "scripts" / "quickstart.sh", tmp_path / "run", *SMALLER, limit_s=860)
+    checkout = make_checkout(tmp_path, forked_python())
+    script = checkout / "scripts" / "quickstart.sh"
+    text = run(script, checkout / "run", *SMALLER, folder=checkout, limit_s=860)
     assert "tensors (weights and AdamW's moments) have the SHA-256" in text
     assert "Done in" in text
