@@ -2,7 +2,7 @@
 
 Each scenario runs once with DCP alone, which shows that it asks for what DCP does, once with our
 adapter below DCP, and once with `dc.save` and `dc.load`. Those of four ranks run one after the
-other in one start of them.
+other, every way, in one start of them: torch plans an operation of DTensors once a process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import dcp_scenarios_alone
 import dcp_scenarios_ranks
 import dcp_scenarios_trained
 from dcp_ways import WAYS, Way
+from long_mode import IS_LONG
 from ranks import run_ranks
 from torch_can import average_over_gloo, wrap_several_boxes, write_safetensors_by_dcp
 
@@ -47,6 +48,9 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "two_dimensions_to_others": average_over_gloo,
     "all_that_safetensors_hold": write_safetensors_by_dcp,
 }
+
+# What takes a minute where nothing else runs.
+RANKS_S = 1200.0
 
 Scenario = Callable[[Way, str], None]
 
@@ -124,29 +128,30 @@ def test_in_one_process(scenario: str, way: str, tmp_path: Path) -> None:
     check(scenario, way, [outcome_of(ALONE[scenario], way, f"{tmp_path}")])
 
 
-def be_rank(rank: int, way: str, path: str) -> dict[str, str]:
-    """Run all scenarios of several ranks; after each the ranks meet."""
+def be_rank(rank: int, ways: list[str], path: str) -> dict[str, dict[str, str]]:
+    """Run all scenarios of several ranks every way; after each the ranks meet."""
     warnings.simplefilter("ignore")
-    found = {}
-    for name, scenario in TOGETHER.items():
-        found[name] = outcome_of(scenario, way, f"{path}/{name}")
-        dist.barrier()
+    found: dict[str, dict[str, str]] = {way: {} for way in ways}
+    for way, outcomes in found.items():
+        for name, scenario in TOGETHER.items():
+            outcomes[name] = outcome_of(scenario, way, f"{path}/{way}/{name}")
+            dist.barrier()
     return found
 
 
 # A fixture, so that ranks which fail are not started again for each scenario.
-@pytest.fixture(scope="module", params=BY)
-def of_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[dict[str, str]]]:
-    """Return a way, and what each rank has come to in each scenario."""
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
+    """Return what each rank has come to, by way and scenario."""
     folder = tmp_path_factory.mktemp("scenarios")
-    return request.param, run_ranks(4, be_rank, request.param, f"{folder}", timeout_s=280)
+    ways = ["dcp"] * IS_LONG + ["adapter", "dist_ckpt"]
+    return run_ranks(4, be_rank, ways, f"{folder}", timeout_s=RANKS_S)
 
 
 @pytest.mark.multi_process
+@pytest.mark.timeout(RANKS_S + 60)
+@pytest.mark.parametrize("way", BY)
 @pytest.mark.parametrize("scenario", TOGETHER)
-def test_on_four_ranks(scenario: str, of_ranks: tuple[str, list[dict[str, str]]]) -> None:
+def test_on_four_ranks(scenario: str, way: str, of_ranks: list[dict[str, dict[str, str]]]) -> None:
     skip_what_torch_lacks(scenario)
-    way, outcomes = of_ranks
-    check(scenario, way, [one[scenario] for one in outcomes])
+    check(scenario, way, [one[way][scenario] for one in of_ranks])

@@ -25,6 +25,7 @@ TINY = ("--dim", "32", "--layers", "1", "--heads", "2", "--length", "16", "--bat
 LIMIT_S = 90
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.multi_process,
     pytest.mark.slow,
     pytest.mark.skipif(
