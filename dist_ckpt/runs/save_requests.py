@@ -34,10 +34,8 @@ from dist_ckpt.core.format.run_records import (
     AnswerRecord,
     Outcome,
     RequestRecord,
-    decode_answer,
-    decode_request,
-    encode_answer,
-    encode_request,
+    decode_record,
+    encode_record,
 )
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -93,7 +91,7 @@ def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
         with suppress(FileNotFoundError):  # another process removed the folder
-            put_record(storage, folder, request_file(request.id), encode_request(request))
+            put_record(storage, folder, request_file(request.id), encode_record(request))
             return request
     raise StorageError(f"{folder} is removed again and again: find out what removes it")
 
@@ -123,7 +121,9 @@ def read_answer(storage: Storage, root: str, own_id: str) -> AnswerRecord | None
     """Return the answer to a request, None if there is none. CorruptError, IncompatibleError."""
     file = f"{root}/{REQUESTS}/{answer_file(own_id)}"
     try:
-        answer = decode_answer(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        answer = decode_record(
+            read_document(storage, file, MAX_NBYTES_OF_RECORD), AnswerRecord, file
+        )
     except FileNotFoundError:
         return None
     _check_name(file, answer.id, own_id)
@@ -149,7 +149,9 @@ def read_request(storage: Storage, root: str, own_id: str) -> RequestRecord | No
     """Return a request, None if it was withdrawn. CorruptError, IncompatibleError."""
     file = f"{root}/{REQUESTS}/{request_file(own_id)}"
     try:
-        request = decode_request(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        request = decode_record(
+            read_document(storage, file, MAX_NBYTES_OF_RECORD), RequestRecord, file
+        )
     except FileNotFoundError:
         return None
     _check_name(file, request.id, own_id)
@@ -167,7 +169,7 @@ def put_answer(
     """Answer a request, unless it has an answer; durable on return. The first answer counts."""
     answer = AnswerRecord(own_id, outcome, saved, why, this_process(), time.time())
     with suppress(FileExistsError, FileNotFoundError):  # or the folder was removed
-        put_record(storage, f"{root}/{REQUESTS}", answer_file(own_id), encode_answer(answer))
+        put_record(storage, f"{root}/{REQUESTS}", answer_file(own_id), encode_record(answer))
 
 
 def remove_file(storage: Storage, root: str, name: str) -> None:

@@ -54,7 +54,7 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
     IncarnationRecord,
-    encode_incarnation,
+    encode_record,
 )
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
@@ -322,9 +322,7 @@ def _convert_incarnations(storage: Storage, root: str) -> None:
         there = set(incarnations_in(storage, new))
         for record in records:
             if record.number not in there:
-                put_record(
-                    storage, new, incarnation_file(record.number), encode_incarnation(record)
-                )
+                put_record(storage, new, incarnation_file(record.number), encode_record(record))
         storage.sync(new)  # those that a killed upgrade has put
     for entry in entries_at(storage, old):
         if _is_of_incarnations(entry):

@@ -21,7 +21,11 @@ from dist_ckpt.core.commit.records.record_store import (
 )
 from dist_ckpt.core.commit.removal import collect_all
 from dist_ckpt.core.format.filenames import OLD_ANNOTATIONS, OLD_INCARNATIONS, Attempt
-from dist_ckpt.core.format.run_records import decode_incarnation, encode_incarnation
+from dist_ckpt.core.format.run_records import (
+    IncarnationRecord,
+    decode_record,
+    encode_record,
+)
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import (
@@ -454,7 +458,7 @@ def test_what_cannot_be_upgraded_is_said_before_anything_changes() -> None:
 
 
 def _renumbered(data: bytes) -> bytes:
-    return encode_incarnation(replace(decode_incarnation(data, "it"), number=2))
+    return encode_record(replace(decode_record(data, IncarnationRecord, "it"), number=2))
 
 
 def test_a_root_without_old_folders_is_left_as_it_is() -> None:

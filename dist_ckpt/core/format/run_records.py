@@ -5,9 +5,10 @@ A record is a line of JSON with its digest, in a file that never changes: see `d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.filenames import ID_LENGTH, MAX_INCARNATION, Attempt, parse_attempt
@@ -33,17 +34,7 @@ MAX_NBYTES_OF_RECORD = 1 << 20
 # The year 10,000, in seconds since 1970: calendars end there.
 _END_OF_TIME = 253_402_300_800
 
-_FACT_FIELDS = ("format", "step", "attempt", "kind", "values", "by", "at", "digest")
-_INCARNATION_FIELDS = (
-    *("format", "incarnation", "id", "restored_step", "why", "by", "at"),
-    "digest",
-)
-_OLD_INCARNATION_FIELDS = ("format", "start", "id", "restored", "why", "by", "at", "digest")
-_REQUEST_FIELDS = ("format", "request", "start", "stop", "by", "at", "digest")
-_ANSWER_FIELDS = ("format", "request", "outcome", "saved", "why", "by", "at", "digest")
-
 Outcome = Literal["saved", "failed", "ended"]
-_OUTCOMES: dict[str, Outcome] = {"saved": "saved", "failed": "failed", "ended": "ended"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,153 +92,23 @@ class AnswerRecord:
     at: float
 
 
-def encode_annotation(annotation: Annotation) -> bytes:
+Record = Annotation | IncarnationRecord | RequestRecord | AnswerRecord
+R = TypeVar("R", Annotation, IncarnationRecord, RequestRecord, AnswerRecord)
+
+# The name in the document of each field of a record, in order.
+_NAMES: Mapping[type[Record], Sequence[str]] = {
+    Annotation: ("step", "attempt", "kind", "values", "by", "at"),
+    IncarnationRecord: ("incarnation", "id", "restored_step", "why", "by", "at"),
+    RequestRecord: ("request", "start", "stop", "by", "at"),
+    AnswerRecord: ("request", "outcome", "saved", "why", "by", "at"),
+}
+_OLD_NAMES_OF_INCARNATION = ("start", "id", "restored", "why", "by", "at")
+
+
+def encode_record(record: Record) -> bytes:
     """Return the document. Raises ValueError for values that JSON lacks."""
-    return _encode(
-        {
-            "step": annotation.step,
-            "attempt": annotation.attempt.name,
-            "kind": annotation.kind,
-            "values": dict(annotation.values),
-            "by": annotation.by,
-            "at": annotation.at,
-        }
-    )
-
-
-def decode_annotation(data: bytes, label: str) -> Annotation:
-    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
-    doc = _decode(data, label)
-    _, step, attempt, kind, values, by, at, _ = fields(doc, _FACT_FIELDS, label)
-    return Annotation(
-        integer(step, 0, MAX_STEP, f"{label}, step"),
-        _attempt(attempt, label),
-        string(kind, f"{label}, kind"),
-        {
-            name: _scalar(value, f"{label}, values")
-            for name, value in mapping(values, label).items()
-        },
-        string(by, f"{label}, by"),
-        _time(at, f"{label}, at"),
-    )
-
-
-def encode_incarnation(start: IncarnationRecord) -> bytes:
-    """Return the document. Raises ValueError for values that JSON lacks."""
-    return _encode(
-        {
-            "incarnation": start.number,
-            "id": start.id,
-            "restored_step": _encode_checkpoint(start.restored),
-            "why": start.why,
-            "by": start.by,
-            "at": start.at,
-        }
-    )
-
-
-def decode_incarnation(data: bytes, label: str) -> IncarnationRecord:
-    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
-    return _incarnation(_decode(data, label), label, _INCARNATION_FIELDS)
-
-
-def decode_old_incarnation(data: bytes, label: str) -> IncarnationRecord:
-    """Decode a record in `.starts` of dist_ckpt 0.1.0, as `decode_incarnation` does."""
-    return _incarnation(_decode(data, label), label, _OLD_INCARNATION_FIELDS)
-
-
-def _incarnation(doc: dict[str, Json], label: str, names: tuple[str, ...]) -> IncarnationRecord:
-    _, start, record_id, restored, why, by, at, _ = fields(doc, names, label)
-    return IncarnationRecord(
-        integer(start, 1, MAX_INCARNATION, f"{label}, {names[1]}"),
-        hex_digits(record_id, ID_LENGTH, f"{label}, id"),
-        _decode_checkpoint(restored, f"{label}, {names[3]}"),
-        string(why, f"{label}, why"),
-        string(by, f"{label}, by"),
-        _time(at, f"{label}, at"),
-    )
-
-
-def encode_request(request: RequestRecord) -> bytes:
-    """Return the document. Raises ValueError for values that JSON lacks."""
-    return _encode(
-        {
-            "request": request.id,
-            "start": request.incarnation,
-            "stop": request.stops,
-            "by": request.by,
-            "at": request.at,
-        }
-    )
-
-
-def decode_request(data: bytes, label: str) -> RequestRecord:
-    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
-    doc = _decode(data, label)
-    _, request_id, start, stops, by, at, _ = fields(doc, _REQUEST_FIELDS, label)
-    if not isinstance(stops, bool):
-        raise corrupt_error(label, f"stop is {quoted(stops)}")
-    return RequestRecord(
-        hex_digits(request_id, ID_LENGTH, f"{label}, request"),
-        integer(start, 1, MAX_INCARNATION, f"{label}, start"),
-        stops,
-        string(by, f"{label}, by"),
-        _time(at, f"{label}, at"),
-    )
-
-
-def encode_answer(answer: AnswerRecord) -> bytes:
-    """Return the document. Raises ValueError for values that JSON lacks."""
-    return _encode(
-        {
-            "request": answer.id,
-            "outcome": answer.outcome,
-            "saved": _encode_checkpoint(answer.saved),
-            "why": answer.why,
-            "by": answer.by,
-            "at": answer.at,
-        }
-    )
-
-
-def decode_answer(data: bytes, label: str) -> AnswerRecord:
-    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version."""
-    doc = _decode(data, label)
-    _, request_id, outcome, saved, why, by, at, _ = fields(doc, _ANSWER_FIELDS, label)
-    text = string(outcome, f"{label}, outcome")
-    if text not in _OUTCOMES or (text == "saved") != (saved is not None):
-        raise corrupt_error(
-            label, f"the outcome is {quoted(outcome)}, and saved is {quoted(saved)}"
-        )
-    return AnswerRecord(
-        hex_digits(request_id, ID_LENGTH, f"{label}, request"),
-        _OUTCOMES[text],
-        _decode_checkpoint(saved, f"{label}, saved"),
-        string(why, f"{label}, why"),
-        string(by, f"{label}, by"),
-        _time(at, f"{label}, at"),
-    )
-
-
-def _encode_checkpoint(checkpoint: tuple[int, Attempt] | None) -> Json:
-    return None if checkpoint is None else [checkpoint[0], checkpoint[1].name]
-
-
-def _decode_checkpoint(value: Json, label: str) -> tuple[int, Attempt] | None:
-    if value is None:
-        return None
-    step, attempt = row(value, 2, label)
-    return integer(step, 0, MAX_STEP, label), _attempt(attempt, label)
-
-
-def _time(value: Json, label: str) -> float:
-    at = number(value, label)
-    if not 0 <= at < _END_OF_TIME:
-        raise corrupt_error(label, f"{quoted(value)} is not a time with a date")
-    return at
-
-
-def _encode(doc: Mapping[str, Json]) -> bytes:
+    values = (_encode(getattr(record, field.name)) for field in dataclasses.fields(record))
+    doc = dict(zip(_NAMES[type(record)], values, strict=True))
     body = strict_json.dump({"format": {"version": VERSION, "requires": []}, **doc})
     data = strict_json.sealed(body.removesuffix(b"}"))
     if len(data) > MAX_NBYTES_OF_RECORD:
@@ -255,7 +116,30 @@ def _encode(doc: Mapping[str, Json]) -> bytes:
     return data
 
 
-def _decode(data: bytes, label: str) -> dict[str, Json]:
+def _encode(value: Any) -> Json:
+    if isinstance(value, Attempt):
+        return value.name
+    if isinstance(value, tuple):
+        return [_encode(part) for part in value]
+    encoded: Json = dict(value) if isinstance(value, Mapping) else value
+    return encoded
+
+
+def decode_record(data: bytes, cls: type[R], label: str, *, is_old: bool = False) -> R:
+    """Decode a document. Raises CorruptError, or IncompatibleError for a newer version.
+
+    `is_old` decodes an incarnation in `.starts`, which dist_ckpt 0.1.0 wrote.
+    """
+    names = _OLD_NAMES_OF_INCARNATION if is_old else _NAMES[cls]
+    record = cls(*_decode(data, names, label))
+    if isinstance(record, AnswerRecord) and (record.outcome == "saved") != bool(record.saved):
+        saved = quoted(_encode(record.saved))
+        raise corrupt_error(label, f"the outcome is {record.outcome!r}, and saved is {saved}")
+    return record
+
+
+def _decode(data: bytes, names: Sequence[str], label: str) -> list[Any]:
+    """Return the fields of a record, in the order of their names."""
     if len(data) > MAX_NBYTES_OF_RECORD:
         raise corrupt_error(label, f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")
     is_sealed = strict_json.check_seal(data, label)
@@ -263,17 +147,78 @@ def _decode(data: bytes, label: str) -> dict[str, Json]:
     check_version(doc, label)
     if not is_sealed:
         raise corrupt_error(label, "it does not end with its digest")
-    return doc
+    _, *values, _ = fields(doc, ("format", *names, "digest"), label)
+    return [
+        _DECODERS[name](value, f"{label}, {name}")
+        for name, value in zip(names, values, strict=True)
+    ]
 
 
-def _attempt(value: Json, label: str) -> Attempt:
-    attempt = parse_attempt(string(value, f"{label}, attempt"))
+def _decode_step(value: Json, label: str) -> int:
+    return integer(value, 0, MAX_STEP, label)
+
+
+def _decode_number(value: Json, label: str) -> int:
+    return integer(value, 1, MAX_INCARNATION, label)
+
+
+def _decode_id(value: Json, label: str) -> str:
+    return hex_digits(value, ID_LENGTH, label)
+
+
+def _decode_attempt(value: Json, label: str) -> Attempt:
+    attempt = parse_attempt(string(value, label))
     if attempt is None:
         raise corrupt_error(label, f"{quoted(value)} is not an attempt's name")
     return attempt
 
 
-def _scalar(value: Json, label: str) -> Scalar:
-    if isinstance(value, dict | list):
-        raise corrupt_error(label, f"{quoted(value)} is neither a number nor a text")
+def _decode_checkpoint(value: Json, label: str) -> tuple[int, Attempt] | None:
+    if value is None:
+        return None
+    step, attempt = row(value, 2, label)
+    return _decode_step(step, label), _decode_attempt(attempt, label)
+
+
+def _decode_values(value: Json, label: str) -> dict[str, Scalar]:
+    values: dict[str, Scalar] = {}
+    for name, scalar in mapping(value, label).items():
+        if isinstance(scalar, dict | list):
+            raise corrupt_error(label, f"{quoted(scalar)} is neither a number nor a text")
+        values[name] = scalar
+    return values
+
+
+def _decode_stop(value: Json, label: str) -> bool:
+    if not isinstance(value, bool):
+        raise corrupt_error(label, f"{quoted(value)} is not true or false")
     return value
+
+
+def _decode_outcome(value: Json, label: str) -> str:
+    if value not in ("saved", "failed", "ended"):
+        raise corrupt_error(label, f"{quoted(value)} is not an outcome")
+    return string(value, label)
+
+
+def _decode_time(value: Json, label: str) -> float:
+    at = number(value, label)
+    if not 0 <= at < _END_OF_TIME:
+        raise corrupt_error(label, f"{quoted(value)} is not a time with a date")
+    return at
+
+
+_DECODERS: Mapping[str, Callable[[Json, str], object]] = {
+    "step": _decode_step,
+    "attempt": _decode_attempt,
+    "kind": string,
+    "values": _decode_values,
+    **dict.fromkeys(("incarnation", "start"), _decode_number),
+    **dict.fromkeys(("id", "request"), _decode_id),
+    **dict.fromkeys(("restored_step", "restored", "saved"), _decode_checkpoint),
+    "stop": _decode_stop,
+    "outcome": _decode_outcome,
+    "why": string,
+    "by": string,
+    "at": _decode_time,
+}

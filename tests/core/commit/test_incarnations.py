@@ -19,8 +19,8 @@ from dist_ckpt.core.commit.records.incarnations import (
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.run_records import (
     IncarnationRecord,
-    decode_incarnation,
-    encode_incarnation,
+    decode_record,
+    encode_record,
 )
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -114,9 +114,9 @@ def test_a_newest_start_that_cannot_be_read_is_never_passed_over(tmp_path: Path)
 
 @pytest.mark.parametrize("at", [1e18, 1e300, -1.0])
 def test_a_start_of_no_date_is_damaged(at: float) -> None:
-    data = encode_incarnation(IncarnationRecord(7, ATTEMPT.id, None, "", "somebody", at))
+    data = encode_record(IncarnationRecord(7, ATTEMPT.id, None, "", "somebody", at))
     with pytest.raises(CorruptError, match=r"7\.json, at: .* is not a time with a date"):
-        decode_incarnation(data, "7.json")
+        decode_record(data, IncarnationRecord, "7.json")
 
 
 def test_no_start_has_a_number_beyond_the_attempts(tmp_path: Path) -> None:

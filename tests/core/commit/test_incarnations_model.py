@@ -32,8 +32,8 @@ from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.run_records import (
     IncarnationRecord,
-    decode_incarnation,
-    encode_incarnation,
+    decode_record,
+    encode_record,
 )
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.storage import Storage
@@ -257,7 +257,7 @@ def _decoded(data: bytes) -> Index | Abandoned:
 
 @functools.cache
 def _start(data: bytes) -> IncarnationRecord:
-    return decode_incarnation(data, "a start")
+    return decode_record(data, IncarnationRecord, "a start")
 
 
 @dataclass(frozen=True)
@@ -496,7 +496,7 @@ def _files(ids: FixedIds, scenario: Scenario) -> Files:
         folder = f"{ROOT}/{filenames.INCARNATIONS}"
         make_record_folders(storage, ROOT, folder)
         record = IncarnationRecord(number, "0" * 16, restored, "", "", 0.0)
-        put_record(storage, folder, filenames.incarnation_file(number), encode_incarnation(record))
+        put_record(storage, folder, filenames.incarnation_file(number), encode_record(record))
     for step, attempt in scenario.begins_with.items():
         storage.make_folder(path_of(step))
         storage.make_folder(f"{path_of(step)}/{attempt}")

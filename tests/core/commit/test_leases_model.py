@@ -22,7 +22,7 @@ from dist_ckpt.core.commit.records import leases, record_store
 from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, forget, remove_if_unprotected
 from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import AnnotationName, Attempt
-from dist_ckpt.core.format.run_records import Annotation, decode_annotation
+from dist_ckpt.core.format.run_records import Annotation, decode_record
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.storage import Storage
@@ -245,8 +245,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
     monkeypatch.setattr(leases, "new_annotation", _annotation)
     monkeypatch.setattr(leases, "put_annotation", _put_annotation)
     monkeypatch.setattr(leases, "_protections_of", _protections_of)
-    decode = functools.cache(decode_annotation)
-    monkeypatch.setattr(record_store, "decode_annotation", decode)
+    decode = functools.cache(decode_record)
+    monkeypatch.setattr(record_store, "decode_record", decode)
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dist_ckpt.core.commit.records.record_store import put_annotation, read_annotations
 from dist_ckpt.core.format.filenames import AnnotationName, Attempt
-from dist_ckpt.core.format.run_records import Annotation, encode_annotation
+from dist_ckpt.core.format.run_records import Annotation, encode_record
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
@@ -65,14 +65,14 @@ def test_names_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
         (lambda data: data.replace(b"0.5", b"0.6"), "its digest is wrong"),
         (lambda _: b"", "not JSON"),
         (
-            lambda _: encode_annotation(replace(FACT, step=7)),
+            lambda _: encode_record(replace(FACT, step=7)),
             "it has metrics of a1000-.*, step 7; remove it",
         ),
         (
-            lambda _: encode_annotation(replace(FACT, attempt=Attempt(1, "0" * 16))),
+            lambda _: encode_record(replace(FACT, attempt=Attempt(1, "0" * 16))),
             "metrics of a1-0",
         ),
-        (lambda _: encode_annotation(replace(FACT, kind="pin")), "it has pin of a1000"),
+        (lambda _: encode_record(replace(FACT, kind="pin")), "it has pin of a1000"),
         (lambda _: bytes(2 << 20), "the limit is 1048576"),
     ],
 )

@@ -18,14 +18,8 @@ from dist_ckpt.core.format.run_records import (
     AnswerRecord,
     IncarnationRecord,
     RequestRecord,
-    decode_annotation,
-    decode_answer,
-    decode_incarnation,
-    decode_request,
-    encode_annotation,
-    encode_answer,
-    encode_incarnation,
-    encode_request,
+    decode_record,
+    encode_record,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
@@ -48,49 +42,55 @@ scalars = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | f
 
 
 def test_the_encoders_write_version_1_to_the_byte():
-    assert encode_annotation(FACT) == (GOLDEN / FACT_FILE).read_bytes()
-    assert encode_incarnation(START) == (GOLDEN / ".incarnations/2.json").read_bytes()
-    assert encode_incarnation(FRESH) == (GOLDEN / ".incarnations/1.json").read_bytes()
-    assert encode_request(REQUEST) == (GOLDEN / f".requests/request-{ID}.json").read_bytes()
-    assert encode_answer(ANSWER) == (GOLDEN / f".requests/answer-{ID}.json").read_bytes()
-    assert encode_answer(FAILED) == (GOLDEN / f".requests/answer-{FAILED.id}.json").read_bytes()
+    assert encode_record(FACT) == (GOLDEN / FACT_FILE).read_bytes()
+    assert encode_record(START) == (GOLDEN / ".incarnations/2.json").read_bytes()
+    assert encode_record(FRESH) == (GOLDEN / ".incarnations/1.json").read_bytes()
+    assert encode_record(REQUEST) == (GOLDEN / f".requests/request-{ID}.json").read_bytes()
+    assert encode_record(ANSWER) == (GOLDEN / f".requests/answer-{ID}.json").read_bytes()
+    assert encode_record(FAILED) == (GOLDEN / f".requests/answer-{FAILED.id}.json").read_bytes()
 
 
 def test_the_golden_files_decode_for_ever():
-    assert decode_annotation((GOLDEN / FACT_FILE).read_bytes(), "f") == FACT
-    assert decode_incarnation((GOLDEN / ".incarnations/2.json").read_bytes(), "s") == START
-    assert decode_incarnation((GOLDEN / ".incarnations/1.json").read_bytes(), "s") == FRESH
+    assert decode_record((GOLDEN / FACT_FILE).read_bytes(), Annotation, "f") == FACT
+    assert (
+        decode_record((GOLDEN / ".incarnations/2.json").read_bytes(), IncarnationRecord, "s")
+        == START
+    )
+    assert (
+        decode_record((GOLDEN / ".incarnations/1.json").read_bytes(), IncarnationRecord, "s")
+        == FRESH
+    )
     asked, *answers = [
         (GOLDEN / f".requests/{name}.json").read_bytes()
         for name in (f"request-{ID}", f"answer-{ID}", f"answer-{FAILED.id}")
     ]
-    assert decode_request(asked, "r") == REQUEST
-    assert [decode_answer(answer, "a") for answer in answers] == [ANSWER, FAILED]
+    assert decode_record(asked, RequestRecord, "r") == REQUEST
+    assert [decode_record(answer, AnswerRecord, "a") for answer in answers] == [ANSWER, FAILED]
 
 
 @given(st.dictionaries(texts, scalars), texts, st.floats(0, 2e11))
 def test_a_fact_decodes_to_what_was_encoded(values, by, at):
     fact = replace(FACT, values=values, by=by, at=at)
-    assert decode_annotation(encode_annotation(fact), "f") == fact
+    assert decode_record(encode_record(fact), Annotation, "f") == fact
 
 
 @pytest.mark.parametrize(
-    ("encoded", "decode"),
+    ("encoded", "cls"),
     [
-        (encode_annotation(FACT), decode_annotation),
-        (encode_incarnation(START), decode_incarnation),
-        (encode_request(REQUEST), decode_request),
-        (encode_answer(ANSWER), decode_answer),
+        (encode_record(FACT), Annotation),
+        (encode_record(START), IncarnationRecord),
+        (encode_record(REQUEST), RequestRecord),
+        (encode_record(ANSWER), AnswerRecord),
     ],
 )
-def test_every_flipped_or_lost_byte_is_damage(encoded, decode):
+def test_every_flipped_or_lost_byte_is_damage(encoded, cls):
     for place in range(len(encoded)):
         for changed in (
             encoded[:place] + bytes([encoded[place] ^ 1]) + encoded[place + 1 :],
             encoded[:place],
         ):
             with pytest.raises((CorruptError, IncompatibleError), match=r"^it: |^it, "):
-                decode(changed, "it")
+                decode_record(changed, cls, "it")
 
 
 def changed(encoded: bytes, **fields: Any) -> bytes:
@@ -117,7 +117,7 @@ def changed(encoded: bytes, **fields: Any) -> bytes:
 )
 def test_a_fact_that_makes_no_sense_is_damaged(fields: dict[str, Any]) -> None:
     with pytest.raises(CorruptError, match=r"^it[:,]"):
-        decode_annotation(changed(encode_annotation(FACT), **fields), "it")
+        decode_record(changed(encode_record(FACT), **fields), Annotation, "it")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_fact_that_makes_no_sense_is_damaged(fields: dict[str, Any]) -> None:
 )
 def test_a_start_that_makes_no_sense_is_damaged(fields):
     with pytest.raises(CorruptError, match=r"^it[:,]"):
-        decode_incarnation(changed(encode_incarnation(START), **fields), "it")
+        decode_record(changed(encode_record(START), **fields), IncarnationRecord, "it")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_start_that_makes_no_sense_is_damaged(fields):
 )
 def test_a_request_that_makes_no_sense_is_damaged(fields):
     with pytest.raises(CorruptError, match=r"^it[:,]"):
-        decode_request(changed(encode_request(REQUEST), **fields), "it")
+        decode_record(changed(encode_record(REQUEST), **fields), RequestRecord, "it")
 
 
 @pytest.mark.parametrize(
@@ -163,25 +163,28 @@ def test_a_request_that_makes_no_sense_is_damaged(fields):
 )
 def test_an_answer_that_makes_no_sense_is_damaged(fields):
     with pytest.raises(CorruptError, match=r"^it[:,]"):
-        decode_answer(changed(encode_answer(ANSWER), **fields), "it")
+        decode_record(changed(encode_record(ANSWER), **fields), AnswerRecord, "it")
 
 
 def test_only_what_is_saved_names_a_checkpoint():
     with pytest.raises(CorruptError, match=r"the outcome is 'failed', and saved is \[500"):
-        decode_answer(encode_answer(replace(FAILED, saved=(500, ATTEMPT))), "it")
+        decode_record(encode_record(replace(FAILED, saved=(500, ATTEMPT))), AnswerRecord, "it")
 
 
 def test_what_begins_with_x_is_free_for_others():
-    assert decode_annotation(changed(encode_annotation(FACT), **{"x-mine": 1}), "it") == FACT
-    assert decode_incarnation(changed(encode_incarnation(START), **{"x-mine": 1}), "it") == START
+    assert decode_record(changed(encode_record(FACT), **{"x-mine": 1}), Annotation, "it") == FACT
+    assert (
+        decode_record(changed(encode_record(START), **{"x-mine": 1}), IncarnationRecord, "it")
+        == START
+    )
 
 
 @pytest.mark.parametrize("newer", [{"version": 2, "requires": []}, {"version": 1, "requires": [1]}])
 def test_a_newer_version_is_no_damage(newer):
     with pytest.raises((IncompatibleError, CorruptError), match="it"):
-        decode_annotation(changed(encode_annotation(FACT), format=newer), "it")
+        decode_record(changed(encode_record(FACT), format=newer), Annotation, "it")
     with pytest.raises(IncompatibleError, match="upgrade dist_ckpt"):
-        decode_incarnation(b'{"format":{"version":2,"requires":[]}}', "it")
+        decode_record(b'{"format":{"version":2,"requires":[]}}', IncarnationRecord, "it")
 
 
 def test_what_is_written_and_what_is_said_of_it_have_the_same_fields():
@@ -192,10 +195,10 @@ def test_what_is_written_and_what_is_said_of_it_have_the_same_fields():
         flags=re.MULTILINE,
     )[1:]
     written = (
-        encode_annotation(FACT),
-        encode_incarnation(START),
-        encode_request(REQUEST),
-        encode_answer(ANSWER),
+        encode_record(FACT),
+        encode_record(START),
+        encode_record(REQUEST),
+        encode_record(ANSWER),
     )
     for table, encoded in zip(tables, written, strict=True):
         rows = re.findall(r"^\| (`.*?) \|", table.partition("\n\n")[0], re.MULTILINE)

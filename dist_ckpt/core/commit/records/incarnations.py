@@ -54,9 +54,8 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
     IncarnationRecord,
-    decode_incarnation,
-    decode_old_incarnation,
-    encode_incarnation,
+    decode_record,
+    encode_record,
 )
 from dist_ckpt.core.format.strict_json import REMEDY
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -292,7 +291,7 @@ def begin_incarnation(
             )
         record = IncarnationRecord(number, own_id, restored, why, by, time.time())
         with suppress(FileExistsError, FileNotFoundError):  # the number or the folder was taken
-            put_record(storage, folder, incarnation_file(number), encode_incarnation(record))
+            put_record(storage, folder, incarnation_file(number), encode_record(record))
             return record
     raise StorageError(f"{folder}: other jobs start again and again: end those that use this root")
 
@@ -345,9 +344,9 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
     """
     file = f"{folder}/{incarnation_file(number)}"
     is_old = posixpath.basename(folder) == OLD_INCARNATIONS
-    decode = decode_old_incarnation if is_old else decode_incarnation
     try:
-        record = decode(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        data = read_document(storage, file, MAX_NBYTES_OF_RECORD)
+        record = decode_record(data, IncarnationRecord, file, is_old=is_old)
     except FileNotFoundError:
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:

@@ -54,8 +54,8 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
     Annotation,
-    decode_annotation,
-    encode_annotation,
+    decode_record,
+    encode_record,
 )
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Entry, Storage
@@ -154,7 +154,7 @@ def put_annotation(
     root too. StorageError if it is not certain that the annotation exists, IncompatibleError if the
     root needs an upgrade.
     """
-    data = encode_annotation(annotation)
+    data = encode_record(annotation)
     folder = annotations_folder(root, annotation.step, annotation.attempt)
     for _ in range(ROUNDS):
         make_record_folders(storage, root, folder)
@@ -251,7 +251,9 @@ def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
 def _read(storage: Storage, file: str, unread: StoredAnnotation) -> StoredAnnotation:
     """Return an annotation with the values in its file, or with the reason that it has none."""
     try:
-        annotation = decode_annotation(read_document(storage, file, MAX_NBYTES_OF_RECORD), file)
+        annotation = decode_record(
+            read_document(storage, file, MAX_NBYTES_OF_RECORD), Annotation, file
+        )
     except (CorruptError, IncompatibleError) as error:
         return replace(unread, problem=str(error))
     if (annotation.step, annotation.attempt, annotation.kind) != (
