@@ -22,7 +22,7 @@ from dist_ckpt.core.format.filenames import (
     Attempt,
     parse_attempt,
     parse_trash,
-    temporary_index,
+    temporary_name,
     trash_name,
 )
 from dist_ckpt.core.format.index import index_json
@@ -348,7 +348,7 @@ def _put_abandoned(
     storage: Storage, path: str, attempt: Attempt, data: bytes
 ) -> Index | Abandoned | None:
     folder = f"{path}/{attempt}"
-    temporary = f"{folder}/{temporary_index(new_id())}"
+    temporary = f"{folder}/{temporary_name('index', new_id())}"
     try:
         store(storage, temporary, data)
     except StorageError:

@@ -61,8 +61,7 @@ from dist_ckpt.core.format.filenames import (
     Attempt,
     is_temporary,
     parse_trash,
-    temporary_claim,
-    temporary_index,
+    temporary_name,
 )
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
@@ -231,7 +230,7 @@ def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None
     Its content is an index that says "abandoned": on a full disk `abandon` can rename it.
     """
     folder = f"{path}/{attempt}"
-    first, second = (f"{folder}/{temporary_claim(new_id())}" for _ in range(2))
+    first, second = (f"{folder}/{temporary_name('claim', new_id())}" for _ in range(2))
     reason = "given up, with no space left to say more"
     store(storage, first, encode_abandoned(attempt, by=by, reason=reason))
     storage.rename(first, f"{folder}/{CLAIM}")
@@ -343,7 +342,7 @@ def commit(
     taken over. Raises StorageError if the checkpoint exists in spite of an error, or if that is
     unknown. After any other error nothing is committed.
     """
-    temporary = f"{claim.folder}/{temporary_index(new_id())}"
+    temporary = f"{claim.folder}/{temporary_name('index', new_id())}"
     try:
         text = text or EncodedCatalog(index.catalog)
         data = index_json.encode(index, text)

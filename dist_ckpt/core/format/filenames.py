@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 INDEX = "index.json"
 CLAIM = "claim.json"
@@ -35,7 +36,7 @@ MAX_INCARNATION = 999_999
 ATTEMPTS_PER_INCARNATION = 1000
 
 # The number of an annotation has at most 18 digits.
-MAX_FACT = 10**18 - 1
+MAX_ANNOTATION = 10**18 - 1
 
 # Prefix of files that a user has attached.
 _ATTACHED = "attached."
@@ -50,10 +51,10 @@ _ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")
 _TRASH = re.compile(r"\.trash-(a[1-9][0-9]{0,8}-[0-9a-f]{16})")
 _TEMPORARY = re.compile(r"\.(?:index|claim)-[0-9a-f]{16}\.tmp")
 _TEMPORARY_ROOT_ID = re.compile(rf"{ROOT_ID}\.[0-9a-f]{{16}}")
-_FACT = re.compile(r"([a-z]{1,16})-([1-9][0-9]{0,17})-([0-9a-f]{16})\.json")
+_ANNOTATION = re.compile(r"([a-z]{1,16})-([1-9][0-9]{0,17})-([0-9a-f]{16})\.json")
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}")
-_START = re.compile(r"([1-9][0-9]{0,5})\.json")
-_SIGN = re.compile(r"([1-9][0-9]{0,5})\.alive-[0-9a-f]{16}")
+_INCARNATION = re.compile(r"([1-9][0-9]{0,5})\.json")
+_LIVENESS = re.compile(r"([1-9][0-9]{0,5})\.alive-[0-9a-f]{16}")
 _REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -131,14 +132,9 @@ def selections(path: str) -> Iterator[tuple[str, str]]:
             yield folder, selector
 
 
-def temporary_index(nonce: str) -> str:
-    """Return the name of an index before it is renamed."""
-    return f".index-{nonce}.tmp"
-
-
-def temporary_claim(nonce: str) -> str:
-    """Return the name of a claim before it is renamed."""
-    return f".claim-{nonce}.tmp"
+def temporary_name(kind: Literal["index", "claim", "record"], nonce: str) -> str:
+    """Return the name of a document before it is renamed."""
+    return f".{kind}-{nonce}.tmp"
 
 
 def is_temporary(name: str) -> bool:
@@ -170,7 +166,7 @@ class AnnotationName:
 
 def parse_annotation_name(name: str) -> AnnotationName | None:
     """Parse the name of an annotation's file, or return None."""
-    match = _FACT.fullmatch(name)
+    match = _ANNOTATION.fullmatch(name)
     return AnnotationName(match[1], int(match[2]), match[3]) if match else None
 
 
@@ -186,7 +182,7 @@ def incarnation_file(number: int) -> str:
 
 def parse_incarnation(name: str) -> int | None:
     """Return the number in the name of an incarnation's record, or None."""
-    match = _START.fullmatch(name)
+    match = _INCARNATION.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -197,7 +193,7 @@ def liveness_file(number: int, nonce: str) -> str:
 
 def parse_liveness(name: str) -> int | None:
     """Return the incarnation's number in the name of a liveness file, or None."""
-    match = _SIGN.fullmatch(name)
+    match = _LIVENESS.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -215,11 +211,6 @@ def parse_request(name: str) -> tuple[str, str] | None:
     """Return "request" or "answer" and the request's id, or None."""
     match = _REQUEST.fullmatch(name)
     return (match[1], match[2]) if match else None
-
-
-def temporary_record(nonce: str) -> str:
-    """Return the name of a record before it is renamed."""
-    return f".record-{nonce}.tmp"
 
 
 def is_temporary_record(name: str) -> bool:

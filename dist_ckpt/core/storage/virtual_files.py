@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
-from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 
@@ -141,7 +141,6 @@ class ReadOnlyFiles:
         self._remedy = remedy
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
-        """See `Storage.list`."""
         del follow
         parent, _, name = self._folder.rpartition("/")
         if folder == parent:
@@ -151,35 +150,15 @@ class ReadOnlyFiles:
         return [Entry(name, "file", self._nbytes_of(name), 0.0) for name in sorted(self._files)]
 
     def open(self, path: str) -> ReadableFile:
-        """See `Storage.open`."""
         folder, _, name = path.rpartition("/")
         if folder != self._folder or name not in self._files:
             raise FileNotFoundError(path)
         return self._files[name]()
 
-    def make_folder(self, folder: str) -> None:
-        """Refuse."""
-        raise self._refusal(folder)
+    def _refuse(self, path: str, *_: object) -> NoReturn:
+        raise StorageError(f"{path}: {self._remedy}")
 
-    def create(self, path: str, nbytes: int) -> WritableFile:
-        """Refuse."""
-        raise self._refusal(path)
-
-    def link(self, old: str, new: str) -> None:
-        """Refuse."""
-        raise self._refusal(old)
-
-    def rename(self, old: str, new: str) -> None:
-        """Refuse."""
-        raise self._refusal(old)
-
-    def remove(self, path: str) -> None:
-        """Refuse."""
-        raise self._refusal(path)
-
-    def sync(self, folder: str) -> None:
-        """Refuse."""
-        raise self._refusal(folder)
+    make_folder = create = link = rename = remove = sync = _refuse
 
     def _nbytes_of(self, name: str) -> int:
         file = self._files[name]()
@@ -187,9 +166,6 @@ class ReadOnlyFiles:
             return file.nbytes
         finally:
             file.close()
-
-    def _refusal(self, path: str) -> StorageError:
-        return StorageError(f"{path}: {self._remedy}")
 
 
 class FileOfBytes:
@@ -202,11 +178,9 @@ class FileOfBytes:
 
     @property
     def nbytes(self) -> int:
-        """See `ReadableFile.nbytes`."""
         return sum(map(len, self._parts))
 
     def read_into(self, offset: int, target: memoryview) -> int:
-        """See `ReadableFile.read_into`."""
         done = 0
         for part in self._parts:
             start = min(max(offset + done, 0), len(part))
@@ -217,6 +191,5 @@ class FileOfBytes:
         return done
 
     def close(self) -> None:
-        """See `ReadableFile.close`."""
         for part in self._parts:
             part.release()

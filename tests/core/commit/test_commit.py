@@ -417,7 +417,8 @@ def test_a_write_that_was_swallowed_is_noticed():
 def test_a_folder_that_holds_what_was_written_passes():
     storage = MemoryStorage()
     claim = claimed(storage)
-    put(storage, claim.attempt, b"", filenames.temporary_index("0" * 16))  # a rank that gives up
+    temporary = filenames.temporary_name("index", "0" * 16)
+    put(storage, claim.attempt, b"", temporary)  # a rank that gives up
     commit_protocol.check_files(storage, claim.folder, sizes_of(1, 1))
 
 

@@ -81,7 +81,7 @@ def test_shard_files_are_named_by_component_and_rank():
     "name",
     [
         *("index.json", "claim.json", "objects.msgpack", "objects-00003.msgpack"),
-        *("model-00000.safetensors", filenames.temporary_index("0123456789abcdef")),
+        *("model-00000.safetensors", filenames.temporary_name("index", "0123456789abcdef")),
         *("attached.a", "attached.training_report.json", "attached.index.json"),
     ],
 )

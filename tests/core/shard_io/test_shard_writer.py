@@ -93,7 +93,7 @@ class _GoneAtTheEnd(MemoryStorage):
 
 
 def test_a_folder_that_goes_away_before_its_sync_is_a_conflict() -> None:
-    with pytest.raises(ConflictError, match=f"^{FOLDER}: its folder is gone.*save again"):
+    with pytest.raises(ConflictError, match=f"^{FOLDER}: its folder is gone.*try again"):
         write_all(_GoneAtTheEnd({FOLDER: None}), FOLDER, files_of(tensors()), threads=1)
 
 

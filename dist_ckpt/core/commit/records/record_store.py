@@ -42,14 +42,14 @@ from dist_ckpt.core.commit.attempts import (
 from dist_ckpt.core.format.filenames import (
     ANNOTATIONS,
     INCARNATIONS,
-    MAX_FACT,
+    MAX_ANNOTATION,
     OLD_ANNOTATIONS,
     OLD_INCARNATIONS,
     AnnotationName,
     Attempt,
     parse_annotation_name,
     parse_step,
-    temporary_record,
+    temporary_name,
 )
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
@@ -163,7 +163,7 @@ def put_annotation(
             name.number for name in names if name is not None and name.kind == annotation.kind
         ]
         number = 1 + max([above, *numbers])
-        if number > MAX_FACT:
+        if number > MAX_ANNOTATION:
             raise StorageError(
                 f"{folder}: no number is left above {number - 1}: find out which program wrote that"
             )
@@ -300,7 +300,7 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
 
     FileNotFoundError if the folder is gone.
     """
-    temporary, file = f"{folder}/{temporary_record(new_id())}", f"{folder}/{name}"
+    temporary, file = f"{folder}/{temporary_name('record', new_id())}", f"{folder}/{name}"
     store(storage, temporary, data)
     try:
         storage.rename(temporary, file)

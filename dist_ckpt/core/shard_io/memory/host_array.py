@@ -71,14 +71,14 @@ class Array:
         """Return it as a numpy array. Raises TypeError for a dtype that numpy lacks."""
         if self.dtype not in _NUMPY:
             raise TypeError(f"numpy has no {self.dtype}: use `.torch()`, or the bytes in `.data`")
-        numpy = _installed("numpy", "numpy")
+        numpy = _installed("numpy", "numpy", "Array.numpy")
         dtype = numpy.dtype(self.dtype).newbyteorder("<")
         array: np.ndarray = numpy.frombuffer(self.data, dtype).reshape(self.shape)
         return array
 
     def torch(self) -> torch.Tensor:
         """Return it as a CPU tensor."""
-        torch = _installed("torch", '"dist-ckpt[torch]"')
+        torch = _installed("torch", '"dist-ckpt[torch]"', "Array.torch")
         dtype = getattr(torch, self.dtype, None)
         if dtype is None:
             raise TypeError(f"torch {torch.__version__} has no {self.dtype}: upgrade torch")
@@ -90,8 +90,7 @@ class Array:
 
     def tolist(self) -> object:
         """Return nested lists of Python numbers, or a number if it has no dimensions."""
-        values = iter(self._values())
-        return _nested(values, self.shape)
+        return _nested(iter(self._values()), self.shape)
 
     def _values(self) -> Sequence[object]:
         if self.dtype == "bfloat16":
@@ -148,13 +147,8 @@ class ArrayTarget:
         within = box.relative_to(piece.region.offset).offset
         start = piece.start + sum(o * s for o, s in zip(within, cell_strides, strict=True))
         factor = 2 if self._itemsize == 16 else 1
-        dims = _merged(
-            [
-                (n, t * factor, s * factor)
-                for n, t, s in zip(box.shape, cell_strides, strides, strict=True)
-            ]
-            + [(factor, 1, 1)]
-        )
+        steps = zip(box.shape, cell_strides, strides, strict=True)
+        dims = _merged([*((n, t * factor, s * factor) for n, t, s in steps), (factor, 1, 1)])
         row = _row(dims)
         n, t_step, s_step = dims.pop(row)
         t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
@@ -171,7 +165,6 @@ class ArrayTarget:
 _WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 # A row of at least this length is worth a step of the loop, however many rows there are.
 _LONG_ROW = 32
-
 
 # A dimension: its size, and the step in the target and in the source.
 _Dim = tuple[int, int, int]
@@ -212,13 +205,13 @@ def _words(memory: memoryview, size: int) -> memoryview:
     return whole[: whole.nbytes // size * size].cast(_WORDS[size])
 
 
-def _installed(module: str, package: str) -> ModuleType:
+def _installed(module: str, package: str, user: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise ImportError(f"Array.{module} needs {module}: pip install {package}") from None
+        raise ImportError(f"{user} needs {module}: pip install {package}") from None
 
 
 def _nested(values: Iterator[object], shape: Shape) -> object:
@@ -227,12 +220,7 @@ def _nested(values: Iterator[object], shape: Shape) -> object:
     return [_nested(values, shape[1:]) for _ in range(shape[0])]
 
 
-_NUMPY_DTYPES = frozenset(
-    {
-        *("float64", "float32", "float16", "complex128", "complex64", "bool"),
-        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    }
-)
+# --- elements as numbers -----------------------------------------------------------------------
 
 # Exponent bits, mantissa bits, bias, and special codes. "ieee" has infinities; nan is all ones in
 # "fn", and the code of -0 in "fnuz".
@@ -248,17 +236,12 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def has_numbers(dtype: str) -> bool:
     """Return True if elements of a dtype are numbers: bits, and integers of few bits, are not."""
     converted = ("bfloat16", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
-    return dtype in _NUMPY_DTYPES or dtype in _TINY_FLOATS or dtype in converted
+    return dtype in _NUMPY or dtype in _TINY_FLOATS or dtype in converted
 
 
 def numpy_module() -> Any:  # its types are unknown if it is not installed
     """Return numpy. Raises ImportError with the remedy."""
-    try:
-        return importlib.import_module("numpy")
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        raise ImportError("to compute with values needs numpy: pip install numpy") from None
+    return _installed("numpy", "numpy", "to compute with values")
 
 
 def numbers(dtype: str, data: memoryview) -> np.ndarray:
@@ -279,7 +262,7 @@ def _numbers(numpy: Any, dtype: str, data: memoryview) -> Any:
         return numpy.frombuffer(data, "<f2").astype("<f4").view("<c8")
     if dtype == "bool":
         return numpy.frombuffer(data, "u1")
-    if dtype in _NUMPY_DTYPES:
+    if dtype in _NUMPY:
         return numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
     return numpy.array(_table(dtype), "<f4")[numpy.frombuffer(data, "u1")].reshape(-1)
 

@@ -22,8 +22,14 @@ from dist_ckpt.core.shard_io.read.open_files import (
     read_header,
     size_problem,
 )
-from dist_ckpt.core.storage import ReadableFile, Storage, WritableFile
-from dist_ckpt.errors import ConflictError, CorruptError, StorageError
+from dist_ckpt.core.shard_io.write.shard_writer import (
+    create_file,
+    exists_error,
+    finish_file,
+    sync_names,
+)
+from dist_ckpt.core.storage import ReadableFile, Storage
+from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 
 _Document = ObjectsFileRecord | AttachedFileRecord
@@ -60,37 +66,34 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     """
 
     def carry(name: str) -> int:
-        record, new = files[name], f"{target}/{name}"
-        try:
-            if isinstance(record, ShardFileRecord):
-                old = f"{source}/{index.file_name(record)}"
-                may_link = links and _may_link(storage, index, record, old, most_names)
-                if may_link and linked(storage, old, new):
-                    return record.nbytes
-                _copy_shards(storage, index, record, (old, new), tell)
-            else:
-                if links and linked(storage, f"{source}/{name}", new):
-                    return record.nbytes
-                _copy_document(storage, record, f"{source}/{name}", new)
-                tell(record.nbytes)
-        except FileExistsError as error:
-            raise ConflictError(
-                f"{target}/{name} exists already: stop any other writer there, then try again"
-            ) from error
+        record, old, new = files[name], f"{source}/{name}", f"{target}/{name}"
+        if isinstance(record, ShardFileRecord):
+            old = f"{source}/{index.file_name(record)}"
+            may_link = links and _may_link(storage, index, record, old, most_names)
+            if may_link and linked(storage, old, new):
+                return record.nbytes
+            _copy_shards(storage, index, record, (old, new), tell)
+        else:
+            if links and linked(storage, old, new):
+                return record.nbytes
+            _copy_document(storage, record, old, new)
+            tell(record.nbytes)
         return -1
 
     done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
-    try:
-        storage.sync(target)
-    except FileNotFoundError as error:
-        raise _gone(target) from error
+    sync_names(storage, target)
     return IoCount(len(done), sum(done))
 
 
 def linked(storage: Storage, old: str, new: str) -> bool:
-    """Link a file into the caller's attempt, or return False: then the caller writes it instead."""
+    """Link a file into the caller's attempt, or return False: then the caller writes it instead.
+
+    ConflictError if the new name exists.
+    """
     try:
         storage.link(old, new)
+    except FileExistsError as error:
+        raise exists_error(new) from error
     except FileNotFoundError:  # pruned meanwhile
         return False
     except StorageError:
@@ -127,13 +130,13 @@ def _copy_shards(
         if (problem := size_problem(source, old, record)) is not None:
             raise CorruptError(f"{problem}; use another checkpoint")
         file = OpenFile(storage, old, record, read_header(source, old, record, index))
-        target = _created(storage, new, record.nbytes, stack)
+        target = create_file(storage, new, record.nbytes, stack)
         # The header is last, as in a save: without it the file is invalid.
         for read in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
             target.write_at(record.header_nbytes + read.span.start, _checked(file, source, read))
             tell(read.span.nbytes)
         target.write_at(0, _read(source, 0, record.header_nbytes, old))
-        _finish(target, new, record.nbytes)
+        finish_file(target, new, record.nbytes)
 
 
 def _checked(file: OpenFile, source: ReadableFile, read: BlockRead) -> memoryview:
@@ -159,22 +162,9 @@ def _copy_document(storage: Storage, record: _Document, old: str, new: str) -> N
                 f"{old} is damaged: its digest is {actual}, the index says {record.digest}; use "
                 f"another checkpoint"
             )
-        target = _created(storage, new, record.nbytes, stack)
+        target = create_file(storage, new, record.nbytes, stack)
         target.write_at(0, data)
-        _finish(target, new, record.nbytes)
-
-
-def _created(storage: Storage, path: str, nbytes: int, stack: ExitStack) -> WritableFile:
-    try:
-        file = storage.create(path, nbytes)
-    except FileNotFoundError as error:
-        raise _gone(path) from error
-    stack.callback(file.discard)
-    return file
-
-
-def _gone(path: str) -> ConflictError:
-    return ConflictError(f"{path}: its folder was removed while it was written; try again")
+        finish_file(target, new, record.nbytes)
 
 
 def _read(file: ReadableFile, start: int, nbytes: int, path: str) -> memoryview:
@@ -182,8 +172,3 @@ def _read(file: ReadableFile, start: int, nbytes: int, path: str) -> memoryview:
     if file.read_into(start, data) != nbytes:
         raise CorruptError(f"{path} ends before byte {start + nbytes}; use another checkpoint")
     return data
-
-
-def _finish(file: WritableFile, path: str, nbytes: int) -> None:
-    if (actual := file.finish()) != nbytes:
-        raise StorageError(f"{path} has {actual} bytes after writing {nbytes}: check the storage")

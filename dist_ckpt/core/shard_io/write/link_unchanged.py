@@ -29,13 +29,13 @@ from dist_ckpt.core.shard_io.write.copied_files import linked
 from dist_ckpt.core.shard_io.write.shard_writer import (
     NullStorage,
     RankFiles,
-    gone,
+    sync_names,
     write_all,
     write_shard_files,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached_file
-from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
+from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.reports import IoCount
 
 _log = logging.getLogger("dist_ckpt")
@@ -121,10 +121,7 @@ def write_or_link(
         slots=slots,
     )
     if checked and not written:
-        try:
-            storage.sync(folder)
-        except FileNotFoundError as error:
-            raise gone(folder) from error
+        sync_names(storage, folder)
     unwritten = tuple(receipt for receipt in wanted if receipt[0] in checked)
     receipts = (*unwritten, *written)
     names = {plan.name for plan in files.plans if plan.is_reused}
@@ -156,14 +153,8 @@ def _link(
             continue
         if checked is None:
             return None
-        try:
-            is_linked = linked(storage, f"{saved.folder}/{name}", f"{folder}/{name}")
-            return checked if is_linked else None
-        except FileExistsError as error:
-            raise ConflictError(
-                f"{folder}/{name} exists already: is this rank running twice? Stop the other, then "
-                f"save again"
-            ) from error
+        is_linked = linked(storage, f"{saved.folder}/{name}", f"{folder}/{name}")
+        return checked if is_linked else None
     return None
 
 

@@ -105,21 +105,16 @@ def write_all(
         write_objects(storage, folder, name, data) for name, data in sorted(files.objects.items())
     )
     if receipts:
-        # Without it a power cut can forget the names of durable files.
-        try:
-            storage.sync(folder)
-        except FileNotFoundError as error:
-            raise gone(folder) from error
+        sync_names(storage, folder)
     return receipts
 
 
 def write_objects(storage: WritableStorage, folder: str, name: str, data: bytes) -> FileReceipt:
     """Write one objects file. It is durable on return, except its name, which needs a sync."""
     with ExitStack() as stack:
-        file = _create(storage, f"{folder}/{name}", len(data))
-        stack.callback(file.discard)
+        file = create_file(storage, f"{folder}/{name}", len(data), stack)
         file.write_at(0, data)
-        _finish(file, f"{folder}/{name}", len(data))
+        finish_file(file, f"{folder}/{name}", len(data))
     return name, len(data), 0, checksums.document_digest(data)
 
 
@@ -132,8 +127,7 @@ def write_shard_files(
         file_writes = []
         for plan, source_of in zip(files.plans, files.sources, strict=True):
             path = f"{folder}/{plan.name}"
-            file = _create(storage, path, plan.nbytes)
-            stack.callback(file.discard)
+            file = create_file(storage, path, plan.nbytes, stack)
             file_writes.append(_FileWrite(path, plan, file, source_of, files))
         room = max((file_write.slot_nbytes for file_write in file_writes), default=0)
         slots = slots.fitting(room)
@@ -250,7 +244,7 @@ class _FileWrite:
         if self._header is not None:
             self._header[:] = header
         self._file.write_at(0, header)
-        _finish(self._file, self.path, plan.nbytes)
+        finish_file(self._file, self.path, plan.nbytes)
         return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
 
 
@@ -261,27 +255,45 @@ def _is_aligned(data: memoryview, offset: int, alignment: int) -> bool:
     return not data.readonly and (address_of(data) - offset) % alignment == 0
 
 
-def _create(storage: WritableStorage, path: str, nbytes: int) -> WritableFile:
+# --- files of an attempt ---------------------------------------------------------------------
+
+
+def create_file(storage: WritableStorage, path: str, nbytes: int, stack: ExitStack) -> WritableFile:
+    """Create a file, which the stack discards. ConflictError if it exists or its folder is gone."""
     try:
-        return storage.create(path, nbytes)
+        file = storage.create(path, nbytes)
     except FileExistsError as error:
-        raise ConflictError(
-            f"{path} exists already: is this rank running twice? Stop the other, then save again"
-        ) from error
+        raise exists_error(path) from error
     except FileNotFoundError as error:
-        raise gone(path) from error
+        raise _gone_error(path) from error
+    stack.callback(file.discard)
+    return file
 
 
-def gone(path: str) -> ConflictError:
-    """Return the error for an attempt whose folder was removed."""
+def finish_file(file: WritableFile, path: str, nbytes: int) -> None:
+    """Make a file durable. StorageError if it has another size."""
+    if (actual := file.finish()) != nbytes:
+        raise StorageError(
+            f"{path} has {actual} bytes after writing {nbytes}: check the storage, then try again"
+        )
+
+
+def sync_names(storage: WritableStorage, folder: str) -> None:
+    """Make the names of files durable, which a power cut can forget. Raises ConflictError."""
+    try:
+        storage.sync(folder)
+    except FileNotFoundError as error:
+        raise _gone_error(folder) from error
+
+
+def exists_error(path: str) -> ConflictError:
+    """Return the error for a file that another writer of the attempt has created."""
     return ConflictError(
-        f"{path}: its folder is gone, as this attempt was given up and removed; save again"
+        f"{path} exists already: is this rank running twice? Stop the other, then try again"
     )
 
 
-def _finish(file: WritableFile, path: str, nbytes: int) -> None:
-    actual = file.finish()
-    if actual != nbytes:
-        raise StorageError(
-            f"{path} has {actual} bytes after writing {nbytes}: look at the storage, save again"
-        )
+def _gone_error(path: str) -> ConflictError:
+    return ConflictError(
+        f"{path}: its folder is gone, as this attempt was given up and removed; try again"
+    )
