@@ -92,11 +92,11 @@ class AnswerRecord:
     at: float
 
 
-Record = Annotation | IncarnationRecord | RequestRecord | AnswerRecord
+RootRecord = Annotation | IncarnationRecord | RequestRecord | AnswerRecord
 R = TypeVar("R", Annotation, IncarnationRecord, RequestRecord, AnswerRecord)
 
 # The name in the document of each field of a record, in order.
-_NAMES: Mapping[type[Record], Sequence[str]] = {
+_NAMES: Mapping[type[RootRecord], Sequence[str]] = {
     Annotation: ("step", "attempt", "kind", "values", "by", "at"),
     IncarnationRecord: ("incarnation", "id", "restored_step", "why", "by", "at"),
     RequestRecord: ("request", "start", "stop", "by", "at"),
@@ -105,7 +105,7 @@ _NAMES: Mapping[type[Record], Sequence[str]] = {
 _OLD_NAMES_OF_INCARNATION = ("start", "id", "restored", "why", "by", "at")
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: RootRecord) -> bytes:
     """Return the document. Raises ValueError for values that JSON lacks."""
     values = (_encode(getattr(record, field.name)) for field in dataclasses.fields(record))
     doc = dict(zip(_NAMES[type(record)], values, strict=True))
