@@ -192,9 +192,9 @@ def _open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     storage, text = open_storage(path)
     if (files := foreign_at(storage, text)) is None:
         if not os.path.exists(text):
-            raise NotFoundError(f"{text}: there is no such file or folder; check the path")
+            raise NotFoundError(f"{text}: the path does not exist; check it")
         raise IncompatibleError(
-            f"{text} is no safetensors file, and no folder of them with "
+            f"{text} is neither a safetensors file nor a folder of them with "
             f"{HF_INDEX} or {HF_FILE}; check the path"
         )
     return files, text
@@ -202,7 +202,7 @@ def _open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 def _check(options: ImportOptions) -> None:
     if strange := sorted(options.keys() - ImportOptions.__annotations__.keys()):
-        raise TypeError(f"{strange[0]!r} is no option of an import: see ImportOptions")
+        raise TypeError(f"{strange[0]!r} is not an option of an import: see ImportOptions")
     step = options.get("step")
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")

@@ -35,18 +35,18 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterat
     """
     check_replaceable(storage, path, overwrite=overwrite)
     temporary = temporary_beside(path)
-    is_put = False
+    is_renamed = False
     try:
         storage.make_folder(temporary)
         yield temporary
         for file in check_replaceable(storage, path, overwrite=overwrite):
             storage.link(f"{path}/{file}", f"{temporary}/{file}")
         storage.sync(temporary)
-        _put(storage, temporary, path, replaces=bool(overwrite))
-        is_put = True
+        _rename(storage, temporary, path, replaces=bool(overwrite))
+        is_renamed = True
         storage.sync(os.path.dirname(path))
     except BaseException:
-        if not is_put:
+        if not is_renamed:
             _remove(storage, temporary)
         raise
     _remove(storage, temporary)  # after an exchange, this is the old folder
@@ -66,7 +66,7 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
     except FileNotFoundError:
         return ()
     except NotADirectoryError:
-        raise ExistsError(f"{path} is no folder: choose another path") from None
+        raise ExistsError(f"{path} is not a folder: choose another path") from None
     if entries and not overwrite:
         remedy = "replace it (overwrite=True, on the command line --overwrite)"
         raise ExistsError(
@@ -74,16 +74,16 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
             f"{'remove it' if overwrite is None else remedy}"
         )
     foreign_names = [entry.name for entry in entries if entry.kind != "file"]
-    ours = [entry.name for entry in entries if entry.name.endswith(read.SUFFIX)]
-    files = [name for name in ours if name not in foreign_names]
+    tensor_files = [entry.name for entry in entries if entry.name.endswith(read.SUFFIX)]
+    files = [name for name in tensor_files if name not in foreign_names]
     foreign_names += [name for name in files if not _is_of_export(storage, path, name)]
     if foreign_names:
         raise ExistsError(
             f"{path} has {', '.join(sorted(foreign_names)[:5])}, which no export has "
-            f"written: it is not replaced, choose another path or remove it yourself"
+            f"written, so it is not replaced: choose another path, or remove it"
         )
-    gone = {*ours, read.INDEX}
-    return tuple(entry.name for entry in entries if entry.name not in gone)
+    replaced = {*tensor_files, read.INDEX}
+    return tuple(entry.name for entry in entries if entry.name not in replaced)
 
 
 def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
@@ -94,7 +94,7 @@ def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
     return state.metadata.get("exported_by") == METADATA["exported_by"]
 
 
-def _put(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None:
+def _rename(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None:
     """Rename the folder to `path`; a nonempty old folder gets the temporary name."""
     try:
         if os.path.lexists(path):
@@ -112,7 +112,7 @@ def _put(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None
                 raise
             storage.rename(old, temporary)
     except FileExistsError:
-        raise ExistsError(f"{path}: something was put there meanwhile: look what it is") from None
+        raise ExistsError(f"{path} was created meanwhile by another process: look at it") from None
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {with_remedy(error)}") from error
 
@@ -126,7 +126,7 @@ def _remove(storage: Storage, folder: str) -> None:
     except FileNotFoundError:
         return
     except (CheckpointError, OSError) as error:
-        _log.warning("%s is left and can be removed: %s", folder, error)
+        _log.warning("%s was not removed; you can remove it: %s", folder, error)
     except BaseException:
-        _log.warning("%s is left and can be removed: this was interrupted", folder)
+        _log.warning("%s was not removed (interrupted); you can remove it", folder)
         raise

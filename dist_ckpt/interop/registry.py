@@ -100,7 +100,7 @@ def _in_folder(storage: Storage, path: str, names: Collection[str]) -> Storage |
     if _has(storage, path, DCP_METADATA):
         raise IncompatibleError(
             f"{path} is {FORMATS['dcp'].name}: load it with "
-            f"dist_ckpt.interop.dcp.load, or make a checkpoint of it with "
+            f"dist_ckpt.interop.dcp.load, or convert it with "
             f"`dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing"
         )
     return None
@@ -118,12 +118,12 @@ def _safetensors() -> _SafetensorsReader:
 
 def _pickled_kind(storage: Storage, path: str, names: Collection[str]) -> str | None:
     """Return the system that wrote a folder, if its marker files identify one."""
-    first, *others = _FOLDERS
+    first, *rest = _FOLDERS
     if _has(storage, path, *first[0]):
         return first[1]
     if _has(storage, path, DCP_METADATA_OF_RANK) and not _has(storage, path, DCP_METADATA):
         raise reader_module("dcp.read").no_metadata(storage, path)
-    for markers, kind in others:
+    for markers, kind in rest:
         if _has(storage, path, *markers):
             return kind
     if any(name == DEEPSPEED_LATEST or name.endswith(DEEPSPEED_STATES) for name in names):
@@ -134,7 +134,7 @@ def _pickled_kind(storage: Storage, path: str, names: Collection[str]) -> str | 
 
 def _to_import(kind: str, path: str) -> IncompatibleError:
     return IncompatibleError(
-        f"{path} is {FORMATS[kind].name}: make a checkpoint of it with "
+        f"{path} is {FORMATS[kind].name}: convert it to a checkpoint with "
         f"`dist-ckpt import --from {kind} {path} TARGET`, which unpickles nothing"
     )
 

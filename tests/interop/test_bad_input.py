@@ -157,7 +157,7 @@ def test_a_file_without_tensors_is_imported(tmp_path: Path) -> None:
 def test_a_name_that_no_checkpoint_has_is_said(door: str, tmp_path: Path) -> None:
     make, call = DOORS[door]
     made = make({"x" * 5000: torch.ones(1)}, tmp_path)
-    with pytest.raises(IncompatibleError, match="empty, too long or no text"):
+    with pytest.raises(IncompatibleError, match="an empty, too long or invalid name"):
         call(made, tmp_path / "ours")
 
 
@@ -170,7 +170,7 @@ def test_names_of_dcp_are_bounded_too(tmp_path: Path) -> None:
 def test_a_folder_is_no_file_of_torch_save(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for call in (imports.from_torch, imports.from_lightning):
-        with pytest.raises(IncompatibleError, match=r"folder is no regular file.*import --help"):
+        with pytest.raises(IncompatibleError, match=r"folder is not a regular file.*import --help"):
             call(tmp_path / "folder", tmp_path / "ours")
 
 
@@ -264,9 +264,7 @@ def test_a_pickle_that_is_not_what_was_written_is_told(tmp_path: Path, *, checke
     (tmp_path / "a.pt").write_bytes(data.replace(b"KM", b"KN"))
     assert data != (tmp_path / "a.pt").read_bytes()
     if checked:
-        with pytest.raises(
-            CorruptError, match=r"a\.pt: its record data\.pkl is not what was written"
-        ):
+        with pytest.raises(CorruptError, match=r"a\.pt: its record data\.pkl has another checksum"):
             imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
     else:
         imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
@@ -311,10 +309,10 @@ def entry(start: int, stop: int, **changes: object) -> dict[str, object]:
 
 
 OVERLAPPING = {
-    "the same": ({"a": entry(0, 8), "b": entry(0, 8)}, r"'a' and 'b' have bytes in common"),
+    "the same": ({"a": entry(0, 8), "b": entry(0, 8)}, r"'a' and 'b' have common bytes"),
     "a part": ({"a": entry(4, 8), "b": entry(0, 5)}, r"'b' and 'a' have"),
     "one in another": ({"a": entry(0, 16), "b": entry(2, 3), "c": entry(9, 10)}, r"'a' and 'b'"),
-    "a long name": ({"x" * 4091: entry(0, 8)}, "no tensor of a safetensors file"),
+    "a long name": ({"x" * 4091: entry(0, 8)}, "not a tensor of a safetensors file"),
 }
 
 
@@ -345,7 +343,7 @@ def test_an_index_names_files_beside_it_only(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(CorruptError, match=r"index\.json names the file .* a file beside it"):
+    with pytest.raises(CorruptError, match=r"index\.json names the file .* not in the same folder"):
         imports.from_hf(folder, tmp_path / "ours")
 
 
@@ -364,7 +362,7 @@ def test_memory_is_bounded_by_what_a_file_names(tmp_path: Path) -> None:
     torch.save({f"w{n}": expanded for n in range(1000)}, tmp_path / "a.pt")
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="w0 is expanded"):
+        with pytest.raises(CheckpointError, match="w0 is an expanded tensor"):
             imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -182,14 +182,14 @@ def refused(folder: Path, kind: type[Exception], message: str, *wanted: str) -> 
 
 def test_without_metadata_it_is_told_apart(folder: Path) -> None:
     (folder / ".metadata").unlink()
-    refused(folder, NotFoundError, r"\.metadata: there is no such file.*did not end")
+    refused(folder, NotFoundError, r"\.metadata: the file does not exist.*did not end")
     shutil.rmtree(folder)
-    refused(folder, NotFoundError, r"\.metadata: there is no such file")
+    refused(folder, NotFoundError, r"\.metadata: the file does not exist")
 
 
 def test_a_file_that_is_gone_is_named(folder: Path) -> None:
     (folder / "__0_0.distcp").unlink()
-    refused(folder, NotFoundError, r"__0_0\.distcp: there is no such file.* lies in it")
+    refused(folder, NotFoundError, r"__0_0\.distcp: the file does not exist, but")
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
@@ -279,10 +279,18 @@ def two_containers(metadata: Metadata) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] = {
-    "another file": (lambda m: of_weight(m, relative_path="../x"), CorruptError, "one beside it"),
-    "a whole path": (lambda m: of_weight(m, relative_path="/etc/passwd"), CorruptError, "beside"),
+    "another file": (
+        lambda m: of_weight(m, relative_path="../x"),
+        CorruptError,
+        "not in the same folder",
+    ),
+    "a whole path": (
+        lambda m: of_weight(m, relative_path="/etc/passwd"),
+        CorruptError,
+        "not in the same folder",
+    ),
     "beyond the end": (lambda m: of_weight(m, offset=1 << 40), CorruptError, "cut off"),
-    "before the start": (lambda m: of_weight(m, offset=-1), CorruptError, "no place"),
+    "before the start": (lambda m: of_weight(m, offset=-1), CorruptError, "impossible offset"),
     "of another type": (lambda m: of_weight(m, length="x"), CorruptError, "'x' in place of a int"),
     "no archive": (
         lambda m: of_weight(m, offset=m.storage_data[MetadataIndex(WEIGHT, [0, 0])].offset + 5),
@@ -299,9 +307,9 @@ LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] =
     "overlapping": (overlapping, CorruptError, "model.0.weight"),
     "without parts": (without_parts, CorruptError, "model.0.weight"),
     "not covered": (larger, CorruptError, "model.0.weight"),
-    "another dtype": (other_dtype, CorruptError, "of float32, and the metadata says .* of float16"),
+    "another dtype": (other_dtype, CorruptError, "of float32, but the metadata says .* of float16"),
     "an unknown dtype": (unknown_dtype, IncompatibleError, "torch.qint8"),
-    "nowhere": (nowhere, CorruptError, "nowhere is model.0.weight"),
+    "nowhere": (nowhere, CorruptError, "no location of model.0.weight"),
     "other dimensions": (of_other_dimensions, CorruptError, "in 1 of 2 dimensions"),
     "a value for a tensor": (a_value_for_it, CorruptError, "3 in place of a tensor"),
     "a name of two": (a_name_of_two, IncompatibleError, "model is the name of two things"),

@@ -299,15 +299,15 @@ BROKEN: dict[str, tuple[str, str, type[Exception], str]] = {
         "deepspeed-zero2",
         "global_step3/mp_rank_00_model_states.pt",
         NotFoundError,
-        "no checkpoint of DeepSpeed",
+        "not a checkpoint of DeepSpeed",
     ),
-    "no common values": ("megatron", "common.pt", NotFoundError, r"common\.pt: there is no"),
-    "no format": ("megatron", "metadata.json", NotFoundError, "no checkpoint of Megatron"),
+    "no common values": ("megatron", "common.pt", NotFoundError, r"common\.pt: the file does not exist"),
+    "no format": ("megatron", "metadata.json", NotFoundError, "not a checkpoint of Megatron"),
     "no part of a model": (
         "accelerate-fsdp",
         "pytorch_model_fsdp_0/.metadata",
         NotFoundError,
-        "there is no such file",
+        "the file does not exist",
     ),
 }
 
@@ -382,7 +382,7 @@ def test_a_vector_that_is_too_short_is_damage(tmp_path: Path) -> None:
     vectors = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     vectors[1] = vectors[1][:-4].clone()
     torch.save(state, path)
-    with pytest.raises(CorruptError, match="the files do not make one state"):
+    with pytest.raises(CorruptError, match="the files do not form one state"):
         imported("deepspeed-zero2", made, tmp_path / "ours")
 
 

@@ -187,9 +187,9 @@ def test_parameters_have_the_names_that_they_have_in_their_model(
 
 def test_two_names_that_dcp_takes_for_one_are_refused(tmp_path: Path) -> None:
     dc.save({"a.b": torch.ones(1), "a": {"b": 1}}, tmp_path / "ck")
-    with pytest.raises(IncompatibleError, match=r"one key, 'a\.b', for two names"):
+    with pytest.raises(IncompatibleError, match=r"two names would have the key 'a\.b'"):
         dcp_export.export_folder(tmp_path / "ck", tmp_path / "to")
-    with pytest.raises(CheckpointException, match=r"one key, 'a\.b', for two names"):
+    with pytest.raises(CheckpointException, match=r"two names would have the key 'a\.b'"):
         dcp.load({"a.b": torch.zeros(1)}, storage_reader=StorageReader(tmp_path / "ck"))
     assert exported(tmp_path / "ck") == {"a.b": torch.ones(1), "a": {"b": 1}}
 

@@ -455,11 +455,11 @@ def test_what_a_killed_export_has_left_is_told_by_the_next(
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no such file"):
+    with pytest.raises(NotFoundError, match="the file does not exist"):
         files.read(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             files.import_file(path, tmp_path / "ck")
 
 

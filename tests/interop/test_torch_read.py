@@ -195,11 +195,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: {"x": torch.empty(2, device="meta")}, "_rebuild_meta_tensor_no_storage"),
     "conjugate": (lambda: {"x": torch.ones(2, dtype=torch.cfloat).conj()}, "resolve_conj"),
     "negative": (lambda: {"x": torch.ones(2, dtype=torch.cfloat).conj().imag}, "resolve_neg"),
-    "expanded": (lambda: {"x": torch.ones(1).expand(1 << 40)}, r"model\.x is expanded"),
+    "expanded": (lambda: {"x": torch.ones(1).expand(1 << 40)}, r"model\.x is an expanded"),
     "a whole module": (lambda: torch.nn.Linear(2, 2), "Linear"),
-    "a tensor": (lambda: torch.ones(2), "holds a TensorView, no dict"),
-    "a list": (lambda: [torch.ones(2)], "holds a list, no dict"),
-    "nothing": (dict, "no dict with anything in it"),
+    "a tensor": (lambda: torch.ones(2), "contains a TensorView, not a nonempty dict"),
+    "a list": (lambda: [torch.ones(2)], "contains a list, not a nonempty dict"),
+    "nothing": (dict, "not a nonempty dict"),
     "a device as a name": (lambda: {torch.device("cpu"): torch.ones(1)}, "the key a Device"),
     "a name of two": (lambda: {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, r"a\.b is the"),
     "two dicts of a name": (
@@ -207,8 +207,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"a\.b is the name of two things",
     ),
     "a dict and a value": (lambda: {"a": {"b": {"c": torch.ones(1)}}, "a.b": 5}, r"a\.b is the"),
-    "no name": (lambda: {"": torch.ones(1), "n": 1}, "empty, too long"),
-    "a long name": (lambda: {"n" * 10000: torch.ones(1), "n": 1}, "empty, too long"),
+    "no name": (lambda: {"": torch.ones(1), "n": 1}, "an empty, too long"),
+    "a long name": (lambda: {"n" * 10000: torch.ones(1), "n": 1}, "an empty, too long"),
     "a flag as a name": (lambda: {True: torch.ones(1), "n": 1}, "keys of bool"),
 }
 
@@ -266,7 +266,7 @@ def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_file_and_no_such_file_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no such file"):
+    with pytest.raises(NotFoundError, match="the file does not exist"):
         imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
     for data in (b"", b"PK", b"hello, world", b"PK\x03\x04" + bytes(100)):
         (tmp_path / "a.pt").write_bytes(data)
@@ -307,7 +307,11 @@ def test_an_archive_that_another_program_has_written_is_read(tmp_path: Path) -> 
     [
         (lambda _, data: data, zipfile.ZIP_DEFLATED, "is compressed"),
         (lambda name, data: b"big" if name.endswith("byteorder") else data, 0, "big-endian"),
-        (lambda name, data: data[:-4] if "data/0" in name else data, 0, "goes beyond its 16 bytes"),
+        (
+            lambda name, data: data[:-4] if "data/0" in name else data,
+            0,
+            "needs more than its 16 bytes",
+        ),
         (lambda name, data: None if "data/0" in name else data, 0, "no record data/0"),
         (lambda name, data: None if "data.pkl" in name else data, 0, "no record data.pkl"),
         (lambda name, data: data[:-1] if "data.pkl" in name else data, 0, "no end"),
@@ -325,7 +329,10 @@ def test_an_archive_that_lies_is_named(
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
-    [(20, (1 << 20).to_bytes(4, "little") * 2, "beyond the end"), (42, bytes(4), "where it is to")],
+    [
+        (20, (1 << 20).to_bytes(4, "little") * 2, "ends after the file"),
+        (42, bytes(4), "the header of"),
+    ],
     ids=["sizes", "place"],
 )
 def test_a_directory_that_lies_is_named(

@@ -268,7 +268,7 @@ def test_values_per_rank_are_those_of_the_rank_in_the_group(tmp_path: Path) -> N
     assert run_ranks(3, load_told, f"{tmp_path}/a") == [None, 0, 10]
     # DCP of torch 2.7 tells of what a rank lacks before it asks the reader whether all are there.
     old = "Missing key in checkpoint state_dict: mine"
-    told = "give both the same process_group=" if save_by_dcp_without_collectives() else old
+    told = "pass the same process_group= to both" if save_by_dcp_without_collectives() else old
     for message in run_ranks(3, load_untold, f"{tmp_path}/a")[1:]:
         assert told in str(message)
 
@@ -291,7 +291,8 @@ def test_a_group_must_be_the_readers_own(path: str) -> None:
     for message in run_ranks(2, load_of_all, path):
         assert message == "no error"
     assert any(
-        "give both the same process_group=" in m for m in run_ranks(3, load_of_another_group, path)
+        "pass the same process_group= to both" in m
+        for m in run_ranks(3, load_of_another_group, path)
     )
 
 

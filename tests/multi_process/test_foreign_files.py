@@ -63,4 +63,4 @@ def test_all_ranks_are_told_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
     save_file(model().state_dict(), path)
     path.write_bytes(path.read_bytes()[:-4])
     for message in run_ranks(2, load_what_is_damaged, f"{path}"):
-        assert "fetch the file anew" in message
+        assert "fetch the file again" in message

@@ -1,15 +1,15 @@
-"""`torch.distributed.checkpoint` over our format: a storage writer and a reader for its planners.
+"""Use `torch.distributed.checkpoint` with this format: a storage writer and a storage reader.
 
     import torch.distributed.checkpoint as dcp
-    from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
+    from dist_ckpt.interop.dcp import StorageReader, StorageWriter
 
     dcp.save(state_dict, storage_writer=StorageWriter("runs/a/step-100", step=100))
     dcp.load(state_dict, storage_reader=StorageReader("runs/a@latest"))
 
-What they write is a checkpoint like any other, which `dc.load` and the command line read, and they
-read what `dc.save` has written, as far as its names are those of the state dict.
+The writer makes ordinary checkpoints of dist_ckpt. The reader also reads checkpoints of `dc.save`
+if their names are those of the state dict. `load` reads a folder of `dcp.save`, as `dc.load` would:
 
-    load(state, "old/step-100")     # a folder that dcp.save has written, as dc.load reads ours
+    load(state, "old/step-100")
 """
 
 from __future__ import annotations
@@ -82,12 +82,11 @@ def load(
 ) -> LoadReport:
     """Fill a state from a folder that `torch.distributed.checkpoint` wrote, as `dc.load` does.
 
-    Collective: every rank of `group` calls this; any layout loads into any other. Modules and
-    optimizers are found by the names that `get_state_dict` gives them. The pickles in the folder
-    are read by an interpreter of ours: nothing is executed. DCP keeps no checksums: only sizes,
-    names, shapes, dtypes and coverage are checked, before anything is touched. The options and
-    errors are those of `dc.load`, and IncompatibleError for what is no plain data and may be read
-    for this state.
+    Collective: every rank of `group` calls this. Any layout loads into any other. Modules and
+    optimizers have the names of `get_state_dict`. Pickles are read without unpickling: nothing is
+    executed. DCP stores no checksums: only sizes, names, shapes, dtypes and coverage are checked,
+    before the state changes. The options and errors are those of `dc.load`. IncompatibleError also
+    if the state needs a value that is not plain data.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -112,11 +111,11 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class DcpLoadReport:
-    """What a `dcp.load` with a `StorageReader` did on this rank, without DCP's planning.
+    """The result of a `dcp.load` with a `StorageReader` on this rank, without DCP's planning.
 
-    `nbytes_read` of the tensors came from storage, `nbytes_received` from other ranks of this host.
-    `seconds` are by phase: "open" is to find the checkpoint, "check" to open its files and to
-    agree, "read" to read, verify and fill, "place" to convert and to hand over values.
+    `nbytes_read` bytes of tensors came from storage, `nbytes_received` from other ranks of this
+    host. `seconds` are by phase: "open" resolves the path, "check" opens the files and agrees,
+    "read" reads, verifies and fills, "place" converts tensors and passes values to the planner.
     """
 
     path: str
@@ -139,18 +138,18 @@ class DcpLoadReport:
 
 
 class StorageWriter(dcp.StorageWriter):
-    """Writes what a planner of DCP's has planned as a checkpoint at `path`.
+    """Writes the plan of a DCP planner as a checkpoint at `path`.
 
-    It serves `dcp.save`, and `dcp.async_save` in a thread or a process. DCP plans, gathers and
-    stages; from there on it is `dc.save`: all files are durable and checked, and the checkpoint is
-    committed by one rename, before DCP is told that this rank has written. So if `dcp.save` raises,
-    what was there before is still there, and whole. `report` is what the last save came to.
+    Use it with `dcp.save`, and with `dcp.async_save` in a thread or a process. DCP plans, gathers
+    and stages. The rest is `dc.save`: before `write_data` returns, all files are durable and
+    checked, and one rename has committed the checkpoint. If `dcp.save` raises, the previous
+    checkpoint is unchanged. `report` is the report of the last save.
 
-    `step` and `metadata` are those of `dc.save`. `overwrite` replaces the checkpoint that is there
-    once the new one is durable; it is on, as in DCP. `process_group` is what `dcp.save` is given,
-    None if that is given none. `checkpoint_id` of `dcp.save` comes before `path`.
+    `step` and `metadata` are those of `dc.save`. `overwrite` replaces an existing checkpoint once
+    the new one is durable; it is True by default, as in DCP. Pass the same `process_group` as to
+    `dcp.save`. `checkpoint_id` of `dcp.save` overrides `path`.
 
-    Values that are no tensors must be plain data: what DCP would pickle is refused by name.
+    Values other than tensors must be plain data: others, which DCP would pickle, raise an error.
     """
 
     def __init__(
@@ -170,43 +169,43 @@ class StorageWriter(dcp.StorageWriter):
         self._plans_together = self._is_alone = self._has_lost_group = False
 
     def reset(self, checkpoint_id: DcpPath | None = None) -> None:
-        """Begin another save, at `checkpoint_id` if that is given."""
+        """Begin another save, at `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self.report = None
         self._is_alone = False
 
-    # DCP says whether ranks plan together only to who has a parameter of this name.
+    # DCP passes `use_collectives` only to writers that have a parameter `is_coordinator`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         """Note how the ranks plan. ValueError without a path, TypeError if a group was lost."""
         del is_coordinator, args
         if self._has_lost_group:
             raise TypeError(
-                "a StorageWriter with a process_group cannot go to another process: save in a "
-                "thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
+                "a StorageWriter with a process_group cannot be sent to another process: save in "
+                "a thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
             )
         self._plans_together = bool(kwargs.get("use_collectives", True))
         _checked(self.checkpoint_id, "StorageWriter")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is: DCP keeps plans for later saves, of other writers too."""
+        """Return the plan unchanged: DCP reuses plans in later saves, also with other writers."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that those who planned are those who will save. Of the coordinator."""
+        """Check on the coordinator that the planning ranks are those of the group."""
         if not self._plans_together:
             return plans
         size = dist.get_world_size(self._group) if dist.is_initialized() else 1
         self._is_alone = len(plans) == 1 < size
         if not self._is_alone and len(plans) != size:
             raise ValueError(
-                f"dcp.save is called by {len(plans)} ranks, and the group of the StorageWriter has "
-                f"{size}: give both the same process_group="
+                f"{len(plans)} ranks call dcp.save, but the group of the StorageWriter has {size}: "
+                f"pass the same process_group= to both"
             )
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save and commit, together with the other ranks. Raises what `dc.save` does."""
+        """Save and commit, together with the other ranks. Raises the errors of `dc.save`."""
         ranks = single_process_session() if self._is_alone else session_of(self._group)
         results: list[WriteResult] = []
 
@@ -223,38 +222,38 @@ class StorageWriter(dcp.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: it is committed, with all of DCP's metadata that is not in it anyway."""
+        """Do nothing: `write_data` has committed the checkpoint, which needs no DCP metadata."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """Say where it goes."""
+        """Return the path in DCP's form."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
-        """Say whether this may be a path."""
+        """Return True if this can be a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a process of DCP's is given, which makes a group of all ranks by itself."""
-        # Raised over there: in torch 2.7 an error here is lost, and DCP waits for ever.
+        """Return the attributes for DCP's save process, which makes its own group of all ranks."""
+        # Not raised here but in that process: torch 2.7 loses an error here, and DCP waits forever.
         return {**self.__dict__, "_group": None, "_has_lost_group": self._group is not None}
 
 
 class StorageReader(dcp.StorageReader):
-    """Reads a checkpoint for a planner of DCP's: what it asks for, and no more, each byte checked.
+    """Reads the parts of a checkpoint that a DCP planner requests, and checks every byte.
 
-    `path` may name one of a run, such as "runs/a@latest". Of a tensor any box may be asked for,
-    whatever the ranks that saved it; another dtype is converted, as DCP does. `checkpoint_id` of
-    `dcp.load` comes before `path`. `report` is what the last load came to.
+    `path` may be a selector of a run, such as "runs/a@latest". A planner can request any box of a
+    tensor, whatever the layout. Other dtypes are converted, as in DCP. `checkpoint_id` of
+    `dcp.load` overrides `path`. `report` is the report of the last load.
 
-    `process_group` is what `dcp.load` is given, None if that is given none. If it is, the ranks
-    read together, as those of `dc.load` do: what several ranks of a host want is read by one of
-    them, and all raise what one of them does. Otherwise each rank reads all that it wants. Values
-    per rank are those of the same rank of this group, counted within it.
+    Pass the same `process_group` as to `dcp.load`. Then the ranks of the group read together, as in
+    `dc.load`: one rank of a host reads what several need, and the error of one rank is raised on
+    all. Without a matching group each rank reads alone. Values per rank are those of the rank
+    within this group.
 
-    Raises NotFoundError if there is no checkpoint, CorruptError if it is damaged; DCP puts them
-    into a CheckpointException of its own. What is read is checked as it lands: after an error
-    tensors of the state may hold some of it, as with DCP's own reader.
+    Raises NotFoundError if no checkpoint exists, CorruptError if it is damaged; DCP wraps them in a
+    CheckpointException. Data is checked after it has been read into the targets: after an error,
+    tensors of the state may have changed, as with DCP's own reader.
     """
 
     def __init__(
@@ -268,14 +267,14 @@ class StorageReader(dcp.StorageReader):
         self._phases = Phases("load", "", quiet=True)
 
     def reset(self, checkpoint_id: DcpPath | None = None) -> None:
-        """Begin another load, of `checkpoint_id` if that is given."""
+        """Begin another load, of `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._opened = None
         self.report = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what is in the checkpoint, by DCP's names."""
+        """Open the checkpoint and return its metadata, by DCP's keys."""
         del args, kwargs
         path = _checked(self.checkpoint_id, "StorageReader")
         self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
@@ -292,50 +291,50 @@ class StorageReader(dcp.StorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Check that values per rank are those of the rank that DCP takes this one for."""
+        """Raise ValueError if values per rank exist and DCP has another number for this rank."""
         dcp_rank = kwargs.get("rank")
-        # Who loads alone (no_dist) is told 0, whatever its rank, as is the first of any group.
+        # DCP passes 0 for a rank that loads alone (no_dist), and for the first rank of any group.
         if dcp_rank and dcp_rank != self._rank and self._source[1].per_rank:
             raise ValueError(
-                f"dcp.load calls this rank {dcp_rank}, and in the group of the StorageReader it is "
-                f"{self._rank}; {self.checkpoint_id} has values per rank: give both the same "
-                "process_group="
+                f"dcp.load calls this rank {dcp_rank}, but in the group of the StorageReader it is "
+                f"{self._rank}. {self.checkpoint_id} has values per rank: pass the same "
+                "process_group= to both"
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say in the plan what this rank has found, and which rank of the job it is."""
+        """Add the attempt that this rank has opened, and its rank in the job, to the plan."""
         return replace(plan, storage_data=(self._source[0].attempt.name, _job_rank()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks have found the same, and say in their plans whether they meet.
+        """Return the plans with a common id if the ranks can read together.
 
-        ConflictError if it was replaced meanwhile, ValueError for a group that is another one.
+        ConflictError if the ranks have opened different attempts, ValueError if the groups differ.
         """
         read_by_ranks = [plan.storage_data for plan in plans]
         checkpoints = sorted({str(name) for name, _ in read_by_ranks})
         if len(checkpoints) > 1:
             raise ConflictError(
-                f"{self.checkpoint_id}: the ranks have found different checkpoints there, "
-                f"{' and '.join(checkpoints)}: one was saved meanwhile; load again"
+                f"{self.checkpoint_id}: the ranks have opened different checkpoints, "
+                f"{' and '.join(checkpoints)}, as one was saved meanwhile: load again"
             )
         is_group = len(plans) > 1 and [rank for _, rank in read_by_ranks] == self._job_ranks()
         if self._group is not None and len(plans) > 1 and not is_group:
             raise ValueError(
-                "dcp.load is called by other ranks than those of the group that the StorageReader "
-                "has: give both the same process_group="
+                "the ranks that call dcp.load are not those of the group of the StorageReader: "
+                "pass the same process_group= to both"
             )
         meeting = os.urandom(16).hex() if is_group else ""
         return [replace(plan, storage_data=meeting) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is asked for into the planner's tensors. CorruptError names what is damaged."""
+        """Read the requested items into the planner's tensors. CorruptError if one is damaged."""
         (opened, keys), meeting = self._source, str(plan.storage_data or "")
-        # Other ranks of the job may read by themselves what this one does.
+        # Other ranks of the job may read the same data by themselves.
         is_one_of_many = not meeting and _is_in_job()
         ranks = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with _lost_ranks_logged():
-            # Where each rank reads all that it wants, the page cache shares it among them.
+            # If each rank reads alone, the page cache shares the data between them.
             storage, _ = OPENER.open(opened.path, direct_reads=not is_one_of_many)
             nbytes_read, nbytes_received = PlannedReads(tensors, planner, keys).fill(
                 OpenCheckpoint(storage, opened.path, opened.attempt, opened.index),
@@ -359,13 +358,13 @@ class StorageReader(dcp.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
-        """Say whether this may be a path."""
+        """Return True if this can be a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
     @property
     def _source(self) -> tuple[OpenCheckpoint, DcpKeys]:
         if self._opened is None:
-            raise ValueError("this StorageReader has read no metadata: dcp.load calls that first")
+            raise ValueError("read_metadata was not called: pass this StorageReader to dcp.load")
         return self._opened
 
     @property
@@ -382,7 +381,7 @@ class StorageReader(dcp.StorageReader):
 
 @contextmanager
 def _lost_ranks_logged() -> Iterator[None]:
-    """Log which rank is lost: DCP then gathers the errors of all, and raises that it cannot."""
+    """Log the lost rank: DCP then gathers the errors of all ranks, fails, and raises only that."""
     try:
         yield
     except RankError as error:
@@ -399,33 +398,33 @@ def _job_rank() -> int:
 
 
 def _bytes_of(value: object) -> io.BytesIO:
-    """Return a value for a planner, which takes values so, and no other way: in memory alone."""
+    """Return a value in the only form that a planner accepts: pickled, here only in memory."""
     data = io.BytesIO()
     torch.save(value, data)  # noqa: TID251
     data.seek(0)
     return data
 
 
-def _checked(path: DcpPath | None, who: str) -> DcpPath:
+def _checked(path: DcpPath | None, cls: str) -> DcpPath:
     if path is None:
-        raise ValueError(f"where is not known: give {who} a path, or dcp a checkpoint_id=")
+        raise ValueError(f"the path is missing: pass a path to {cls}, or checkpoint_id= to dcp")
     return path
 
 
-# --- what a load of a folder of DCP needs ------------------------------------------------------
+# --- the values that a load of a folder of DCP needs -------------------------------------------
 
 
-# An optimizer is bound by what its groups say, also where a load leaves these out.
+# The groups of an optimizer are read to bind it, also if the load excludes them.
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 
 
 @dataclass(frozen=True)
 class RequiredValues:
-    """Says whether a load into `state` may read the value that was saved under a name.
+    """Decides if a load into `state` may read the value that was saved under a name.
 
-    It does not if a rename drops it, if nothing at the top of the state has its name, or if that,
-    or the value itself, is left out. `path` is what the load is given: a `Source` has options of
-    its own, of which nothing is known here.
+    It may not if a rename drops the name, if no top-level key of the state contains it, or if the
+    load excludes that key or the value. `path` is the argument of the load. If it is a `Source`,
+    whose options are unknown here, every value may be read.
     """
 
     state: Mapping[object, object]
@@ -433,7 +432,7 @@ class RequiredValues:
     options: LoadOptions
 
     def __call__(self, saved: str) -> bool:
-        """Say whether it may be; if unsure, yes."""
+        """Return True if the load may read the value, or if this is not certain."""
         is_sure = isinstance(self.path, str | os.PathLike)
         is_of_optimizer = not _OF_OPTIMIZERS.isdisjoint(saved.split("."))
         if not is_sure or (is_of_optimizer and self.options.rename):
@@ -444,7 +443,7 @@ class RequiredValues:
         return is_of_optimizer or name in self._not_excluded
 
     def _may_choose(self, above: frozenset[str]) -> bool:
-        """Say whether something may be chosen at or below the top of a name, given all above it."""
+        """Return True if the load may select something at or below the top-level key of a name."""
         tops = above & self._tops if self._tops else {min(above, key=len)}
         if self._selection.include is not None:
             tops = {top for top in tops if self._selection.may_reach(top)}
@@ -452,7 +451,7 @@ class RequiredValues:
 
     @cached_property
     def _tops(self) -> frozenset[str]:
-        """What the state has at its top; nothing if all that was saved is taken."""
+        """The top-level keys of the state; empty if the load takes all that was saved."""
         return frozenset(map(str, self.state))
 
     @cached_property

@@ -52,14 +52,15 @@ from dist_ckpt.core.state.tensors.read_tensor import describe
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.readers.nested_state import Path, tree_of
+from dist_ckpt.interop.readers.nested_state import Path, joined, tree_of
+from dist_ckpt.interop.readers.virtual_checkpoint import LOOSE
 
 # The names of the parameters in a group of an optimizer.
 _PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
 
 
 class DcpKeys:
-    """What a checkpoint holds, by the keys of a flattened state dict. `rank` is who loads.
+    """The contents of a checkpoint by the keys of a flattened state dict, for a load by `rank`.
 
     Raises CorruptError if values cannot be read, IncompatibleError if two names have one key.
     """
@@ -71,30 +72,30 @@ class DcpKeys:
         tensors = (*self._catalog.tensors, *self._catalog.aliases)
         above = {join(node.fqn, key): node.fqn for node in main.tree for key in node.keys}
         paths, models = _paths_of(main), models_of(values, frozenset(tensors), above)
-        # By DCP's keys: where each is in the nested state, which tensor it is, and each value.
+        # By DCP's keys: the nested path of each, the names of tensors, and the values.
         self._tree = main.tree
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, str] = {}
         self._values: dict[str, object] = {}
-        # The name in the checkpoint that each key is of.
+        # The name in the checkpoint for each key.
         self.names: dict[str, str] = {}
         for fqn in tensors:
             self._tensors[self._add(_path_of(fqn, paths, models), fqn)] = fqn
         for fqn, value in values.items():
-            for where, leaf in _leaves(_path_of(fqn, paths, models), value):
-                self._values[self._add(where, fqn)] = relative(fqn, leaf, models)
+            for path, leaf in _leaves(_path_of(fqn, paths, models), value):
+                self._values[self._add(path, fqn)] = relative(fqn, leaf, models)
 
     def _add(self, path: Path, fqn: str) -> str:
-        key = join_all(path)
+        key = joined(path)
         if key in self.names:
             raise IncompatibleError(
-                f"{self._path}: DCP has one key, {key!r}, for two names of it: load it with dc.load"
+                f"{self._path}: two names would have the key {key!r} in DCP: load it with dc.load"
             )
         self._paths[key], self.names[key] = path, fqn
         return key
 
     def metadata(self, storage_meta: StorageMeta) -> Metadata:
-        """Return what DCP plans with: each tensor is one chunk, of which any part may be read."""
+        """Return DCP's metadata. Each tensor is one chunk, of which any part can be read."""
         entries: dict[str, STORAGE_TYPES] = {
             key: _described(self.record(key)) for key in self._tensors
         }
@@ -102,7 +103,7 @@ class DcpKeys:
         return Metadata(entries, planner_data=self._paths, storage_meta=storage_meta)
 
     def value(self, key: str) -> object:
-        """Return a value that the metadata names."""
+        """Return the value of a key."""
         return self._values[key]
 
     @property
@@ -111,49 +112,44 @@ class DcpKeys:
         return [*self._catalog.per_rank]
 
     def chosen(self, selection: Selection) -> set[str]:
-        """Return the names that are selected.
+        """Return the selected names.
 
-        The groups of an optimizer are as long as anything of it is, as in a save.
+        As in a save, an optimizer's groups are included if any part of the optimizer is.
         """
         chosen_names = {name for name in self.names.values() if name in selection}
         within = {above for name in chosen_names for above in names_above(name)}
         groups = (name for name in self.names.values() if _PARAMS.fullmatch(name))
-        kept = [name for name in groups if _PARAMS.sub(r"\1", name) in within]
-        return chosen_names.union(kept, (name.removesuffix(".params") for name in kept))
+        params = [name for name in groups if _PARAMS.sub(r"\1", name) in within]
+        return chosen_names.union(params, (name.removesuffix(".params") for name in params))
 
-    def broken_lists(self, kept: Set[str]) -> Iterator[str]:
-        """Yield the lists in which something is kept behind what is left out."""
-        within = {above for name in kept for above in names_above(name)}
-        there = {above for name in self.names.values() for above in names_above(name)}
+    def broken_lists(self, chosen: Set[str]) -> Iterator[str]:
+        """Yield the lists in which a chosen item comes after one that is not chosen."""
+        within = {above for name in chosen for above in names_above(name)}
+        nonempty = {above for name in self.names.values() for above in names_above(name)}
         for node in self._tree:
             if not is_mapping(node.kind):
                 children = [join(node.fqn, key) for key in node.keys]
-                # Of what is empty there is no name.
-                are_kept = [name in within or name not in there for name in children]
-                if are_kept != sorted(are_kept, reverse=True):
+                # An empty container has no name, so it counts as chosen.
+                are_chosen = [name in within or name not in nonempty for name in children]
+                if are_chosen != sorted(are_chosen, reverse=True):
                     yield node.fqn
 
     def name_of(self, key: str) -> str:
-        """Return the name of a tensor that the metadata names, which may be tied."""
+        """Return the name of a key's tensor, which may be an alias."""
         return self._tensors[key]
 
     def fqn(self, key: str) -> str:
-        """Return the name of the tensor that has the data of one that the metadata names."""
+        """Return the name under which a key's tensor is stored."""
         fqn = self._tensors[key]
         return self._catalog.aliases.get(fqn, fqn)
 
     def record(self, key: str) -> TensorRecord:
-        """Return what the index says of a tensor that the metadata names."""
+        """Return the index entry of a key's tensor."""
         return self._catalog.tensors[self.fqn(key)]
 
 
-def join_all(path: Path) -> str:
-    """Return the name of what is at a path."""
-    return ".".join(map(str, path))
-
-
 def _further_values(opened: OpenCheckpoint, rank: int) -> Iterator[tuple[str, object]]:
-    """Yield the values that other files than the global one have, and those of this rank."""
+    """Yield the values in other files than the global one, and those of this rank."""
     for fqn, holder in opened.catalog.values.items():
         if holder:
             yield fqn, opened.value(fqn)
@@ -169,25 +165,24 @@ def _described(record: TensorRecord) -> TensorStorageMetadata:
 
 
 def _paths_of(main: ObjectsFile) -> dict[str, Path]:
-    """Return the path of each name in the containers that were saved."""
+    """Return the path of each name in the saved containers."""
     paths: dict[str, Path] = {"": ()}
     for node in main.tree:
         above = paths.get(node.fqn, (node.fqn,))
         for key in node.keys:
-            own = str(key) if is_mapping(node.kind) else key
-            paths[join(node.fqn, key)] = (*above, own)
+            paths[join(node.fqn, key)] = (*above, str(key) if is_mapping(node.kind) else key)
     return paths
 
 
 def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> Path:
-    """Return where a name is in DCP's nested state; below what is no container it is one key."""
+    """Return the path of a name in DCP's nested state; below a value, the rest is one key."""
     above = fqn
     while above not in paths:
         above = above.rpartition(".")[0]
     below = fqn[len(above) :].removeprefix(".")
     path = (*paths[above], below) if below else paths[above]
     for number in range(1, len(path)):
-        model = models.get(join_all(path[:number]))
+        model = models.get(joined(path[:number]))
         key = path[number]
         if model is not None and isinstance(key, str) and key.startswith(f"{model}."):
             return (*path[:number], key.removeprefix(f"{model}."), *path[number + 1 :])
@@ -197,16 +192,16 @@ def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> 
 def models_of(
     values: Mapping[str, object], tensors: Collection[str], above: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return for the state of each optimizer the name of the one model that it trains.
+    """Return the name of the trained model for the state of each optimizer that trains one model.
 
-    `dc.save` names parameters as the whole state does, "model.0.weight", and torch as their model.
-    `above` is the container that each name is in.
+    `dc.save` names parameters within the whole state ("model.0.weight"), and torch within their
+    model. `above` has the container of each name.
     """
     models_by_optimizer: dict[str, set[str]] = {}
     for fqn, value in values.items():
         if (match := _PARAMS.fullmatch(fqn)) and isinstance(value, list):
             names = [str(name) for name in value]
-            # A name that is no tensor's here is one of torch's already.
+            # If no tensor here has the name, torch has named it.
             models = {above.get(name, "") if name in tensors else "" for name in names}
             models_by_optimizer.setdefault(match[1], set()).update(models)
     return {
@@ -217,13 +212,13 @@ def models_of(
 
 
 def _common(names: Collection[str]) -> str:
-    """Return the container that all of these are or lie in; "" if only the state is."""
+    """Return the innermost container of all names; "" if that is the state."""
     in_all = set.intersection(*({*names_above(name)} for name in names)) if names else ()
     return max(in_all, key=len, default="")
 
 
 def relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
-    """Return an optimizer's list of names as torch has them; anything else as it is."""
+    """Return a value; an optimizer's list of parameters gets the names that torch uses."""
     match = _PARAMS.fullmatch(fqn)
     model = models.get(f"{match[1]}.state") if match else None
     if model is None or not isinstance(value, list):
@@ -232,7 +227,7 @@ def relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
 
 
 def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    """Yield what DCP takes for the values in a value: it looks into dicts, and lists of those."""
+    """Yield the leaves of a value as DCP flattens it: dicts, and lists that contain dicts."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _leaves((*path, str(key)), child)
@@ -249,49 +244,45 @@ def _holds_mappings(value: object) -> bool:
     )
 
 
-# The component of tensors that are themselves at the top of the state dict.
-_LOOSE = "state"
-
-
 def local_state_of(
     plan: SavePlan, planner: SavePlanner, ranks: Session
 ) -> tuple[LocalState, list[tuple[MetadataIndex, int]]]:
-    """Return what this rank saves of a plan, and the size in bytes of each item.
+    """Return the state that this rank saves for a plan, and the size in bytes of each item.
 
-    Every tensor is asked for once, when this is called. TypeError names a value that is no plain
-    data, ValueError a tensor or a key that cannot be stored.
+    Every tensor is requested from the planner once. TypeError for a value that is not plain data,
+    ValueError for a tensor or a key that cannot be stored.
     """
-    taker = _Collected(ranks)
+    builder = _LocalStateBuilder(ranks)
     tensors: dict[str, list[WriteItem]] = {}
     paths = _nested_paths(plan)
     for item in plan.items:
         fqn = item.index.fqn
         _check_name(fqn)
         if item.type == WriteItemType.BYTE_IO:
-            taker.add_value(fqn, planner, item)
+            builder.add_value(fqn, planner, item)
         else:
             tensors.setdefault(fqn, []).append(item)
     for fqn, items in tensors.items():
-        component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else _LOOSE
-        taker.add_tensor(fqn, component, _Chunks(planner, items))
-    return taker.taken(tree_of(paths.values())), taker.sizes
+        component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else LOOSE
+        builder.add_tensor(fqn, component, _Chunks(planner, items))
+    return builder.finish(tree_of(paths.values())), builder.sizes
 
 
 def _nested_paths(plan: SavePlan) -> dict[str, Path]:
-    """Return where each key was in the state dict that this rank was given, before it was flat."""
+    """Return the path of each key in the nested state dict of this rank."""
     data = plan.planner_data
     paths = {
         fqn: path
         for fqn, path in (data.items() if isinstance(data, Mapping) else ())
-        if isinstance(fqn, str) and isinstance(path, tuple) and join_all(path) == fqn
+        if isinstance(fqn, str) and isinstance(path, tuple) and joined(path) == fqn
     }
-    alone: dict[str, Path] = {item.index.fqn: (item.index.fqn,) for item in plan.items}
-    return alone | paths
+    flat_paths: dict[str, Path] = {item.index.fqn: (item.index.fqn,) for item in plan.items}
+    return flat_paths | paths
 
 
 def _check_name(fqn: str) -> None:
     if not fqn or not is_text(fqn):
-        raise ValueError(f"the state dict has the key {fqn!r}, which is no text: rename it")
+        raise ValueError(f"the state dict has the invalid key {fqn!r}: rename it")
     if len(fqn) > MAX_FQN_CHARS:
         raise ValueError(
             f"{fqn[:100]}...: a name of {len(fqn)} characters, {MAX_FQN_CHARS} are the most: use "
@@ -300,7 +291,7 @@ def _check_name(fqn: str) -> None:
 
 
 class _Chunks:
-    """The chunks of one tensor that a rank writes, as a tensor in parts of which torch can tell."""
+    """The chunks of one tensor that a rank writes, with torch's protocol for tensors in parts."""
 
     def __init__(self, planner: SavePlanner, items: Sequence[WriteItem]) -> None:
         data = items[0].tensor_data
@@ -327,14 +318,14 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
         )
     if is_wrapper_subclass(value):
         raise TypeError(
-            f"{item.index.fqn}: {class_name(value)} is made of other tensors, which have no place "
-            f"below DCP's planner: save it with dc.save, and load it with dc.load"
+            f"{item.index.fqn}: {class_name(value)} is made of other tensors, which DCP's planner "
+            f"cannot describe: save it with dc.save, and load it with dc.load"
         )
     return value.detach()
 
 
-class _Collected:
-    """Adds one item after another to what a rank holds."""
+class _LocalStateBuilder:
+    """Builds the state of a rank, item by item."""
 
     def __init__(self, ranks: Session) -> None:
         self.sizes: list[tuple[MetadataIndex, int]] = []
@@ -362,7 +353,7 @@ class _Collected:
         self._values[fqn] = value
         self.sizes.append((item.index, 0))
 
-    def taken(self, tree: tuple[Node, ...]) -> LocalState:
+    def finish(self, tree: tuple[Node, ...]) -> LocalState:
         inventory = Inventory(
             mesh=(),
             components=tuple(self._components),
@@ -379,20 +370,20 @@ class _Collected:
 
 
 def _looked_up(planner: SavePlanner, item: WriteItem) -> object:
-    """Return the value itself: of DCP's planners, `resolve_data` returns what is pickled of it."""
+    """Return the value itself: `resolve_data` of DCP's planners returns its pickle."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
         return look_up(item.index)
     data: Any = planner.resolve_data(item)
     data.seek(0)
-    return torch.load(data, weights_only=True)  # noqa: TID251 - of the planner, just now
+    return torch.load(data, weights_only=True)  # noqa: TID251 - the planner has just pickled it
 
 
-# --- what is read ------------------------------------------------------------------------------
+# --- reads -------------------------------------------------------------------------------------
 
 
 class PlannedReads:
-    """What a planner asks for: the boxes of each tensor, by DCP's key, and where they go."""
+    """The reads of a planner: the boxes of each tensor, by DCP's key, and their targets."""
 
     def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner, keys: DcpKeys) -> None:
         self.parts: dict[str, list[tuple[Region, torch.Tensor]]] = {}
@@ -405,8 +396,8 @@ class PlannedReads:
     def fill(self, source: OpenCheckpoint, together: CollectiveReader) -> tuple[int, int]:
         """Fill the tensors of the planner. Collective: all ranks of `together` call this.
 
-        Returns how many bytes came from storage, and how many from other ranks. CorruptError, on
-        all ranks, if what one of them reads is damaged.
+        Return the number of bytes from storage, and from other ranks. CorruptError on all ranks if
+        one of them reads damaged data.
         """
 
         def opened() -> OpenedInput:
@@ -417,11 +408,11 @@ class PlannedReads:
         with together.ranks.operation(f"load of {source.folder}"):
             moved = read_together(together, opened, source.not_found_if_removed)
         with together.phases.phase("place"):
-            self._place()
+            self._convert_and_commit()
         return moved
 
     def _open(self, source: OpenCheckpoint, threads: int) -> OpenedInput:
-        """Open the files that the boxes are in, and wait for devices that use their memory."""
+        """Open the files with the boxes, and wait for devices that use the target memory."""
         wanted = []
         targets: dict[tuple[str, int], Target] = {}
         for key, every_part in self.parts.items():
@@ -438,26 +429,26 @@ class PlannedReads:
         return OpenedInput(files, targets)
 
     def _add(self, item: ReadItem) -> None:
-        """Ask the planner where an item goes; through memory of our own if that has another dtype.
+        """Get the target of an item from the planner; use a buffer if it has another dtype.
 
-        That is taken now: all that a rank may lack is lacking before anything lands anywhere.
+        The buffer is allocated now: running out of memory must not leave a half-filled state.
         """
         stored = torch_dtype(self._keys.record(item.storage_index.fqn).dtype)
-        own = self._planner.resolve_tensor(item)
-        self._resolved.append((item, own))
-        target = own.detach()
+        resolved = self._planner.resolve_tensor(item)
+        self._resolved.append((item, resolved))
+        target = resolved.detach()
         if target.dtype != stored:
             self._converted.append((target, torch.empty(target.shape, dtype=stored)))
             target = self._converted[-1][1]
-        where = item.storage_index.offset or torch.Size([0] * len(item.lengths))
-        offset = tuple(a + b for a, b in zip(where, item.storage_offsets, strict=True))
+        chunk_offset = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+        offset = tuple(a + b for a, b in zip(chunk_offset, item.storage_offsets, strict=True))
         region = Region(offset, tuple(item.lengths))
         self.parts.setdefault(item.storage_index.fqn, []).append((region, target))
 
-    def _place(self) -> None:
-        """Convert what is to be converted, and tell the planner that all is there."""
+    def _convert_and_commit(self) -> None:
+        """Convert tensors of another dtype, and commit all tensors to the planner."""
         synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
-        for target, read in self._converted:
-            target.copy_(read)
-        for item, own in self._resolved:
-            self._planner.commit_tensor(item, own)
+        for target, buffer in self._converted:
+            target.copy_(buffer)
+        for item, resolved in self._resolved:
+            self._planner.commit_tensor(item, resolved)

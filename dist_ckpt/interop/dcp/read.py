@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint: `.metadata` and the files that it names.
+"""Read folders of torch.distributed.checkpoint: `.metadata` and the files that it names.
 
-Each tensor's part and each value is an archive of torch.save at an offset of a file. Nothing is
-unpickled: see `interop/pickles/restricted_pickle.py`. The format:
+Each part of a tensor, and each value, is an archive of torch.save at an offset of a file. Nothing
+is unpickled: see `interop/pickles/restricted_pickle.py`. The format is in
 torch/distributed/checkpoint/filesystem.py.
 """
 
@@ -40,12 +40,12 @@ _T = TypeVar("_T")
 
 
 class _Properties(PickledRecord):
-    """Of a tensor: all that is of use is the dtype, the first."""
+    """The properties of a tensor: only the dtype, the first one, is used."""
 
     def set_state(self, state: object) -> None:
-        """Take a tuple, as torch writes it."""
+        """Set the dtype from the tuple that torch writes."""
         if not isinstance(state, tuple) or not state:
-            raise TypeError("the properties of a tensor are no tuple")
+            raise TypeError("the properties of a tensor must be a tuple")
         super().set_state({"dtype": state[0]})
 
 
@@ -76,8 +76,8 @@ _TABLE: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _ItemPlace:
-    """Where an item lies: it is an archive of torch.save."""
+class _Location:
+    """The location of an item, which is an archive of torch.save."""
 
     file: str
     start: int
@@ -89,15 +89,15 @@ class _Item:
     """A part of a tensor, or a value if it has no region."""
 
     fqn: str
-    location: _ItemPlace
+    location: _Location
     region: Region | None = None
 
 
 def read(storage: Storage, folder: str, interest: ImportFilter = ALL) -> ForeignState:
-    """Return what a folder holds, named as `dc.save` would name it.
+    """Return the state in a folder, with the names that `dc.save` would use.
 
-    NotFoundError if there is no metadata, or a file that it names is gone; CorruptError,
-    IncompatibleError for what is damaged, or what no checkpoint can hold.
+    NotFoundError if the metadata, or a file that it names, is missing. CorruptError,
+    IncompatibleError for damaged files, or values that cannot be stored.
     """
     nested = Nested(folder, interest)
     add_folder(nested, storage, folder)
@@ -112,9 +112,9 @@ def add_folder(
     *,
     keep_unknown: bool = False,
 ) -> None:
-    """Add what a folder holds, where `place` says that what was at a path shall be.
+    """Add the state in a folder; `map_path` returns the new path for each path in it.
 
-    `keep_unknown` is for metadata that tells of more than of what is in the folder.
+    `keep_unknown` is for metadata that also describes other things than the folder's contents.
     """
     path = f"{folder}/{METADATA}"
     try:
@@ -123,8 +123,8 @@ def add_folder(
         raise no_metadata(storage, folder) from None
     metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
     contents = _MetadataContents(path, metadata)
-    paths = {fqn: map_path(own) for fqn, own in contents.paths.items()}
-    names = {fqn: joined(own) for fqn, own in paths.items()}
+    paths = {fqn: map_path(old_path) for fqn, old_path in contents.paths.items()}
+    names = {fqn: joined(new_path) for fqn, new_path in paths.items()}
     chunks: dict[str, list[ForeignChunk]] = {
         fqn: [ForeignChunk(Region.whole(shape), path, 0)] if 0 in shape else []
         for fqn, (_, shape) in contents.tensors.items()
@@ -143,7 +143,7 @@ def add_folder(
             nested.add_alias(paths[fqn], names[tied[fqn]])
             continue
         if fqn in wanted and not chunks[fqn]:
-            raise CorruptError(f"{path}: it has no part of {fqn}; use another checkpoint")
+            raise CorruptError(f"{path}: {fqn} has no part; use another checkpoint")
         tensor = ForeignTensor(names[fqn], dtype, shape, tuple(chunks[fqn]))
         nested.add_tensor(paths[fqn], tensor)
 
@@ -152,27 +152,27 @@ def no_metadata(storage: Storage, folder: str) -> NotFoundError:
     """Return the error for a folder without the metadata of all ranks."""
     if is_file(storage, f"{folder}/{METADATA_OF_RANK}"):
         return NotFoundError(
-            f"{folder} has metadata of single ranks, such as {METADATA_OF_RANK}, and none of all: "
-            f"a save with no_dist=True or use_collectives=False, which is read by such a load "
-            f"alone; load it with dcp.load, and save it again without that"
+            f"{folder} has metadata of single ranks, such as {METADATA_OF_RANK}, and none of all "
+            f"ranks: it was saved with no_dist=True or use_collectives=False. Load it with "
+            f"dcp.load and the same option, and save it again without that option"
         )
     return NotFoundError(
-        f"{folder}/{METADATA}: there is no such file, so {folder} is no checkpoint of "
-        f"torch.distributed.checkpoint, or one whose save did not end; check the path"
+        f"{folder}/{METADATA}: the file does not exist, so {folder} is not a checkpoint of "
+        f"torch.distributed.checkpoint, or its save did not end; check the path"
     )
 
 
 def _chunk(
     contents: _MetadataContents, item: _Item, archive: Archive, value: object, folder: str
 ) -> ForeignChunk:
-    """Return where a part of a tensor lies, which is to be what the metadata says of it."""
+    """Return the location of a tensor's part. CorruptError if it contradicts the metadata."""
     dtype, _ = contents.tensors[item.fqn]
-    what = f"{folder}/{item.location.file}, {item.fqn}"
+    label = f"{folder}/{item.location.file}, {item.fqn}"
     if not isinstance(value, TensorView) or item.region is None:
-        raise CorruptError(f"{what}: {shown(value)} in place of a tensor; use another checkpoint")
+        raise CorruptError(f"{label}: {shown(value)} in place of a tensor; use another checkpoint")
     if (value.dtype, value.shape) != (dtype, item.region.shape):
         raise CorruptError(
-            f"{what}: {list(value.shape)} of {value.dtype}, and the metadata says "
+            f"{label}: {list(value.shape)} of {value.dtype}, but the metadata says "
             f"{list(item.region.shape)} of {dtype}; use another checkpoint"
         )
     file, start = archive.locate(value, item.fqn)
@@ -180,34 +180,34 @@ def _chunk(
 
 
 def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tuple[Archive, _Item]]:
-    """Yield the items, in the order in which they lie in the files."""
+    """Yield the items with their archives, in the order of the files."""
     ordered = sorted(items, key=lambda item: item.location)
     for name, group in groupby(ordered, key=lambda item: item.location.file):
-        some, path = [*group], f"{folder}/{name}"
+        items_in_file, path = [*group], f"{folder}/{name}"
         try:
             file = opened_file(storage, path)
         except FileNotFoundError:
             raise NotFoundError(
-                f"{path}: there is no such file, and {METADATA} says that "
-                f"{some[0].fqn} lies in it; copy it there, or use another checkpoint"
+                f"{path}: the file does not exist, but {METADATA} names it for "
+                f"{items_in_file[0].fqn}; copy it there, or use another checkpoint"
             ) from None
         end = 0
         with closing(file):
-            for item in some:
-                location, what = item.location, f"{path}, {item.fqn}"
+            for item in items_in_file:
+                location, label = item.location, f"{path}, {item.fqn}"
                 if location.start < end:
-                    raise CorruptError(f"{what}: it overlaps another item; use another checkpoint")
+                    raise CorruptError(f"{label}: it overlaps another item; use another checkpoint")
                 end = location.start + location.nbytes
-                yield Archive(file, path, location.start, location.nbytes, what), item
+                yield Archive(file, path, location.start, location.nbytes, label), item
 
 
 class _MetadataContents:
-    """What the metadata says, checked: tensors with dtype and shape, items, and nested paths."""
+    """The checked contents of the metadata: tensors with dtype and shape, items, nested paths."""
 
     def __init__(self, path: str, metadata: object) -> None:
         self._path = path
         fields = self._record(metadata, "Metadata")
-        self._places = dict(self._all_places(fields.get("storage_data")))
+        self._locations = dict(self._read_locations(fields.get("storage_data")))
         entries = self._typed(fields.get("state_dict_metadata"), dict)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         self.items: list[_Item] = []
@@ -218,18 +218,19 @@ class _MetadataContents:
         self.paths = {fqn: _path_of(fqn, nested.get(fqn)) for fqn in entries}
 
     def tied(self, wanted: Collection[str]) -> dict[str, str]:
-        """Return which tensors are others, by name: all that is wanted of them lies in one place.
+        """Return the tied tensors, with the first name of each: their parts have equal locations.
 
-        DCP itself writes each one; an export of ours ties them like this.
+        DCP itself writes every tensor. `export_folder` of this library writes tied ones once.
         """
-        places: dict[str, list[tuple[Region, _ItemPlace]]] = {}
+        parts: dict[str, list[tuple[Region, _Location]]] = {}
         for item in self.items:
             if item.region is not None and item.fqn in wanted:
-                places.setdefault(item.fqn, []).append((item.region, item.location))
+                parts.setdefault(item.fqn, []).append((item.region, item.location))
         first: dict[object, str] = {}
-        for fqn, own in places.items():
-            first.setdefault((self.tensors[fqn], *own), fqn)
-        first_names = ((fqn, first[self.tensors[fqn], *own]) for fqn, own in places.items())
+        first_names = (
+            (fqn, first.setdefault((self.tensors[fqn], *located), fqn))
+            for fqn, located in parts.items()
+        )
         return {fqn: other for fqn, other in first_names if fqn != other}
 
     def _add(self, fqn: str, entry: object) -> None:
@@ -247,36 +248,38 @@ class _MetadataContents:
                 self._typed(chunk.get(name), Size).shape for name in ("offsets", "sizes")
             )
             if len(offset) != len(shape) or len(sizes) != len(shape):
-                raise self._damaged(f"{fqn} is cut in {len(offset)} of {len(shape)} dimensions")
-            # Ranks that hold nothing of a tensor have parts without elements.
+                raise self._damaged(f"{fqn} is split in {len(offset)} of {len(shape)} dimensions")
+            # Ranks without data of a tensor have parts without elements.
             if 0 not in sizes:
                 self.items.append(_Item(fqn, self._location(fqn, offset), Region(offset, sizes)))
 
-    def _location(self, fqn: str, offset: Shape | None) -> _ItemPlace:
-        location = self._places.get((fqn, offset))
+    def _location(self, fqn: str, offset: Shape | None) -> _Location:
+        location = self._locations.get((fqn, offset))
         if location is None:
-            raise self._damaged(f"nowhere is {fqn}{f' at {list(offset)}' if offset else ''}")
+            raise self._damaged(f"no location of {fqn}{f' at {list(offset)}' if offset else ''}")
         return location
 
-    def _all_places(self, value: object) -> Iterator[tuple[tuple[str, Shape | None], _ItemPlace]]:
+    def _read_locations(
+        self, value: object
+    ) -> Iterator[tuple[tuple[str, Shape | None], _Location]]:
         for key, info in self._typed(value, dict).items():
-            index, where = self._record(key, "MetadataIndex"), self._record(info, "_StorageInfo")
+            index, storage = self._record(key, "MetadataIndex"), self._record(info, "_StorageInfo")
             fqn, offset = self._typed(index.get("fqn"), str), index.get("offset")
-            if transforms := where.get("transform_descriptors"):
+            if transforms := storage.get("transform_descriptors"):
                 raise IncompatibleError(
-                    f"{self._path}: {fqn} went through extensions when it was saved "
-                    f"({str(transforms)[:100]}), which are not undone here: save it without them"
+                    f"{self._path}: {fqn} was saved with extensions "
+                    f"({str(transforms)[:100]}), which cannot be read: save it without them"
                 )
-            name = self._typed(where.get("relative_path"), str)
+            name = self._typed(storage.get("relative_path"), str)
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise self._damaged(
-                    f"it names the file {name[:100]!r}: one beside it must be meant"
+                    f"it names the file {name[:100]!r}, which is not in the same folder"
                 )
-            start, nbytes = (self._typed(where.get(n), int) for n in ("offset", "length"))
+            start, nbytes = (self._typed(storage.get(n), int) for n in ("offset", "length"))
             if not (0 <= start < 1 << 62 and 0 <= nbytes < 1 << 62):
-                raise self._damaged(f"{fqn} lies at no place of a file")
+                raise self._damaged(f"{fqn} has an impossible offset or size")
             shape = None if offset is None else self._typed(offset, Size).shape
-            yield (fqn, shape), _ItemPlace(name, start, nbytes)
+            yield (fqn, shape), _Location(name, start, nbytes)
 
     def _record(self, value: object, name: str) -> Mapping[str, object]:
         if isinstance(value, UnknownObject):
@@ -295,7 +298,7 @@ class _MetadataContents:
 
 
 def _path_of(fqn: str, path: object) -> Path:
-    """Return where a key was in the state dict before it was flat."""
+    """Return the path of a key in the nested state dict."""
     if isinstance(path, tuple) and all(map(_is_key, path)) and joined(path) == fqn:
         return path
     return (fqn,)

@@ -36,7 +36,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     try:
         entries = sorted(storage.list(path, follow=True), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"{path}: there is no such folder; check the path") from None
+        raise NotFoundError(f"{path}: the folder does not exist; check the path") from None
     folder = _Folder(storage, path, interest)
     for entry in entries:
         if not entry.name.endswith(_NO_STATE):
@@ -151,7 +151,7 @@ def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> 
         case None:
             pass
         case _:
-            raise IncompatibleError(f"{archive.what}: numpy's generator is none of MT19937")
+            raise IncompatibleError(f"{archive.label}: numpy's generator is none of MT19937")
     own = state.get("torch_manual_seed")
     if isinstance(own, TensorView):
         made["torch"] = archive.bytes_of(own, "torch_manual_seed")

@@ -66,7 +66,7 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
     try:
         names = [entry.name for entry in storage.list(folder)]
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(f"{folder}: there is no such folder; check the path") from None
+        raise NotFoundError(f"{folder}: the folder does not exist; check the path") from None
     if other := next((n for n in names if re.match(r"layer_\d+|.*expert_\d+", n)), None):
         raise IncompatibleError(
             f"{folder}/{other} is of pipeline stages or experts, which are not read: {_UNIVERSAL}"
@@ -85,8 +85,8 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
         groups.append([of_ranks[rank] for rank in sorted(of_ranks)])
     if not groups[0]:
         raise NotFoundError(
-            f"{folder} has no file such as mp_rank_00_model_states.pt, so it is no checkpoint of "
-            f"DeepSpeed; check the path"
+            f"{folder} has no file such as mp_rank_00_model_states.pt, so it is not a checkpoint "
+            f"of DeepSpeed; check the path"
         )
     return groups[0], groups[1]
 
@@ -221,7 +221,7 @@ class _ZeroFiles:
                 self._nested.add(("model", name), value, self._archive)
             elif not self._nested.leaves_out(f"model.{name}"):
                 raise IncompatibleError(
-                    f"{self._archive.what}: no file has data of {name}, as of a tied weight that "
+                    f"{self._archive.label}: no file has data of {name}, as of a tied weight that "
                     f"is not told of: leave it out (exclude='model.{name}', on the command line "
                     f"--exclude model.{name}), a load into a module ties it again"
                 )
@@ -293,7 +293,7 @@ class _ZeroFiles:
         base = state.get(key)
         if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
             raise IncompatibleError(
-                f"{self._partitions[rank][0].what}: {key} has no state by parameter, as with "
+                f"{self._partitions[rank][0].label}: {key} has no state by parameter, as with "
                 f'"elastic_checkpoint": save it without, or leave it out (exclude="optim", on the '
                 f"command line --exclude optim)"
             )
@@ -379,12 +379,12 @@ class _ZeroFiles:
         expected = max(count) if isinstance(count, list) and count else count
         if expected != self._ranks:
             raise NotFoundError(
-                f"{self._archive.what} is of {expected} partitions, and {self._ranks} files of "
+                f"{self._archive.label} is of {expected} partitions, and {self._ranks} files of "
                 f"them are there: copy the others there"
             )
         if self._stage == 3 and len(self._models) != self._ranks:
             raise NotFoundError(
-                f"{self._archive.what}: {len(self._models)} files of the model are there, and "
+                f"{self._archive.label}: {len(self._models)} files of the model are there, and "
                 f"{self._ranks} of the optimizer: copy the others there"
             )
 
@@ -410,7 +410,7 @@ class _ZeroFiles:
         return value
 
     def _damaged(self, why: str) -> CorruptError:
-        return CorruptError(f"{self._models[0][0].what}: {why}; use another checkpoint")
+        return CorruptError(f"{self._models[0][0].label}: {why}; use another checkpoint")
 
 
 def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_FlatSlice]:

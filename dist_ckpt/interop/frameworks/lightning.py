@@ -34,7 +34,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         state = dict_of(archive)
         if VERSION not in state:
             raise IncompatibleError(
-                f"{archive.what} has no {VERSION!r}, as what Lightning saves: it is another file "
+                f"{archive.label} has no {VERSION!r}, as what Lightning saves: it is another file "
                 f"of torch.save (--from torch)"
             )
         if is_folder:

@@ -72,8 +72,8 @@ def _check_about(storage: Storage, folder: str) -> None:
         text = whole_file(storage, f"{folder}/{ABOUT}", _MAX_TEXT_NBYTES)
     except FileNotFoundError:
         raise NotFoundError(
-            f"{folder}/{ABOUT}: there is no such file, so {folder} is no checkpoint of Megatron's "
-            f"dist checkpointing; check the path"
+            f"{folder}/{ABOUT}: the file does not exist, so {folder} is not a checkpoint of "
+            f"Megatron's dist checkpointing; check the path"
         ) from None
     about = strict_json.parse(text, f"{folder}/{ABOUT}")
     backend = about.get("sharded_backend") if isinstance(about, dict) else None

@@ -1,11 +1,10 @@
-"""Folders of safetensors files as Hugging Face reads them, out of a checkpoint.
+"""Export a model in a checkpoint as a Hugging Face folder of safetensors files.
 
     hf.export_folder("runs/a@latest", "exported", dtype="bf16")
     model.config.save_pretrained("exported")
     AutoModelForCausalLM.from_pretrained("exported")
 
-The other way needs no function: `dc.load`, `dc.open` and `dc.reshard` read such a folder where it
-lies, as `{"model": ...}`.
+No import is needed: `dc.load`, `dc.open` and `dc.reshard` read such a folder as `{"model": ...}`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export_folder"]
 
-# What a file system says that makes no clones, nor copies within itself, or not between these two.
+# Error codes of file systems that can neither clone nor copy a file in the kernel.
 _NO_CLONES = (
     *(errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EPERM, errno.ETXTBSY),
@@ -69,24 +68,24 @@ def export_folder(  # noqa: PLR0913 - a front door
 ) -> int:
     """Write the model in the checkpoint at `source` as a folder of safetensors files.
 
-    As transformers does: `model-00001-of-0000n.safetensors` with an index, or one
-    `model.safetensors`; names without the component's, each tensor whole in one file, and of tied
-    tensors the first name alone, which `from_pretrained` and `dc.load` tie again. No config.json.
-    One process calls it, with some tens of MiB however large the tensors are, without torch; every
-    block that is read is checked. Returns how many bytes the files have.
+    Return the size of the files in bytes. The files are those of transformers:
+    `model-00001-of-0000n.safetensors` with an index, or one `model.safetensors`; no config.json.
+    Names have no component prefix, and each tensor is whole in one file. A tied tensor is written
+    under its first name: `from_pretrained` and `dc.load` tie it again. One process calls this. It
+    needs some tens of MiB, and no torch. Every block read is checked.
 
-    `source` may name one of a run, such as "runs/a@latest". `only` is the component, or a name
-    within one, that is written. `dtype` ("bf16", "float16", ...) converts floating tensors, as
-    `cast` of a load does. `max_shard_size` bounds the data of a file. `include` and `exclude` are
-    globs on names in the checkpoint. With `reflink`, what is whole in a file of the checkpoint that
-    holds nothing else is cloned where the file system can, else copied by the kernel; then a file
-    may be larger than `max_shard_size`. `progress` is called with the bytes done, and those in all.
+    `source` may be a selector of a run, such as "runs/a@latest". `only` is the component to write,
+    or a name within one. `dtype` ("bf16", "float16", ...) converts floating tensors, as `cast` of a
+    load does. `max_shard_size` limits the data of a file. `include` and `exclude` are globs on
+    names in the checkpoint. With `reflink`, a file of the checkpoint that contains only whole
+    tensors of the export is cloned if the file system can, else copied by the kernel; such a file
+    may be larger than `max_shard_size`. `progress` is called with the bytes done and in all.
 
-    On return the folder is durable; until then it has another name, and if this raises there is
-    none. `overwrite` replaces one that an export has made, and leaves its other files in it. Raises
-    IncompatibleError for what such files cannot hold, with all names: values that are no tensors,
-    quantized tensors, dtypes that they lack, values that a dtype would make infinite. ExistsError
-    if something is there; otherwise what `dc.open` and reading raise.
+    On return the folder is durable. Until then it has another name, and after an error it does not
+    exist. `overwrite` replaces the folder of an earlier export, and keeps its other files.
+    IncompatibleError names all that such files cannot store: values that are not tensors, quantized
+    tensors, unsupported dtypes, and values that `dtype` would make infinite. ExistsError if
+    something exists there; otherwise the errors of `dc.open` and of reading.
     """
     plan = plan_export(
         source,
@@ -180,7 +179,7 @@ def _put_index(storage: Storage, folder: str, data: bytes) -> int:
         file.discard()
 
 
-# --- the files ---------------------------------------------------------------------------------
+# --- files -------------------------------------------------------------------------------------
 
 
 def _write_file(
@@ -190,7 +189,7 @@ def _write_file(
     file: ExportedFile,
     tell: Callable[[int], None],
 ) -> None:
-    """Write one file; on return it is durable. CorruptError if what is read is damaged."""
+    """Write one file, durably. CorruptError if its source is damaged."""
     path = f"{folder}/{file.name}"
     if file.clone_of is not None:
         source.check([_whole(tensor) for tensor, _ in file.tensors])
@@ -200,7 +199,7 @@ def _write_file(
             tell(file.data_nbytes)
             return
     tensors = {tensor.fqn: tensor for tensor, _ in file.tensors}
-    # What is converted may be larger where it is written, which has to fit as well.
+    # Converted tensors may be larger: they must fit into memory, too.
     ratio = max(_itemsize(tensor.dtype) // _itemsize(tensor.saved) for tensor in tensors.values())
     windows = source.stream(tensors, window_nbytes=WINDOW_NBYTES // max(1, ratio), order="names")
     out = target.create(path, file.nbytes)
@@ -214,7 +213,7 @@ def _write_file(
                     start += part.nbytes
                     tell(part.nbytes)
         if out.finish() != file.nbytes:
-            raise StorageError(f"{path} has another size than was written: try again")
+            raise StorageError(f"{path} does not have the size that was written: try again")
     finally:
         out.discard()
 
@@ -222,7 +221,7 @@ def _write_file(
 def _whole_files(
     source: OpenCheckpoint, tensors: Sequence[ExportContents]
 ) -> dict[int, tuple[ExportContents, ...]]:
-    """Return the files that hold some of the tensors whole, and nothing else, by number."""
+    """Return the files that contain only whole tensors of the export, by number."""
     index = source.index
     by_fqn = {tensor.fqn: tensor for tensor in tensors if tensor.saved == tensor.dtype}
     components = {index.catalog.tensors[fqn].component for fqn in by_fqn}
@@ -249,7 +248,7 @@ def _itemsize(dtype: str) -> int:
 def _as_written(
     window: TensorWindow, tensors: Mapping[str, ExportContents]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a window as they are written, from parts that are read one by one."""
+    """Yield the bytes of a window to write, converted part by part."""
     parts = [(tensors[want.fqn], data) for want, data in window.parts]
     if all(tensor.saved == tensor.dtype for tensor, _ in parts):
         yield window.data
@@ -262,18 +261,17 @@ def _as_written(
             part = converted(data, tensor.saved, tensor.dtype)
         if part is None:
             raise IncompatibleError(
-                f"{tensor.fqn} has finite values that {tensor.dtype} has not, they would be "
-                f"infinite: choose another dtype (bfloat16 has nearly the range of float32)"
+                f"{tensor.fqn} has finite values that would be infinite in {tensor.dtype}: choose "
+                f"another dtype (bfloat16 has nearly the range of float32)"
             )
         yield part
 
 
 def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
-    """Write a file of its header and of what a file holds from `start` on, durably.
+    """Write a file of its header and the data of a source file from `start` on, durably.
 
-    The kernel shares the data where the file system can (XFS, btrfs: `copy_file_range` does so for
-    whole pages, and both headers end at one), and copies it where not. False if it does neither
-    here: then there is no file.
+    On XFS and btrfs `copy_file_range` shares whole pages, and both headers end at a page. Other
+    file systems copy the data. Return False, without a file, if the kernel can do neither.
     """
     if not hasattr(os, "copy_file_range"):  # it is Linux's
         return False
@@ -288,7 +286,7 @@ def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
                     *(start + done, len(file.header) + done),
                 )
                 if not count:
-                    raise OSError(errno.EIO, "the file ended while it was copied")
+                    raise OSError(errno.EIO, "the source was truncated while it was copied")
                 done += count
             os.fsync(out.fileno())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a folder of safetensors files is to hold: which tensors of a checkpoint, in which files."""
+"""Plan a folder of safetensors files: the tensors of a checkpoint, and the files they go to."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.planning.selection import Selection, excluded_names
+from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES, ONE_FILE, SUFFIX
 
-# Three windows are in memory at once, with what is read for them.
+# Three windows are in memory at once, with the blocks that are read for them.
 WINDOW_NBYTES = 16 << 20
 
-# In each file: what transformers asks for, and that an export may replace it.
+# In each file. transformers requires "format"; "exported_by" allows an export to replace the file.
 METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
 
-# The data begins on a page, as it does in our own files: so it can be cloned, and written past the
-# page cache.
+# The data begins on a page, as in shard files. So it can be cloned, and bypass the page cache.
 _ALIGNMENT = 4096
 
-# What a record of a quantized tensor is called: see `state/tensors/tensor_subclasses.py`.
-_RECORD = ".__class__"
+# The last part of the name of a tensor subclass's record.
+_RECORD = f".{RECORD}"
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ALL_FLOATS = re.compile(r"(b?float16|float32|float64|float8_\w+)")
@@ -39,7 +39,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True, slots=True)
 class ExportContents:
-    """A tensor to write: `fqn` is the one that has its data, `saved` the dtype that has."""
+    """A tensor to write: `fqn` is the stored tensor with its data, and `saved` is its dtype."""
 
     name: str
     fqn: str
@@ -49,15 +49,15 @@ class ExportContents:
 
     @property
     def nbytes(self) -> int:
-        """Its size where it is written."""
+        """The size that is written."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """A file to write: its header, and where the tensors begin after that, with no hole.
+    """A file to write: its header, and the tensors with their offsets after it, without gaps.
 
-    `clone_of` numbers the file of the checkpoint that has the same bytes after its own header.
+    `clone_of` is the number of the checkpoint's file that has the same bytes after its own header.
     """
 
     name: str
@@ -76,19 +76,19 @@ class ExportedFile:
         return len(self.header) + self.data_nbytes
 
 
-def dtype_of(asked: object) -> str | None:
-    """Return the dtype that floating tensors are to have. ValueError for what is none."""
-    if asked is None:
+def dtype_of(option: object) -> str | None:
+    """Return the new dtype of floating tensors. ValueError for an unknown one."""
+    if option is None:
         return None
-    name = str(asked).removeprefix("torch.")
+    name = str(option).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in _FLOATS:
-        raise ValueError(f"dtype={asked!r}: give one of {', '.join((*_FLOATS, *_SHORT))}")
+        raise ValueError(f"dtype={option!r}: give one of {', '.join((*_FLOATS, *_SHORT))}")
     return name
 
 
 def nbytes_of(size: int | str) -> int:
-    """Return a size in bytes, such as of 5GB or 500MiB. ValueError for what is none."""
+    """Return a size such as "5GB" or "500MiB" in bytes. ValueError for an invalid one."""
     if type(size) is int and size > 0:
         return size
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
@@ -101,20 +101,20 @@ def nbytes_of(size: int | str) -> int:
 def chosen(
     catalog: Catalog, path: str, only: str, selection: Selection, dtype: str | None
 ) -> tuple[ExportContents, ...]:
-    """Return what is to be written of a component, in its order; a tied tensor once.
+    """Return the tensors of a component to write, in its order; a tied tensor once.
 
-    IncompatibleError names everything that safetensors cannot hold, with what to do. ValueError for
+    IncompatibleError names everything that safetensors cannot store, with remedies. ValueError for
     a pattern that matches nothing.
     """
     prefix = f"{only}."
     tables = (catalog.tensors, catalog.aliases, catalog.values, catalog.per_rank)
     below = [name for name in chain(*tables) if name.startswith(prefix) or name == only]
     if not any(name in catalog.tensors or name in catalog.aliases for name in below):
-        tensors_there = chain(catalog.tensors, catalog.aliases)
-        there = dict.fromkeys(name.partition(".")[0] for name in tensors_there if "." in name)
+        names_of_tensors = chain(catalog.tensors, catalog.aliases)
+        components = dict.fromkeys(n.partition(".")[0] for n in names_of_tensors if "." in n)
         raise IncompatibleError(
-            f"{path} has no tensors in {only!r}: of what has some ({listed([*there]) or 'nothing'})"
-            f" give one (only=, on the command line --only)"
+            f"{path} has no tensors in {only!r}: give a component that has some (only=, on the "
+            f"command line --only): {listed([*components]) or 'none has'}"
         )
     if unmatched := selection.unmatched(chain(*tables)):
         raise ValueError(listed(unmatched, "; "))
@@ -136,7 +136,7 @@ def chosen(
         raise ValueError(f"{selection} leaves no tensor of {only!r}: give other patterns")
     if problems:
         raise IncompatibleError(
-            f"{path}: safetensors files cannot hold all of {only!r}: {listed(problems, '; ')}"
+            f"{path}: safetensors files cannot store all of {only!r}: {listed(problems, '; ')}"
         )
     return tuple(tensors.values())
 
@@ -147,13 +147,13 @@ def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -
             f"{fqn} is a quantized tensor, made of others: save it dequantized, or leave it out "
             f"({excluded_names(fqn)})"
         )
-    others = [
-        name
-        for name in names
-        if (name in catalog.values or name in catalog.per_rank) and not _is_within(name, records)
-    ]
-    for name in others:
-        yield f"{name} is no tensor: leave it out ({excluded_names(name)}), and keep it elsewhere"
+    for name in names:
+        is_value = name in catalog.values or name in catalog.per_rank
+        if is_value and not _is_within(name, records):
+            yield (
+                f"{name} is not a tensor: leave it out ({excluded_names(name)}), and store it "
+                f"elsewhere"
+            )
 
 
 def _is_within(name: str, records: set[str]) -> bool:
@@ -165,11 +165,11 @@ def _tensor_problems(fqn: str, tensor: ExportContents, only: str) -> Iterator[st
     if fqn == only or not tensor.name:
         yield f"{fqn} has no name within {only!r}: {leave}"
     if tensor.name == "__metadata__":
-        yield f"{fqn}: {tensor.name!r} is what safetensors calls something else: {leave}"
+        yield f"{fqn}: {tensor.name!r} is a reserved name in safetensors: {leave}"
     if DTYPES[tensor.dtype].safetensors is None:
         convert = "convert it (dtype=), or " if _ALL_FLOATS.fullmatch(tensor.dtype) else ""
         leave = f"{convert}leave it out ({excluded_names(fqn)})"
-        yield f"{fqn} is {tensor.dtype}, which they lack: {leave}"
+        yield f"{fqn} is {tensor.dtype}, which safetensors lacks: {leave}"
 
 
 def packed(
@@ -177,16 +177,16 @@ def packed(
     max_nbytes: int,
     cloned: Mapping[int, Sequence[ExportContents]],
 ) -> tuple[ExportedFile, ...]:
-    """Put tensors into files of at most `max_nbytes` of data, in their order, as few as that makes.
+    """Distribute tensors, in their order, to files with at most `max_nbytes` of data.
 
-    A tensor that is larger has a file of its own. `cloned` are the tensors of whole files of the
-    checkpoint, in their order there, each of which is one file here, of whatever size.
+    A larger tensor gets a separate file. `cloned` has the tensors of whole files of the checkpoint,
+    by the number of the file. Each such file becomes one file of the export, whatever its size.
     """
     groups: list[tuple[int | None, Sequence[ExportContents]]] = [*cloned.items()]
-    known = {entry.name for group in cloned.values() for entry in group}
+    cloned_names = {entry.name for group in cloned.values() for entry in group}
     free, group = 0, list[ExportContents]()
     for tensor in tensors:
-        if tensor.name in known:
+        if tensor.name in cloned_names:
             continue
         if not group or tensor.nbytes > free:
             group, free = [], max_nbytes
@@ -197,7 +197,7 @@ def packed(
     files = []
     for number, (clone_of, members) in enumerate(groups, 1):
         name = ONE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
-        # As safetensors has it: the widest first, so that each is aligned to its own size.
+        # As in safetensors: the widest dtype first, so that each tensor is aligned to it.
         ordered = members if clone_of is not None else sorted(members, key=_by_alignment)
         files.append(_file(name, ordered, clone_of))
     return tuple(files)
@@ -223,8 +223,8 @@ def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) ->
     room = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
     if room > MAX_HEADER_NBYTES:
         raise IncompatibleError(
-            f"{name}: {len(tensors)} tensors need a header of {room} bytes, more than safetensors "
-            f"reads: give a smaller max_shard_size"
+            f"{name}: {len(tensors)} tensors need a header of {room} bytes, more than the limit "
+            f"of safetensors: give a smaller max_shard_size"
         )
     return ExportedFile(
         name, room.to_bytes(8, "little") + text.ljust(room), tuple(placed), clone_of
@@ -233,9 +233,9 @@ def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) ->
 
 def index_of(files: Sequence[ExportedFile]) -> bytes:
     """Return the index of several files, as transformers writes it."""
-    places = {tensor.name: file.name for file in files for tensor, _ in file.tensors}
+    weight_map = {tensor.name: file.name for file in files for tensor, _ in file.tensors}
     doc = {
         "metadata": {"total_size": sum(file.data_nbytes for file in files)},
-        "weight_map": dict(sorted(places.items())),
+        "weight_map": dict(sorted(weight_map.items())),
     }
     return (dumps(doc, indent=2, ensure_ascii=False) + "\n").encode()

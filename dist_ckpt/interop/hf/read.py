@@ -1,7 +1,7 @@
-"""safetensors files, one or a folder of them as Hugging Face writes it, as the state of a model.
+"""Read a safetensors file, or a Hugging Face folder of them, as the state of a model.
 
-A header is JSON from anybody: it is parsed within bounds, and every number in it is held against
-the file. The format: https://huggingface.co/docs/safetensors.
+A header can be hostile: its JSON is parsed within bounds, and every number is checked with the
+file. The format is in https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.strict_json import Json
-from dist_ckpt.core.storage import Storage, real_path
+from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
@@ -26,41 +26,40 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
 )
 from dist_ckpt.interop.registry import HF_FILE, HF_INDEX, SAFETENSORS
 
-# What the tensors of such files are parts of, as in `{"model": model}`.
+# The tensors of such files get this component: `{"model": ...}`.
 MODEL = "model"
 
 INDEX, ONE_FILE, SUFFIX = HF_INDEX, HF_FILE, SAFETENSORS
 
-# What safetensors itself reads of a header, and more than any index has.
-MAX_HEADER_NBYTES = 100_000_000
-MAX_INDEX_NBYTES = 256 << 20
+MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
+MAX_INDEX_NBYTES = 256 << 20  # more than any index has
 
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
-_MOST_DIMENSIONS = 64
+_MAX_NDIM = 64
 MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
 
 
 def open_file(storage: Storage, path: str, file: str) -> Storage:
-    """Return what reads a file, which may be the one of a folder, as a checkpoint at `path`."""
-    what = "a safetensors file" if file == path else "a folder with a safetensors file"
-    return checkpoint_of(storage, path, read_file(storage, file), what)
+    """Return a storage that presents a file, or a folder's only file, as a checkpoint at `path`."""
+    label = "a safetensors file" if file == path else "a folder with a safetensors file"
+    return checkpoint_of(storage, path, read_file(storage, file), label)
 
 
 def open_folder(storage: Storage, path: str) -> Storage:
-    """Return what reads the files of a folder with an index as a checkpoint."""
+    """Return a storage that presents a folder with an index as a checkpoint."""
     return checkpoint_of(storage, path, read_folder(storage, path), "a folder of safetensors files")
 
 
 def read_file(storage: Storage, path: str) -> ForeignState:
-    """Return what one file holds. CorruptError, IncompatibleError for what is no such file."""
+    """Return the state in one file. CorruptError, IncompatibleError for another kind of file."""
     tensors, metadata = _header_of(storage, path)
     return _state(tensors, metadata)
 
 
 def read_folder(storage: Storage, folder: str) -> ForeignState:
-    """Return what the files hold that the index of a folder names.
+    """Return the state in the files that a folder's index names.
 
-    NotFoundError names the files that are not there, CorruptError what the index is wrong about.
+    NotFoundError names missing files, CorruptError tensors that the files do not contain.
     """
     path = f"{folder}/{INDEX}"
     index = _object(_json_of(storage, path, MAX_INDEX_NBYTES), path)
@@ -69,21 +68,23 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
         for name, file in _object(index.get("weight_map"), f"{path}, weight_map").items()
     }
     if not names:
-        raise CorruptError(f"{path} names no tensor; fetch it anew")
+        raise CorruptError(f"{path} names no tensor; fetch it again")
     tensors: list[ForeignTensor] = []
-    gone = []
+    missing_files = []
     for file in sorted(set(names.values())):
         try:
             in_file, _ = _header_of(storage, f"{folder}/{file}")
         except NotFoundError:
-            gone.append(file)
+            missing_files.append(file)
             continue
         tensors += [tensor for tensor in in_file if names.get(tensor.fqn) == file]
-    if gone:
-        raise NotFoundError(f"{path} names files that are not there: {listed(gone)}; fetch them")
-    if lacking := sorted(names.keys() - {tensor.fqn for tensor in tensors}):
+    if missing_files:
+        raise NotFoundError(
+            f"{path} names files that do not exist: {listed(missing_files)}; fetch them"
+        )
+    if missing := sorted(names.keys() - {tensor.fqn for tensor in tensors}):
         raise CorruptError(
-            f"{path} names tensors that their files lack: {listed(lacking)}; fetch the files anew"
+            f"{path} names tensors that their files lack: {listed(missing)}; fetch the files again"
         )
     metadata = index.get("metadata")
     return _state(tensors, metadata if isinstance(metadata, dict) else {})
@@ -102,20 +103,16 @@ def _state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json]) -> Fo
 
 
 def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[str, Json]]:
-    """Return the tensors of a file, and what it says of itself."""
-    try:
-        file = storage.open(real_path(path))
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: there is no such file") from None
-    with closing(file):
+    """Return the tensors of a file, and its metadata."""
+    with closing(_opened(storage, path)) as file:
         size = memoryview(bytearray(8))
         count = file.read_into(0, size)
         nbytes = int.from_bytes(size, "little")
         if count < 8 or not 2 <= nbytes <= min(MAX_HEADER_NBYTES, file.nbytes - 8):
-            raise CorruptError(f"{path}: no safetensors file: no header fits into it")
+            raise CorruptError(f"{path}: not a safetensors file: it has no complete header")
         header = bytearray(nbytes)
         if file.read_into(8, memoryview(header)) < nbytes:
-            raise CorruptError(f"{path} ended while it was read")
+            raise CorruptError(f"{path} was truncated while it was read")
         total = file.nbytes
     doc = _object(strict_json.parse(bytes(header).rstrip(b" "), path), path)
     metadata = _object(doc.pop("__metadata__", {}), f"{path}, __metadata__")
@@ -126,18 +123,18 @@ def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[s
 
 
 def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
-    """Raise CorruptError if two tensors have bytes in common: a short file would become long."""
+    """Raise CorruptError if two tensors have common bytes: a small file could become large."""
     end, last = 0, ""
-    for start, nbytes, name in sorted(map(_place_of, tensors)):
+    for start, nbytes, name in sorted(map(_location_of, tensors)):
         if nbytes and start < end:
             raise CorruptError(
-                f"{path}: {strict_json.quoted(last)} and {strict_json.quoted(name)} have bytes in "
-                f"common; fetch the file anew"
+                f"{path}: {strict_json.quoted(last)} and {strict_json.quoted(name)} have common "
+                f"bytes; fetch the file again"
             )
         end, last = max(end, start + nbytes), name
 
 
-def _place_of(tensor: ForeignTensor) -> tuple[int, int, str]:
+def _location_of(tensor: ForeignTensor) -> tuple[int, int, str]:
     nbytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
     return tensor.chunks[0].start, nbytes, tensor.fqn
 
@@ -145,70 +142,72 @@ def _place_of(tensor: ForeignTensor) -> tuple[int, int, str]:
 def _check_foreign(metadata: Mapping[str, Json], path: str) -> None:
     if "dist_ckpt_index" in metadata:
         raise IncompatibleError(
-            f"{path} is the bytes of a state: dist_ckpt.load_bytes(state, data) reads them"
+            f"{path} has the bytes of a state: read them with dist_ckpt.load_bytes(state, data)"
         )
     if "dist_ckpt" in metadata:
         raise IncompatibleError(
-            f"{path} is one file of a checkpoint of dist_ckpt: give the checkpoint's folder"
+            f"{path} is one file of a dist_ckpt checkpoint: give the checkpoint's folder"
         )
 
 
 def _tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:
-    what = f"{path}, {strict_json.quoted(name)}"
-    entry = _object(value, what)
+    label = f"{path}, {strict_json.quoted(name)}"
+    entry = _object(value, label)
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     dtype = _BY_CODE.get(code) if isinstance(code, str) else None
     if dtype is None:
-        known = ", ".join(sorted(_BY_CODE))
         raise IncompatibleError(
-            f"{what}: the dtype {strict_json.quoted(code)} is not one of those that are read here "
-            f"({known}): convert it with the library that wrote it"
+            f"{label}: the dtype {strict_json.quoted(code)} is not supported "
+            f"({', '.join(sorted(_BY_CODE))}): convert it with the library that wrote it"
         )
-    sizes = tuple(_numbers(shape, f"{what}, shape"))
-    position = tuple(_numbers(offsets, f"{what}, data_offsets"))
-    if len(sizes) > _MOST_DIMENSIONS or len(position) != 2 or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise CorruptError(f"{what}: no tensor of a safetensors file; fetch the file anew")
+    sizes = tuple(_numbers(shape, f"{label}, shape"))
+    position = tuple(_numbers(offsets, f"{label}, data_offsets"))
+    if len(sizes) > _MAX_NDIM or len(position) != 2 or not 0 < len(name) <= MAX_NAME_CHARS:
+        raise CorruptError(f"{label}: not a tensor of a safetensors file; fetch the file again")
     first, stop = position
     if stop - first != prod(sizes) * dtype.itemsize or start + stop > total:
         raise CorruptError(
-            f"{what}: {list(sizes)} of {code} cannot be the bytes {first}:{stop} of "
-            f"{total - start}; fetch the file anew"
+            f"{label}: {list(sizes)} of {code} cannot be the bytes {first}:{stop} of "
+            f"{total - start}; fetch the file again"
         )
     chunk = ForeignChunk(Region.whole(sizes), path, start + first)
     return ForeignTensor(name, dtype.name, sizes, (chunk,))
 
 
-def _numbers(value: Json, what: str) -> Iterator[int]:
+def _numbers(value: Json, label: str) -> Iterator[int]:
     if not isinstance(value, list):
-        raise CorruptError(f"{what}: {strict_json.quoted(value)} is no list of numbers")
+        raise CorruptError(f"{label}: {strict_json.quoted(value)} is not a list of numbers")
     for number in value:
         if type(number) is not int or not 0 <= number < 1 << 63:
-            raise CorruptError(f"{what}: {strict_json.quoted(number)} is no size")
+            raise CorruptError(f"{label}: {strict_json.quoted(number)} is not a size")
         yield number
 
 
 def _file_name(value: Json, path: str) -> str:
     if not isinstance(value, str) or not value or {"/", "\0"} & {*value} or value in (".", ".."):
         raise CorruptError(
-            f"{path} names the file {strict_json.quoted(value)}: a file beside it must be meant"
+            f"{path} names the file {strict_json.quoted(value)}, which is not in the same folder"
         )
     return value
 
 
-def _json_of(storage: Storage, path: str, most: int) -> Json:
+def _opened(storage: Storage, path: str) -> ReadableFile:
     try:
-        file = storage.open(real_path(path))
+        return storage.open(real_path(path))
     except FileNotFoundError:
-        raise NotFoundError(f"{path}: there is no such file") from None
-    with closing(file):
+        raise NotFoundError(f"{path}: the file does not exist") from None
+
+
+def _json_of(storage: Storage, path: str, most: int) -> Json:
+    with closing(_opened(storage, path)) as file:
         if file.nbytes > most:
-            raise CorruptError(f"{path}: no index has {file.nbytes} bytes")
+            raise CorruptError(f"{path}: an index has at most {most} bytes, not {file.nbytes}")
         data = bytearray(file.nbytes)
         count = file.read_into(0, memoryview(data))
     return strict_json.parse(bytes(data[:count]), path)
 
 
-def _object(value: Json, what: str) -> dict[str, Json]:
+def _object(value: Json, label: str) -> dict[str, Json]:
     if not isinstance(value, dict):
-        raise CorruptError(f"{what}: {strict_json.quoted(value)} is no object of JSON")
+        raise CorruptError(f"{label}: {strict_json.quoted(value)} is not a JSON object")
     return value

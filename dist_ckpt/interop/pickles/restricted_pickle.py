@@ -4,6 +4,9 @@ This interprets the opcodes that Python writes for plain data. A name in the str
 the caller's table. The table has values, and `PlaceholderFactory` functions that make plain data or
 inert placeholders. Any other name becomes an `UnknownObject`. Nothing is imported, no method of a
 built object is looked up, and the size of the stream bounds time and memory.
+
+`pickletools.genops` does not parse the opcodes here. It reads lines and decimals of any length,
+undoes escapes in names with a DeprecationWarning, and accepts text that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dist_ckpt.errors import CorruptError, IncompatibleError
 # Two bytes repeat a reference to a list or dict. So limit the objects built from a stream to this
 # multiple of its size.
 _MOST_TIMES = 64
-_FREE = 1 << 16
+_FREE_NBYTES = 1 << 16
 
 
 class PlaceholderFactory:
@@ -50,7 +53,7 @@ class PickledRecord:
     def set_state(self, state: object) -> None:
         """Set the fields."""
         if not isinstance(state, dict):
-            raise TypeError(f"the state of a {self.name} is no dict")
+            raise TypeError(f"the state of a {self.name} is not a dict")
         self.fields = state
 
 
@@ -59,7 +62,7 @@ def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> Placeho
 
     def make(*args: object) -> PickledRecord:
         if args:
-            raise TypeError(f"a {name} that is made of something")
+            raise TypeError(f"a {name} with arguments")
         return cls(name)
 
     return PlaceholderFactory(name, make)
@@ -74,25 +77,25 @@ class UnknownObject:
         self.name = name
 
     def __str__(self) -> str:
-        return f"names {self.name}, which is not run here: it is no plain data"
+        return f"names {self.name}, which is not run here: only plain data is read"
 
 
 class PickleBudget:
     """The remaining cost of building objects from a stream. ValueError when it is spent."""
 
     def __init__(self, nbytes: int) -> None:
-        self._left = _MOST_TIMES * nbytes + _FREE
+        self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
 
     def spend(self, count: int) -> None:
         """Subtract a cost."""
         self._left -= count
         if self._left < 0:
-            raise ValueError("it is short, and would make far more than it has bytes")
+            raise ValueError("its objects would be far more than its bytes")
 
 
-def remedied(unknown: UnknownObject, what: str) -> IncompatibleError:
+def remedied(unknown: UnknownObject, label: str) -> IncompatibleError:
     """Return the error for an unknown object that cannot be excluded."""
-    return IncompatibleError(f"{what} {unknown}; save it again without that")
+    return IncompatibleError(f"{label} {unknown}; save it again without that")
 
 
 def shown(value: object) -> str:
@@ -104,15 +107,15 @@ def shown(value: object) -> str:
     return str(value) if type(value) in (int, bool, float) else f"a {type(value).__name__}"
 
 
-_OF_CALLS = 16
+_CALL_COST = 16
 
 # Types of keys and members. For other types a file could choose the hashes.
 _HASHED = (str, int, bool, bytes, type(None))
 
 # A few bytes of the stream can compare two equal long texts in full, or join the parts of a name
 # again. So long texts cost their length, and names have a limit.
-_LONG_TEXT = 1 << 12
-_MOST_OF_NAMES = 1000
+_LONG_TEXT_CHARS = 1 << 12
+_MAX_NAME_CHARS = 1000
 
 Persistent = Callable[[object], object]
 
@@ -120,12 +123,12 @@ Persistent = Callable[[object], object]
 def read(
     data: bytes,
     table: Mapping[str, object],
-    what: str,
+    label: str,
     persistent: Persistent | None = None,
     *,
     keep_unknown: bool = False,
 ) -> object:
-    """Return the value of a pickle; `what` names it in errors.
+    """Return the value of a pickle; `label` names it in errors.
 
     `table` has the allowed names, as "module name"; `persistent` resolves persistent ids. Any other
     name raises IncompatibleError. With `keep_unknown` it becomes an `UnknownObject` instead, as
@@ -135,11 +138,11 @@ def read(
     try:
         return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
     except _UnknownNameError as error:
-        raise remedied(error.unknown, what) from None
+        raise remedied(error.unknown, label) from None
     except IncompatibleError as error:
-        raise IncompatibleError(f"{what}: {error}") from None
+        raise IncompatibleError(f"{label}: {error}") from None
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error) as error:
-        raise CorruptError(f"{what}: not a pickle of plain data: {error}") from None
+        raise CorruptError(f"{label}: not a pickle of plain data: {error}") from None
 
 
 class _UnknownNameError(Exception):
@@ -178,11 +181,11 @@ class _Machine:
             self._at += 1
             if code == _STOP:
                 if self._below or len(self._stack) != 1:
-                    raise ValueError("its end comes in the middle of a value")
+                    raise ValueError("it ends within a value")
                 return self._stack.pop()
             step = steps.get(code)
             if step is None:
-                raise ValueError(f"opcode {code:#x} at byte {self._at - 1} is none of plain data")
+                raise ValueError(f"opcode {code:#x} at byte {self._at - 1} is not for plain data")
             step(self)
         raise ValueError("it has no end")
 
@@ -190,17 +193,17 @@ class _Machine:
         end = self._at + count
         if count < 0 or end > len(self._data):
             raise ValueError(f"it ends within a value of {count} bytes")
-        taken = self._data[self._at : end]
+        data = self._data[self._at : end]
         self._at = end
-        return taken
+        return data
 
     def _number(self, nbytes: int) -> int:
         return int.from_bytes(self._take(nbytes), "little")
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at, self._at + _MOST_OF_NAMES)
+        end = self._data.find(b"\n", self._at, self._at + _MAX_NAME_CHARS)
         if end < 0:
-            raise ValueError("a name without an end")
+            raise ValueError("a name does not end")
         line = self._take(end - self._at).decode()
         self._at += 1
         return line
@@ -213,7 +216,7 @@ class _Machine:
     def _spend_on(self, items: Collection[object]) -> None:
         """Spend the cost of visiting items: they may be long, and referenced many times."""
         lengths = (len(item) for item in items if isinstance(item, str | bytes))
-        self._budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT))
+        self._budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT_CHARS))
 
     # --- the steps --------------------------------------------------------------------------
 
@@ -264,7 +267,7 @@ class _Machine:
         if type(target) is UnknownObject:
             return
         if type(target) not in (list, deque):
-            raise TypeError("items for what is no list")
+            raise TypeError("items for a value that is not a list")
         target.extend(items)
 
     def append(self) -> None:
@@ -278,7 +281,7 @@ class _Machine:
         if type(target) is UnknownObject:
             return
         if not isinstance(target, dict) or len(items) % 2:
-            raise TypeError("keys for what is no dict")
+            raise TypeError("keys for a value that is not a dict")
         self._spend_on(items[::2])
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[self._hashable(key)] = value
@@ -303,7 +306,7 @@ class _Machine:
         if type(target) is UnknownObject:
             return
         if type(target) is not set:
-            raise TypeError("members for what is no set")
+            raise TypeError("members for a value that is not a set")
         self._spend_on(items)
         target.update(hashed(items))
 
@@ -320,8 +323,8 @@ class _Machine:
         name = self._stack.pop()
         module = self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise TypeError("a name that is no text")
-        if len(module) + len(name) > _MOST_OF_NAMES:
+            raise TypeError("a name that is not text")
+        if len(module) + len(name) > _MAX_NAME_CHARS:
             raise ValueError(f"a name of {len(module) + len(name)} characters")
         self.look_up(module, name)
 
@@ -335,7 +338,7 @@ class _Machine:
     def call_with_names(self) -> None:
         names = self._stack.pop()
         if type(names) is not dict:
-            raise TypeError("names of arguments that are no dict")
+            raise TypeError("argument names that are not a dict")
         if type(self._stack[-2]) is PlaceholderFactory and names:
             raise TypeError(f"a call of {shown(self._stack[-2])} with names")
         self.call()
@@ -343,14 +346,14 @@ class _Machine:
     def call(self) -> None:
         args = self._stack.pop()
         maker = self._stack.pop()
-        self._budget.spend(_OF_CALLS * len(args) if type(args) is tuple else 0)
+        self._budget.spend(_CALL_COST * len(args) if type(args) is tuple else 0)
         if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
             self.push(UnknownObject(unknown.name))
             return
         if type(maker) is not PlaceholderFactory or type(args) is not tuple:
             raise TypeError(f"a call of {shown(maker)}")
         # The result may copy its arguments: a set takes a hundred bytes for each member.
-        self._budget.spend(_OF_CALLS * sum(len(a) for a in args if hasattr(a, "__len__")))
+        self._budget.spend(_CALL_COST * sum(len(a) for a in args if hasattr(a, "__len__")))
         for arg in args:
             self._spend_on(arg if isinstance(arg, list | tuple | dict) else ())
         self.push(maker.make(*args))
@@ -359,7 +362,7 @@ class _Machine:
         state = self._stack.pop()
         target = self._stack[-1]
         if type(target) in (OrderedDict, UnknownObject):
-            return  # its attributes, such as the versions of modules, are not kept
+            return  # its attributes, such as the versions of modules, are dropped
         set_state = getattr(type(target), "set_state", None)
         if set_state is None:
             raise TypeError(f"a state for {shown(target)}")
@@ -367,7 +370,7 @@ class _Machine:
 
     def persistent(self) -> None:
         if self._persistent is None:
-            raise TypeError("a persistent id, where there are none")
+            raise TypeError("a persistent id where none is allowed")
         identity = self._stack.pop()
         parts = identity if type(identity) is tuple else ()
         self.push(_first_unknown(parts) or self._persistent(identity))
@@ -446,7 +449,7 @@ _STEPS: Mapping[int, Callable[[_Machine], None]] = {
     ord("c"): _Machine.name,
     0x93: _Machine.stack_name,
     ord("R"): _Machine.call,
-    0x81: _Machine.call,  # of a class, which is a call to us
+    0x81: _Machine.call,  # makes an instance, which is a call here
     0x92: _Machine.call_with_names,
     ord("b"): _Machine.build,
     ord("Q"): _Machine.persistent,

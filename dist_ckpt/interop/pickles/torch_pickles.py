@@ -24,8 +24,8 @@ from dist_ckpt.core.format.objects.plain_types import (
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.pickles.restricted_pickle import PlaceholderFactory, hashed, shown
 
-_MOST_DIMENSIONS = 64
-_MOST_OF_KEYS = 1 << 16
+_MAX_NDIM = 64
+_MAX_KEY_CHARS = 1 << 16
 
 # The classes of typed storages, which torch still writes.
 STORAGES = {
@@ -94,7 +94,7 @@ def storage_of(identity: object) -> object:
             return StorageRef(key, name)
         case ("storage", "a storage", str(key), _, int()):
             return StorageRef(key, None)
-    raise TypeError("a persistent id that is no storage")
+    raise TypeError("a persistent id that is not a storage")
 
 
 def _tensor(
@@ -124,7 +124,7 @@ def _view(
 ) -> TensorView:
     sizes, steps = _sizes(shape), _sizes(strides)
     if type(start) is not int or start < 0 or len(sizes) != len(steps):
-        raise TypeError("a tensor that lies nowhere")
+        raise TypeError("a tensor without a location")
     return TensorView(storage, dtype, start, sizes, steps)
 
 
@@ -138,11 +138,11 @@ def _check_metadata(rest: tuple[object, ...]) -> None:
 
 def _sizes(value: object) -> Shape:
     value = value.shape if isinstance(value, Size) else value
-    if not isinstance(value, tuple | list) or len(value) > _MOST_DIMENSIONS:
-        raise TypeError("sizes that are none")
+    if not isinstance(value, tuple | list) or len(value) > _MAX_NDIM:
+        raise TypeError("invalid sizes")
     for size in value:
         if type(size) is not int or not 0 <= size < 1 << 63:
-            raise ValueError(f"{shown(size)} is no size")
+            raise ValueError(f"{shown(size)} is not a size")
     return tuple(value)
 
 
@@ -171,20 +171,20 @@ def _size(sizes: object) -> Size:
 
 def _device(kind: object, index: object = None) -> Device:
     if type(kind) is not str or type(index) not in (int, type(None)):
-        raise TypeError("a device that is none")
+        raise TypeError("an invalid device")
     return Device(kind if index is None else f"{kind}:{index}")
 
 
 def _encode(text: object, encoding: object = "latin1") -> bytes:
     """Return the bytes that protocol 2 wrote as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise TypeError("bytes in another encoding than latin1")
+        raise TypeError("bytes in an encoding other than latin1")
     return text.encode("latin-1")
 
 
 def _list(items: object = ()) -> list[object]:
     if not isinstance(items, list | tuple):
-        raise TypeError("items that are none")
+        raise TypeError("invalid items")
     return list(items)
 
 
@@ -200,8 +200,8 @@ def _ordered(pairs: object = ()) -> OrderedDict[Any, object]:
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
-        raise TypeError("pairs that are none")
-    if any(type(key) in (str, bytes) and len(key) > _MOST_OF_KEYS for key, _ in pairs):
+        raise TypeError("invalid pairs")
+    if any(type(key) in (str, bytes) and len(key) > _MAX_KEY_CHARS for key, _ in pairs):
         raise TypeError("a long key")  # compared whole, again and again
     list(hashed([key for key, _ in pairs]))
     return OrderedDict((key, value) for key, value in pairs)
@@ -209,33 +209,33 @@ def _ordered(pairs: object = ()) -> OrderedDict[Any, object]:
 
 def _counter(counts: object = None) -> Counter[Any]:
     if type(counts) is not dict or not all(type(n) is int for n in counts.values()):
-        raise TypeError("counts that are none")
+        raise TypeError("invalid counts")
     return Counter(counts)
 
 
 def _defaultdict(factory: object = None) -> defaultdict[Any, object]:
     name = factory.name if isinstance(factory, PlaceholderFactory) else "None"
     if name not in FACTORIES or (factory is not None and name == "None"):
-        raise TypeError("a defaultdict of something else than a type of Python's")
+        raise TypeError("a defaultdict whose factory is not a builtin type")
     return defaultdict(FACTORIES[name])
 
 
 def _deque(items: object = (), most: object = None) -> deque[object]:
     if type(most) not in (int, type(None)) or not isinstance(items, list | tuple):
-        raise TypeError("a deque that is none")
+        raise TypeError("an invalid deque")
     return deque(items, most if isinstance(most, int) else None)
 
 
 def _complex(real: object, imaginary: object) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise TypeError("a complex number that is none")
+        raise TypeError("an invalid complex number")
     return complex(real, imaginary)
 
 
 def _path(cls: type[pathlib.PurePath]) -> PlaceholderFactory:
     def make(*parts: object) -> pathlib.PurePath:
         if not all(type(part) is str for part in parts):
-            raise TypeError("a path that is none")
+            raise TypeError("an invalid path")
         return cls(*parts)  # type: ignore[arg-type]
 
     return PlaceholderFactory(cls.__name__, make)
@@ -245,13 +245,13 @@ def _time(cls: type[datetime.datetime] | type[datetime.date]) -> PlaceholderFact
     def make(packed: object, *_: object) -> object:
         packed = packed.encode("latin-1") if type(packed) is str else packed
         if type(packed) is not bytes or _:
-            raise TypeError("a time that is none, or of a time zone: save it as text")
+            raise TypeError("an invalid time, or one with a time zone: save it as text")
         return cls(packed)  # type: ignore[arg-type,call-arg]
 
     return PlaceholderFactory(cls.__name__, make)
 
 
-# --- numpy's ---------------------------------------------------------------------------------
+# --- numpy -----------------------------------------------------------------------------------
 
 
 class _NumpyDType:
@@ -259,14 +259,14 @@ class _NumpyDType:
 
     def __init__(self, code: object, *_: object) -> None:
         if type(code) is not str or len(code) > 16:
-            raise TypeError("a dtype of numpy's that is none")
+            raise TypeError("an invalid numpy dtype")
         self._code = code
         self._order = "|"
 
     def set_state(self, state: object) -> None:
-        """Take the order of its bytes, the second field; what follows is for fields and units."""
+        """Set the byte order from the second field; the next fields are of structs and units."""
         if not isinstance(state, tuple) or len(state) < 5 or type(state[1]) is not str:
-            raise TypeError("a dtype of numpy's without a state")
+            raise TypeError("a numpy dtype without a state")
         # A dtype with fields, or a big-endian one, has no name here.
         self._order = state[1] if all(part is None for part in state[2:5]) else ">"
 
@@ -299,17 +299,17 @@ class NumpyArray:
                 if name is None or dtype.code[0] not in "<|":
                     return
                 if prod(sizes) * DTYPES[name].itemsize != len(data):
-                    raise ValueError("an array whose bytes are not as many as its elements")
+                    raise ValueError("an array with too many or too few bytes")
                 self.value = ArrayValue(name, sizes, data, "numpy")
             case (int(), _, _NumpyDType(), bool(), bytes() | list()):
-                return  # in columns, or of objects
+                return  # in column order, or of objects
             case _:
-                raise TypeError("an array of numpy's that is none")
+                raise TypeError("an invalid numpy array")
 
 
 def _numpy_scalar(dtype: object, data: object) -> NumpyScalar:
     if not isinstance(dtype, _NumpyDType) or type(data) is not bytes or dtype.code[0] == ">":
-        raise TypeError("a scalar of numpy's that is none")
+        raise TypeError("an invalid numpy scalar")
     return NumpyScalar(dtype.code, data)
 
 

@@ -1,4 +1,8 @@
-"""Locate the records of a zip archive of torch.save, which are uncompressed."""
+"""Locate the uncompressed records of a zip archive of torch.save.
+
+`zipfile` is not used: it does not return the offset of a record's data, reads a directory of any
+size, and accepts two records of one name.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +48,14 @@ class ZipRecord:
 class ZipRecords:
     """The records of an archive of `nbytes` bytes, which `read(offset, nbytes)` reads.
 
-    `what` names it in errors: CorruptError for an incomplete archive, IncompatibleError for a
+    `label` names it in errors: CorruptError for an incomplete archive, IncompatibleError for a
     compressed record.
     """
 
-    def __init__(self, read: ReadAt, nbytes: int, what: str) -> None:
+    def __init__(self, read: ReadAt, nbytes: int, label: str) -> None:
         self._read = read
         self._nbytes = nbytes
-        self._what = what
+        self._label = label
         self.records: dict[str, ZipRecord] = {}
         start, size = self._directory()
         if size > _MAX_DIRECTORY_NBYTES:
@@ -65,29 +69,31 @@ class ZipRecords:
         """Return the data of a record of at most `most` bytes, checked by its checksum."""
         start, nbytes = self.span_of(name)
         if nbytes > most:
-            raise CorruptError(f"{self._what}: its record {name} has {nbytes} bytes: too many")
+            raise CorruptError(
+                f"{self._label}: its record {name} has {nbytes} bytes, {most} are the most"
+            )
         data = self._at(start, nbytes)
         checksum = self.records[name].checksum
         if checksum and zlib.crc32(data) != checksum:
-            raise self._damaged(f"its record {name} is not what was written: its checksum differs")
+            raise self._damaged(f"its record {name} has another checksum than was written")
         return data
 
     def span_of(self, name: str) -> tuple[int, int]:
         """Return the offset of a record's data, and its size."""
         record = self.records.get(name)
         if record is None:
-            raise CorruptError(f"{self._what}: it has no record {name}; fetch it anew")
+            raise self._damaged(f"it has no record {name}")
         if not record.is_plain:
             raise IncompatibleError(
-                f"{self._what}: its record {name!r} is compressed: save it again with torch.save"
+                f"{self._label}: its record {name!r} is compressed: save it again with torch.save"
             )
         head = self._at(record.header_at, _LOCAL.size + len(record.full_name))
         sign, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(head)
         if sign != b"PK\x03\x04" or head[_LOCAL.size :][:name_nbytes] != record.full_name:
-            raise self._damaged(f"no record {name} where it is to be")
+            raise self._damaged(f"the header of its record {name} is damaged")
         start = record.header_at + _LOCAL.size + name_nbytes + extra_nbytes
         if start + record.nbytes > self._nbytes:
-            raise self._damaged(f"the record {name} goes beyond the end")
+            raise self._damaged(f"its record {name} ends after the file")
         return start, record.nbytes
 
     def _directory(self) -> tuple[int, int]:
@@ -96,7 +102,7 @@ class ZipRecords:
         tail = self._at(tail_at, self._nbytes - tail_at)
         at = tail.rfind(b"PK\x05\x06")
         if at < 0 or at + _END.size > len(tail):
-            raise self._damaged("no archive of torch.save, or cut off")
+            raise self._damaged("not an archive of torch.save, or cut off")
         *_, size, start, _ = _END.unpack_from(tail, at)
         locator_at = at - _LOCATOR.size
         if locator_at >= 0 and tail[locator_at:][:4] == b"PK\x06\x07":
@@ -104,7 +110,7 @@ class ZipRecords:
             end = self._at(end_at, _END64.size)
             sign, *_, size, start = _END64.unpack(end)
             if sign != b"PK\x06\x06":
-                raise self._damaged("no end of its directory")
+                raise self._damaged("the end of its directory is damaged")
         return start, size
 
     def _add(self, data: bytes, at: int) -> int:
@@ -155,4 +161,4 @@ class ZipRecords:
         return data
 
     def _damaged(self, why: str) -> CorruptError:
-        return CorruptError(f"{self._what}: {why}; fetch it anew")
+        return CorruptError(f"{self._label}: {why}; fetch it again")

@@ -49,7 +49,7 @@ ALL = ImportFilter()
 Path = tuple[PathKey, ...]
 
 # The cost of a name in addition to its characters: each name has a record.
-_OF_NAMES = 64
+_NAME_COST = 64
 
 
 def joined(path: Path) -> str:
@@ -78,25 +78,27 @@ def numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
-def _with_our_names(optimizer: object, model: str, budget: PickleBudget) -> object:
+def _with_param_names(optimizer: object, model: str, budget: PickleBudget) -> object:
+    """Return an optimizer's state by parameter names if it has them, else unchanged."""
     if not isinstance(optimizer, dict):
         return optimizer
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
         return optimizer
     names: dict[Any, str] = {}
-    own = []
+    named_groups = []
     for group in groups:
         param_names = group.get("param_names") if isinstance(group, dict) else None
-        budget.spend(_OF_NAMES * len(param_names) if isinstance(param_names, list) else 0)
+        budget.spend(_NAME_COST * len(param_names) if isinstance(param_names, list) else 0)
         if not isinstance(param_names, list) or not _are_names(param_names, group.get("params")):
             return optimizer
         budget.spend(sum(map(len, param_names)))
         params = [f"{model}.{name}" for name in param_names]
         names.update(zip(group["params"], params, strict=True))
-        own.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
+        rest = {key: value for key, value in group.items() if key != "param_names"}
+        named_groups.append({**rest, "params": params})
     by_name = {names.get(key, key): value for key, value in state.items()}
-    return {**optimizer, "state": by_name, "param_groups": own}
+    return {**optimizer, "state": by_name, "param_groups": named_groups}
 
 
 def _are_names(param_names: list[object], params: object) -> bool:
@@ -117,26 +119,26 @@ class Pickled(Protocol):
 
 
 class Nested:
-    """Collects the contents of files, name by name; `what` names the files in errors.
+    """Collects the contents of files, name by name; `label` names the files in errors.
 
     A container with tensors is a node of the tree, everything else is a value. A second name of a
     tensor is an alias. IncompatibleError names a value that a checkpoint cannot store; if the value
     is not needed, None is stored instead.
     """
 
-    def __init__(self, what: str, interest: ImportFilter = ALL) -> None:
+    def __init__(self, label: str, interest: ImportFilter = ALL) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
         self.per_rank: dict[str, dict[int, object]] = {}
         self._aliases: dict[str, str] = {}
         self._values: dict[str, object] = {}
         self._nodes: list[Node] = []
         self._paths: dict[str, Path] = {}
-        self._what = what
+        self._label = label
         self._selection = interest.looked_into
         self._needs = interest.needs
         self._left_out: list[str] = []
         self._first: dict[object, str] = {}
-        self._known: dict[int, bool] = {}
+        self._has_tensors: dict[int, bool] = {}
 
     def leaves_out(self, fqn: str) -> bool:
         """Return True if the selection excludes a name."""
@@ -155,9 +157,9 @@ class Nested:
         self._add_chosen(path, chosen, pickled)
 
     def _add_chosen(self, path: Path, value: object, pickled: Pickled) -> None:
-        self._place(path)
+        self._reserve(path)
         with self._errors_at(path):
-            self._known = {}  # by identity of objects that live as long as the value
+            self._has_tensors = {}  # by identity of objects that live as long as the value
             self._add(joined(path), value, pickled, 0, "")
 
     @contextmanager
@@ -167,7 +169,7 @@ class Nested:
             yield
         except ValueError as error:
             raise CorruptError(
-                f"{self._what}: {joined(path)[:100] or 'the state'}: {error}"
+                f"{self._label}: {joined(path)[:100] or 'the state'}: {error}"
             ) from None
 
     def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
@@ -177,15 +179,15 @@ class Nested:
         numbers: the position of a parameter in the groups, which a load uses.
         """
         with self._errors_at(path):
-            named = _with_our_names(value, model, pickled.budget)
+            named = _with_param_names(value, model, pickled.budget)
         self.add(path, named, pickled)
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
         """Add a whole state, whose dict is the top, even if it has no tensor."""
         with self._errors_at(()):
             chosen = self._chosen("", state, pickled.budget, 0)
-            holds_tensors = _holds_tensors(chosen, {}, 0)
-        if holds_tensors:
+            has_tensors = _contains_tensors(chosen, {}, 0)
+        if has_tensors:
             self._add_chosen((), chosen, pickled)
             return
         assert isinstance(chosen, Mapping)
@@ -197,7 +199,7 @@ class Nested:
     def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
         """Add a tensor whose parts are in files. With `pickled`, charge its budget for the name."""
         if not self.leaves_out(tensor.fqn):
-            self._place(path)
+            self._reserve(path)
             self.tensors[tensor.fqn] = tensor
             if pickled is not None:
                 self._spend(pickled.budget, tensor.fqn)
@@ -208,9 +210,9 @@ class Nested:
         if self.leaves_out(fqn):
             return
         if other not in self.tensors:
-            why = f"{fqn} is tied to {other}, which is left out: leave out both of them, or none"
-            raise ValueError(f"{self._what}: {why}")
-        self._place(path)
+            why = f"{fqn} is tied to {other}, which is excluded: exclude both of them, or neither"
+            raise ValueError(f"{self._label}: {why}")
+        self._reserve(path)
         self._aliases[fqn] = other
 
     def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
@@ -219,17 +221,17 @@ class Nested:
         if self.leaves_out(fqn):
             return
         if fqn not in self.per_rank:
-            self._place(path)
-        own = self._plain(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled.budget)
-        self.per_rank.setdefault(fqn, {})[rank] = own
+            self._reserve(path)
+        plain = self._plain(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled.budget)
+        self.per_rank.setdefault(fqn, {})[rank] = plain
 
     def state(self, step: int | None = None) -> ForeignState:
         """Return the state. ValueError for an exclude pattern that matched no name."""
         if problems := self._selection.unmatched(self._left_out):
             raise ValueError("; ".join(problems))
-        emptied = all(value in ({}, []) for value in self._values.values())
-        has_some = self.tensors or self.per_rank or self._nodes or not emptied
-        if not (has_some or self._selection.is_everything):
+        has_values = any(value not in ({}, []) for value in self._values.values())
+        has_contents = self.tensors or self.per_rank or self._nodes or has_values
+        if not (has_contents or self._selection.is_everything):
             raise ValueError(f"{self._selection} leaves nothing: give other patterns")
         above = () if () in self._paths.values() else tree_of(self._paths.values())
         tree = (*above, *self._nodes)
@@ -239,20 +241,21 @@ class Nested:
 
     def _spend(self, budget: PickleBudget, fqn: str) -> None:
         try:
-            budget.spend(_OF_NAMES + len(fqn))
+            budget.spend(_NAME_COST + len(fqn))
         except ValueError as error:
-            raise CorruptError(f"{self._what}: {fqn[:100]}: {error}") from None
+            raise CorruptError(f"{self._label}: {fqn[:100]}: {error}") from None
 
     def _check_apart(self, tree: Iterable[Node]) -> None:
         """Raise IncompatibleError if two entries have one name, such as "a.b" and "b" in "a"."""
-        known = set[str]()
+        names = set[str]()
         nodes = (node.fqn for node in tree)
         for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
-            if fqn in known:
+            if fqn in names:
                 raise self._refused(fqn, "the name of two things: rename one")
-            known.add(fqn)
+            names.add(fqn)
 
-    def _place(self, path: Path) -> None:
+    def _reserve(self, path: Path) -> None:
+        """Record a path. IncompatibleError if its name is invalid, or already used."""
         fqn = joined(path)
         if fqn in self._paths:
             raise self._refused(fqn, "the name of two things: rename one")
@@ -266,24 +269,24 @@ class Nested:
             return value
         _check_depth(depth)
         names = {key: join(fqn, key) for key in value}
-        budget.spend(sum(_OF_NAMES + len(name) for name in names.values()))
-        kept = [key for key, name in names.items() if not self.leaves_out(name)]
-        items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in kept)
+        budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
+        chosen = [key for key, name in names.items() if not self.leaves_out(name)]
+        items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in chosen)
         return container(kind_of(value) or "dict", items)
 
     def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
         _check_depth(depth)
         if isinstance(value, TensorView):
-            pickled.budget.spend(_OF_NAMES + len(fqn))
+            pickled.budget.spend(_NAME_COST + len(fqn))
             self._add_tensor(fqn, value, pickled)
             return
-        if not _holds_tensors(value, self._known, 0):
+        if not _contains_tensors(value, self._has_tensors, 0):
             self._values[fqn] = self._plain(fqn, value, pickled.budget, part_of)
             return
-        pickled.budget.spend(_OF_NAMES + len(fqn))
+        pickled.budget.spend(_NAME_COST + len(fqn))
         kind, entries = kind_of(value), entries_of(value)
         if kind is None or entries is None:
-            raise self._refused(fqn, f"a {type(value).__name__} that holds tensors")
+            raise self._refused(fqn, f"a {type(value).__name__} that contains tensors")
         if strange := [key for key in entries if type(key) not in (str, int)]:
             raise self._refused(fqn, f"a container with {_key(strange[0])}")
         self._nodes.append(Node(fqn, kind, tuple(entries)))
@@ -316,7 +319,7 @@ class Nested:
         except (IncompatibleError, TypeError) as error:
             if not self._needs(fqn):
                 return None
-            raise IncompatibleError(f"{self._what}: {error}") from None
+            raise IncompatibleError(f"{self._label}: {error}") from None
         return finished
 
     def _check_name(self, fqn: str, above: str) -> None:
@@ -326,11 +329,12 @@ class Nested:
 
     def _check_text(self, fqn: str, above: str) -> None:
         if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
-            raise self._refused(fqn[:100] or "''", "a name that is empty, too long or no text")
+            raise self._refused(fqn[:100] or "''", "an empty, too long or invalid name")
 
     def _refused(self, fqn: str, why: str) -> IncompatibleError:
         return IncompatibleError(
-            f"{self._what}: {fqn or 'the state'} is {why}: change it with the library that wrote it"
+            f"{self._label}: {fqn or 'the state'} is {why}: change it with the library that "
+            f"wrote it"
         )
 
 
@@ -344,7 +348,7 @@ def _unknown_in(
     """
     _check_depth(depth)
     if isinstance(value, NumpyArray) and value.value is None:
-        value = UnknownObject("an array of numpy's of objects or text, or one that lies in columns")
+        value = UnknownObject("a numpy array of objects or text, or one in column order")
     if isinstance(value, UnknownObject):
         return part_of or fqn, value
     if id(value) in visited:
@@ -378,15 +382,15 @@ def _inner(value: object) -> Iterable[object]:
     return value if type(value) in (list, tuple) or hasattr(value, "maxlen") else ()  # type: ignore[return-value]
 
 
-def _holds_tensors(value: object, known: dict[int, bool], depth: int) -> bool:
+def _contains_tensors(value: object, results: dict[int, bool], depth: int) -> bool:
     """Return True if a value contains a tensor. Each container is visited once."""
     if isinstance(value, TensorView):
         return True
-    if id(value) not in known:
+    if id(value) not in results:
         _check_depth(depth)
-        known[id(value)] = False
-        known[id(value)] = any(_holds_tensors(v, known, depth + 1) for v in _inner(value))
-    return known[id(value)]
+        results[id(value)] = False
+        results[id(value)] = any(_contains_tensors(v, results, depth + 1) for v in _inner(value))
+    return results[id(value)]
 
 
 def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
@@ -413,7 +417,7 @@ def _nbytes(value: object) -> int:
     """
     if isinstance(value, int):
         return value.bit_length() // 8
-    if isinstance(value, Mapping | set | frozenset):  # keys, and members, which are no containers
+    if isinstance(value, Mapping | set | frozenset):  # keys and members are not containers
         return sum(8 + _nbytes(item) for item in value)
     if isinstance(value, range):
         return sum(map(_nbytes, (value.start, value.stop, value.step)))

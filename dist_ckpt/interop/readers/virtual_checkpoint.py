@@ -90,20 +90,20 @@ class ForeignState:
     step: int | None = None
 
 
-def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -> ReadOnlyFiles:
+def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) -> ReadOnlyFiles:
     """Return a storage that presents the state as a checkpoint at `path`.
 
-    `storage` has the files that the chunks name; each is opened when it is read. `what` describes
+    `storage` has the files that the chunks name; each is opened when it is read. `label` describes
     the format in messages. CorruptError if the chunks of a tensor overlap or leave gaps.
     """
     by_file = _by_file(state.tensors)
-    own = _values_of_ranks(state)
-    names = [*sorted(by_file), *(_NO_FILE for _ in range(len(by_file), len(own)))]
+    rank_values = _values_of_ranks(state)
+    names = [*sorted(by_file), *(_NO_FILE for _ in range(len(by_file), len(rank_values)))]
     try:
         inventories = [_inventory(state, by_file.get(n, []), rank) for rank, n in enumerate(names)]
         plan = plan_save([(entry, (rank,)) for rank, entry in enumerate(inventories)], len(names))
     except ValueError as error:
-        raise CorruptError(f"{path}: the files do not make one state: {error}") from None
+        raise CorruptError(f"{path}: the files do not form one state: {error}") from None
     main = objects_file.ObjectsFile(
         tree=plan.tree, values=dict(state.values), metadata=dict(state.metadata)
     )
@@ -119,7 +119,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
             files[file.name] = partial(_open, storage, name, header, segments)
             digest = document_digest(header)
             written.append((file.name, file.nbytes, file.header.nbytes, digest))
-        for document, data in _documents_of(rank, main, own).items():
+        for document, data in _documents_of(rank, main, rank_values).items():
             documents[document] = data
             written.append((document, len(data), 0, document_digest(data)))
         receipts.append(Receipt(tuple(written), (), 0.0))
@@ -131,12 +131,12 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, what: str) -
         files=shard_files,
         objects=objects,
         metadata={},
-        saved_by={"foreign": what},
+        saved_by={"foreign": label},
         saved_at=0.0,
     )
     documents[filenames.INDEX] = index_json.encode(index)
     files.update((name, partial(FileOfBytes, data)) for name, data in documents.items())
-    remedy = f"these are {what}, which are only read: save, reshard or import to another path"
+    remedy = f"these are {label}, which are read-only: save, reshard or import to another path"
     return ReadOnlyFiles(f"{path}/{EMPTY_DIGESTS}", files, remedy)
 
 
@@ -157,11 +157,11 @@ def _values_of_ranks(state: ForeignState) -> list[dict[str, dict[Key, object]]]:
 
 
 def _documents_of(
-    rank: int, main: objects_file.ObjectsFile, own: Sequence[dict[str, dict[Key, object]]]
+    rank: int, main: objects_file.ObjectsFile, rank_values: Sequence[dict[str, dict[Key, object]]]
 ) -> dict[str, bytes]:
     documents = {} if rank else {filenames.OBJECTS: objects_file.encode(main)}
-    if rank < len(own) and own[rank]:
-        data = objects_file.encode(objects_file.ObjectsFile(per_rank=own[rank]))
+    if rank < len(rank_values) and rank_values[rank]:
+        data = objects_file.encode(objects_file.ObjectsFile(per_rank=rank_values[rank]))
         documents[filenames.objects_file(rank)] = data
     return documents
 
@@ -172,8 +172,8 @@ def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _TensorsInFile]:
         cells: dict[str, list[Cell]] = {}
         for chunk in tensor.chunks:
             cells.setdefault(chunk.file, []).append(chunk.cell)
-        for file, own in cells.items():
-            by_file.setdefault(file, []).append((tensor, tuple(own)))
+        for file, cells_in_file in cells.items():
+            by_file.setdefault(file, []).append((tensor, tuple(cells_in_file)))
     return by_file or {_NO_FILE: []}
 
 
@@ -183,7 +183,7 @@ def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inve
     views: dict[View, int] = {}
     entries = []
     tops = {str(key) for key in state.tree[0].keys}
-    own = {tensor.fqn for tensor, _ in contents}
+    names = {tensor.fqn for tensor, _ in contents}
     for tensor, cells in contents:
         component = components.setdefault(_component(tensor.fqn, tops), len(components))
         view = views.setdefault(Parts(cells), len(views))
@@ -193,7 +193,7 @@ def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inve
         components=tuple(components),
         views=tuple(views),
         tensors=tuple(entries),
-        aliases=tuple((fqn, to) for fqn, to in state.aliases.items() if to in own),
+        aliases=tuple((fqn, to) for fqn, to in state.aliases.items() if to in names),
         values=() if rank else tuple(state.values),
         per_rank=tuple((fqn, rank) for fqn, values in state.per_rank.items() if rank in values),
         tree=state.tree,
@@ -215,13 +215,13 @@ def _header_of(file: FilePlan) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of a data section, stored in another file from offset `there` on.
+    """Bytes of a data section, stored in another file from `file_offset` on.
 
     With `strides` they are the elements of a strided box of `shape`.
     """
 
     start: int
-    there: int
+    file_offset: int
     nbytes: int
     shape: Shape
     strides: Shape | None
@@ -282,7 +282,7 @@ class _VirtualFile:
     def _read(self, number: int, within: int, target: memoryview) -> int:
         segment = self._segments[number]
         if segment.strides is None:
-            return self._inner.read_into(segment.there + within, target)
+            return self._inner.read_into(segment.file_offset + within, target)
         with self._lock:
             if self._in_order is None or self._in_order[0] != number:
                 self._in_order = None
@@ -293,21 +293,19 @@ class _VirtualFile:
 
     def _gathered(self, segment: Segment, strides: Shape) -> memoryview:
         itemsize = segment.nbytes // prod(segment.shape)
-        return self._brought_together(segment.there, segment.shape, strides, itemsize)
+        return self._read_strided(segment.file_offset, segment.shape, strides, itemsize)
 
-    def _brought_together(
-        self, start: int, shape: Shape, strides: Shape, itemsize: int
-    ) -> memoryview:
+    def _read_strided(self, start: int, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
         """Return the elements in row-major order, and read few bytes between distant elements."""
         spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         if spanned * itemsize <= max(_SPARSE * prod(shape) * itemsize, _READ_AT_ONCE):
-            there = memoryview(bytearray(spanned * itemsize))
-            count = self._inner.read_into(start, there)
-            return _in_row_major_order(there[:count], shape, strides, itemsize)
+            elements = memoryview(bytearray(spanned * itemsize))
+            count = self._inner.read_into(start, elements)
+            return _in_row_major_order(elements[:count], shape, strides, itemsize)
         data = bytearray()
         for row in range(shape[0]):
             at = start + row * strides[0] * itemsize
-            data += self._brought_together(at, shape[1:], strides[1:], itemsize)
+            data += self._read_strided(at, shape[1:], strides[1:], itemsize)
         return memoryview(data)
 
     def close(self) -> None:
@@ -317,32 +315,33 @@ class _VirtualFile:
 
 
 def _in_row_major_order(
-    there: memoryview, shape: Shape, strides: Shape, itemsize: int
+    elements: memoryview, shape: Shape, strides: Shape, itemsize: int
 ) -> memoryview:
     """Copy strided elements, such as a transposed tensor's, into row-major order.
 
-    `there` begins with the first element; CorruptError if it is too short. One copy moves the
+    `elements` begins with the first element; CorruptError if it is too short. One copy moves the
     longest dimension.
     """
     if itemsize == 16:  # a complex number is two of the widest words
-        return _in_row_major_order(there, (*shape, 2), (*(2 * stride for stride in strides), 1), 8)
+        wide_strides = (*(2 * stride for stride in strides), 1)
+        return _in_row_major_order(elements, (*shape, 2), wide_strides, 8)
     spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if len(there) < spanned * itemsize:
-        raise CorruptError("a tensor's elements end before the file does; fetch it anew")
+    if len(elements) < spanned * itemsize:
+        raise CorruptError("the file ends before the tensor's elements; fetch it again")
     if not shape:
-        return there[:itemsize]
+        return elements[:itemsize]
     code = _WORDS[itemsize]
-    source = there[: spanned * itemsize].cast(code)
+    source = elements[: spanned * itemsize].cast(code)
     data = memoryview(bytearray(prod(shape) * itemsize))
     target = data.cast(code)
-    own = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    new_strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     inner = max(range(len(shape)), key=lambda dim: shape[dim])
-    count, step, own_step = shape[inner], strides[inner], own[inner]
-    others = [dim for dim in range(len(shape)) if dim != inner]
-    for indices in product(*(range(shape[dim]) for dim in others)):
-        at = sum(i * strides[dim] for i, dim in zip(indices, others, strict=True))
-        to = sum(i * own[dim] for i, dim in zip(indices, others, strict=True))
-        target[to : to + (count - 1) * own_step + 1 : own_step] = source[
+    count, step, new_step = shape[inner], strides[inner], new_strides[inner]
+    outer = [dim for dim in range(len(shape)) if dim != inner]
+    for indices in product(*(range(shape[dim]) for dim in outer)):
+        at = sum(i * strides[dim] for i, dim in zip(indices, outer, strict=True))
+        to = sum(i * new_strides[dim] for i, dim in zip(indices, outer, strict=True))
+        target[to : to + (count - 1) * new_step + 1 : new_step] = source[
             at : at + (count - 1) * step + 1 : step
         ]
     return data

@@ -332,7 +332,7 @@ class _Walk:
         value = self._plain(name, self._saved.value(name))
         if not isinstance(value, dict):
             raise CorruptError(
-                f"{name}: a group of parameters is no dict: load an older checkpoint"
+                f"{name}: a group of parameters is not a dict: load an older checkpoint"
             )
         return {**value, "params": relative(f"{name}.params", value["params"], self._models)}
 

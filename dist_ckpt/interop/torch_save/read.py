@@ -31,12 +31,11 @@ MAX_PICKLE_NBYTES = 1 << 30
 # The top-level key for a state dict of tensors alone, as for a safetensors file.
 MODEL = "model"
 
-# Views of one storage may be stored one by one; a file may not come to more than so many times
-# its size by that.
+# Views of one storage are stored one by one, up to this multiple of the file's size in all.
 _MOST_TIMES = 16
 _FREE_NBYTES = 1 << 20
 
-# What is read whole at once, of an archive that is a part of a file.
+# An archive of at most this size is read as a whole.
 _SMALL_NBYTES = 64 << 10
 
 
@@ -58,11 +57,11 @@ def dict_of(archive: Archive) -> dict[Any, object]:
     """Return the nonempty dict in an archive. IncompatibleError for anything else."""
     state = archive.read()
     if isinstance(state, UnknownObject):
-        raise remedied(state, archive.what)
+        raise remedied(state, archive.label)
     if not isinstance(state, dict) or not state:
         raise IncompatibleError(
-            f"{archive.what} holds a {type(state).__name__}, no dict with anything in it: save a "
-            f"dict with torch.save"
+            f"{archive.label} contains a {type(state).__name__}, not a nonempty dict: save a dict "
+            f"with torch.save"
         )
     return state
 
@@ -73,11 +72,11 @@ def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> 
     try:
         file = opened_file(storage, path)
     except FileNotFoundError:
-        raise NotFoundError(f"{path}: there is no such file; check the path") from None
+        raise NotFoundError(f"{path}: the file does not exist; check the path") from None
     except CorruptError:
         raise IncompatibleError(
-            f"{path} is no regular file, so none of torch.save: give the path of one, or say what "
-            f"a folder is (`dist-ckpt import --help` tells how)"
+            f"{path} is not a regular file: give the path of a file of torch.save, or for a folder "
+            f"the system that wrote it (see `dist-ckpt import --help`)"
         ) from None
     with closing(file):
         yield Archive(file, path, 0, file.nbytes, path, table)
@@ -86,7 +85,7 @@ def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> 
 class Archive:
     """An archive of torch.save in a file: the bytes `start` to `start + nbytes`.
 
-    `what` names it in errors; `table` has the allowed names of its pickle. The caller closes the
+    `label` names it in errors; `table` has the allowed names of its pickle. The caller closes the
     file.
     """
 
@@ -96,31 +95,33 @@ class Archive:
         path: str,
         start: int,
         nbytes: int,
-        what: str,
+        label: str,
         table: Mapping[str, object] = TABLE,
     ) -> None:
         self._file = file
         self._path = path
         self._start = start
         self._nbytes = nbytes
-        self.what = what
+        self.label = label
         self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
         self._located: set[TensorView] = set()
         self._table = table
         self._all: bytes | None = None
         if start + nbytes > file.nbytes:
-            raise CorruptError(f"{what}: {path} is cut off; restore it from a copy")
+            raise CorruptError(f"{label}: {path} is cut off; restore it from a copy")
         if nbytes <= _SMALL_NBYTES:
             self._all = self._pread(0, nbytes)
         start_of_it = self._read(0, min(nbytes, 4))
         if start_of_it[:2] == b"\x80\x02":
             raise IncompatibleError(
-                f"{what} was saved by an old torch, as one pickle: load it with "
+                f"{label} is one pickle, written by an old torch: load it with "
                 f"torch.load(weights_only=True) and save it again with torch.save"
             )
         if start_of_it != b"PK\x03\x04":
-            raise CorruptError(f"{what} is no file of torch.save; check the path, or fetch it anew")
-        self._records = ZipRecords(self._read, nbytes, what)
+            raise CorruptError(
+                f"{label} is no file of torch.save; check the path, or fetch it again"
+            )
+        self._records = ZipRecords(self._read, nbytes, label)
         self.budget = PickleBudget(0)
 
     def read(self) -> object:
@@ -128,16 +129,16 @@ class Archive:
         records = self._records.records
         if "constants.pkl" in records:
             raise IncompatibleError(
-                f"{self.what} holds a program of TorchScript: save its state_dict() instead"
+                f"{self.label} contains a TorchScript program: save its state_dict() instead"
             )
         if "byteorder" in records and self._records.bytes_of("byteorder", 16) != b"little":
             raise IncompatibleError(
-                f"{self.what} was saved on a big-endian machine: load it with torch and save it "
+                f"{self.label} was saved on a big-endian machine: load it with torch and save it "
                 f"again"
             )
         data = self._records.bytes_of("data.pkl", MAX_PICKLE_NBYTES)
         self.budget = PickleBudget(len(data))
-        return restricted_pickle.read(data, self._table, self.what, storage_of, keep_unknown=True)
+        return restricted_pickle.read(data, self._table, self.label, storage_of, keep_unknown=True)
 
     def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
         """Return the file with a tensor's elements, and their offset."""
@@ -145,13 +146,13 @@ class Archive:
         first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
         if end > nbytes and view.num_spanned:
             raise CorruptError(
-                f"{self.what}: {fqn}, {list(view.shape)} of {view.dtype}, goes beyond its "
-                f"{nbytes} bytes; fetch the file anew"
+                f"{self.label}: {fqn}, {list(view.shape)} of {view.dtype}, needs more than its "
+                f"{nbytes} bytes; fetch the file again"
             )
         if prod(view.shape) > view.num_spanned:
             raise IncompatibleError(
-                f"{self.what}: {fqn} is expanded, its elements share memory: save it again after "
-                f"contiguous()"
+                f"{self.label}: {fqn} is an expanded tensor, whose elements share memory: save it "
+                f"again after contiguous()"
             )
         self._count(view, fqn)
         return self._path, self._start + start + first
@@ -163,7 +164,7 @@ class Archive:
             self._left -= prod(view.shape) * view.itemsize
         if self._left < 0:
             raise CorruptError(
-                f"{self.what}: with {fqn} its tensors come to more than {_MOST_TIMES} times its "
+                f"{self.label}: its tensors up to {fqn} have more than {_MOST_TIMES} times its "
                 f"{self._nbytes} bytes: save clones of them"
             )
 
@@ -172,7 +173,7 @@ class Archive:
         _, start = self.locate(view, fqn)
         nbytes = prod(view.shape) * view.itemsize
         if not view.is_contiguous or nbytes > MAX_PICKLE_NBYTES:
-            raise CorruptError(f"{self.what}: {fqn} is no short run of bytes; use another file")
+            raise CorruptError(f"{self.label}: {fqn} is not small and contiguous; use another file")
         return self._read(start - self._start, nbytes)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -209,7 +210,9 @@ def whole_file(storage: Storage, path: str, most: int) -> bytes:
     """Return the bytes of a file. FileNotFoundError, CorruptError if it has more than `most`."""
     with closing(opened_file(storage, path)) as file:
         if file.nbytes > most:
-            raise CorruptError(f"{path} has {file.nbytes} bytes: too many for what it is to be")
+            raise CorruptError(
+                f"{path} has {file.nbytes} bytes, {most} are the most; fetch it again"
+            )
         data = bytearray(file.nbytes)
         count = file.read_into(0, memoryview(data))
     return bytes(data[:count])

@@ -24,7 +24,7 @@ class LocalFile:
             # O_NONBLOCK: a pipe without a writer would block here.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise NotFoundError(f"{self.path}: there is no such file; check the path") from None
+            raise NotFoundError(f"{self.path}: the file does not exist; check the path") from None
         except OSError as error:
             raise StorageError(f"{self.path} cannot be opened: {error.strerror}") from error
         status = os.fstat(self._descriptor)
@@ -32,7 +32,7 @@ class LocalFile:
         self.version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise ValueError(f"{self.path} is no regular file: give the path of a file")
+            raise ValueError(f"{self.path} is not a regular file: give the path of a file")
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes. CorruptError if the file was truncated since it was opened."""
