@@ -1,8 +1,8 @@
-"""Folders of accelerate's `save_state`: files of torch.save and safetensors, and DCP's folders.
+"""Read folders of accelerate's `save_state`: files of torch.save and safetensors, and DCP folders.
 
-The first model is `model`, the next `model_1`; so are `optim`, `scheduler`, `sampler`, `dataloader`
-and `custom_checkpoint`, and `scaler`. `rng` are the random generators of each rank, as a `dc.RNG`
-takes them. The names: accelerate/checkpointing.py and utils/fsdp_utils.py.
+The first model is `model`, the next `model_1`. The same holds for `optim`, `scheduler`, `sampler`,
+`dataloader`, `custom_checkpoint` and `scaler`. `rng` has the random generators of each rank, for
+`dc.RNG`. The file names are in accelerate/checkpointing.py and utils/fsdp_utils.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Pa
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
 
-# Text that says nothing of the state.
+# Suffixes of text files without state.
 _NO_STATE = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".log", ".jinja")
 
 _GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"}
@@ -54,10 +54,10 @@ def _check_parts(names: Set[str], path: str) -> None:
     matches = filter(None, map(_PART.fullmatch, sorted(names)))
     for stem, width, total, suffix in dict.fromkeys((m[1], len(m[2]), m[3], m[4]) for m in matches):
         parts = (f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in range(1, int(total) + 1))
-        if (lacking := next((name for name in parts if name not in names), None)) is not None:
+        if (missing := next((name for name in parts if name not in names), None)) is not None:
             raise NotFoundError(
-                f"{path} lacks {lacking}, and has others of the {total} that a model was written "
-                f"into: copy it there"
+                f"{path} lacks {missing}, but has others of the {total} files of a model: copy it "
+                f"there"
             )
 
 
@@ -79,12 +79,12 @@ class _Folder:
                 add(self, path, numbered(_NAMES.get(match[1], match[1]), _number(match)), match)
                 return
         raise IncompatibleError(
-            f"{path} is nothing that accelerate's save_state is known to write: move it away, or "
-            f"import it by itself if it is a file of torch.save (--from torch)"
+            f"{path} is not a known file of accelerate's save_state: move it away, or import it "
+            f"alone if it is a file of torch.save (--from torch)"
         )
 
     def safetensors(self, path: str, top: str, _: re.Match[str]) -> None:
-        """Add a model, or one of the files that it is in."""
+        """Add a model, or the tensors in one of its files."""
         for tensor in safetensors_files.read_file(self._storage, path).tensors:
             fqn = tensor.fqn.removeprefix(f"{safetensors_files.MODEL}.")
             self.nested.add_tensor((top, fqn), replace(tensor, fqn=f"{top}.{fqn}"))
@@ -118,17 +118,17 @@ class _Folder:
                 self.nested.add(("accelerate_step",), state["step"], archive)
             if strange := sorted(map(str, state.keys() - _GENERATORS - {"step"})):
                 raise IncompatibleError(
-                    f"{path} has {', '.join(strange)}, generators that dc.RNG does not have: leave "
-                    f"them all out (exclude='rng', on the command line --exclude rng)"
+                    f"{path} has {', '.join(strange)}, which dc.RNG does not support: leave all "
+                    f"generators out (exclude='rng', on the command line --exclude rng)"
                 )
             self.nested.add_of_rank(("rng",), rank, _generators(state, rank, archive), archive)
 
     def distributed(self, path: str, top: str, match: re.Match[str]) -> None:
         """Add a folder of torch.distributed.checkpoint, with all under one key."""
 
-        def map_path(own: Path) -> Path:
-            key, *rest = own
-            return (top, *rest) if key == match[1].removeprefix("pytorch_").split("_")[0] else own
+        def map_path(path: Path) -> Path:
+            key, *rest = path
+            return (top, *rest) if key == match[1].removeprefix("pytorch_").split("_")[0] else path
 
         dcp_files.add_folder(self.nested, self._storage, path, map_path)
 
@@ -144,23 +144,23 @@ def _number(match: re.Match[str]) -> int:
 
 def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> dict[str, object]:
     """Return the states as `dc.RNG` has them; with several GPUs, the GPU of the rank's number."""
-    made: dict[str, object] = {"python": state.get("random_state")}
+    states: dict[str, object] = {"python": state.get("random_state")}
     match state.get("numpy_random_seed"):
         case ("MT19937", NumpyArray() as key, int(at), int(has), float(gauss)) if key.value:
-            made["numpy"] = (bytes(key.value.data), at, has, gauss)
+            states["numpy"] = (bytes(key.value.data), at, has, gauss)
         case None:
             pass
         case _:
-            raise IncompatibleError(f"{archive.label}: numpy's generator is none of MT19937")
-    own = state.get("torch_manual_seed")
-    if isinstance(own, TensorView):
-        made["torch"] = archive.bytes_of(own, "torch_manual_seed")
+            raise IncompatibleError(f"{archive.label}: numpy's generator is not MT19937")
+    cpu = state.get("torch_manual_seed")
+    if isinstance(cpu, TensorView):
+        states["torch"] = archive.bytes_of(cpu, "torch_manual_seed")
     devices = state.get("torch_cuda_manual_seed")
     if isinstance(devices, list) and devices:
         view = devices[rank % len(devices)]
         if isinstance(view, TensorView):
-            made["accelerator"] = ("cuda", archive.bytes_of(view, "torch_cuda_manual_seed"))
-    return made
+            states["accelerator"] = ("cuda", archive.bytes_of(view, "torch_cuda_manual_seed"))
+    return states
 
 
 _NAMES = {
@@ -170,24 +170,24 @@ _NAMES = {
     "dl_state_dict": "dataloader",
 }
 
-# One of several files that a model is in.
+# One of several files of a model.
 _PART = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
 
 _OF_A_RANK = (
-    " is of one rank of FSDP, which only as many ranks can read: save with SHARDED_STATE_DICT and "
-    "use_dcp=True, or with FULL_STATE_DICT"
+    " is the file of one FSDP rank, which only the same number of ranks can read: save with "
+    "SHARDED_STATE_DICT and use_dcp=True, or with FULL_STATE_DICT"
 )
 
 _REMEDIES = {
     "pytorch_model": (
-        " is a folder of DeepSpeed's: import it by itself (--from deepspeed), and the rest of "
-        "this folder after it is moved away"
+        " is a folder of DeepSpeed: import it alone (--from deepspeed), then move it away and "
+        "import the rest of this folder"
     ),
     "pytorch_model_fsdp": _OF_A_RANK,
     "optimizer": _OF_A_RANK,
 }
 
-# By the name of a file or folder; of several patterns the first counts.
+# By the name of a file or folder; the first matching pattern counts.
 _KINDS: Mapping[str, _Add] = {
     r"(model)(?:_(\d+))?\.safetensors": _Folder.safetensors,
     r"(model)-\d+-of-\d+\.safetensors": _Folder.safetensors,

@@ -1,8 +1,8 @@
-"""Folders of DeepSpeed's `save_checkpoint` with ZeRO: partitions of all ranks, made whole.
+"""Read folders of DeepSpeed's `save_checkpoint` with ZeRO, with the partitions of all ranks.
 
 Parameters are the fp32 master weights, and the optimizer's state is by their names. Each is in flat
 vectors of the ranks, in the order of `param_shapes`. Nothing is merged: parts are read in place.
-The order: deepspeed/utils/zero_to_fp32.py.
+The order is that of deepspeed/utils/zero_to_fp32.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 
 _UNIVERSAL = (
     "convert it with DeepSpeed (zero_to_fp32.py for the weights, ds_to_universal.py), or save it "
-    "with data parallelism alone"
+    "with only data parallelism"
 )
 
 
@@ -57,7 +57,9 @@ def latest(storage: Storage, path: str) -> str:
         return path
     name = whole_file(storage, f"{path}/{LATEST}", 4096).decode("utf-8", "replace").strip()
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise CorruptError(f"{path}/{LATEST} names no folder beside it; give the folder itself")
+        raise CorruptError(
+            f"{path}/{LATEST} does not name a folder next to it; give the folder itself"
+        )
     return f"{path}/{name}"
 
 
@@ -69,20 +71,22 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
         raise NotFoundError(f"{folder}: the folder does not exist; check the path") from None
     if other := next((n for n in names if re.match(r"layer_\d+|.*expert_\d+", n)), None):
         raise IncompatibleError(
-            f"{folder}/{other} is of pipeline stages or experts, which are not read: {_UNIVERSAL}"
+            f"{folder}/{other} is for pipeline stages or experts, which are not supported: "
+            f"{_UNIVERSAL}"
         )
     groups: list[list[str]] = []
     for pattern in (_MODEL, _PARTITION):
-        of_ranks: dict[int, str] = {}
+        by_rank: dict[int, str] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
             if int(match[2]):
                 raise IncompatibleError(
-                    f"{folder}/{match[0]} is of tensor parallelism, which is not read: {_UNIVERSAL}"
+                    f"{folder}/{match[0]} is for tensor parallelism, which is not supported: "
+                    f"{_UNIVERSAL}"
                 )
-            of_ranks[int(match[1] or 0)] = match[0]
-        if lacking := sorted({*range(len(of_ranks))} - of_ranks.keys()):
-            raise NotFoundError(f"{folder} lacks the file of rank {lacking[0]}: copy it there")
-        groups.append([of_ranks[rank] for rank in sorted(of_ranks)])
+            by_rank[int(match[1] or 0)] = match[0]
+        if missing := sorted({*range(len(by_rank))} - by_rank.keys()):
+            raise NotFoundError(f"{folder} lacks the file of rank {missing[0]}: copy it there")
+        groups.append([by_rank[rank] for rank in sorted(by_rank)])
     if not groups[0]:
         raise NotFoundError(
             f"{folder} has no file such as mp_rank_00_model_states.pt, so it is not a checkpoint "
@@ -100,17 +104,17 @@ _TABLE = {
     ),
 }
 
-# Of the model's file: what is told by the tensors, or tells of them.
-_TOLD = frozenset(
+# Keys of the model's file that describe its tensors, or contain them.
+_TENSOR_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
         *("shared_params", "frozen_param_fragments"),
     }
 )
 
-# Of a partition's file, and of the state in it: what is told by tensors, or where they lie.
-_FILE = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
-_LAYOUT = frozenset(
+# Keys of a partition's file, and of the state in it, that describe or contain tensors.
+_FILE_KEYS = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
+_LAYOUT_KEYS = frozenset(
     {
         *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
         *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"),
@@ -135,9 +139,9 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
             [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]
             for names in (models, partitions)
         ]
-        saved = _ZeroFiles(nested, *([(file, dict_of(file)) for file in some] for some in archives))
-        saved.add_all()
-    step = saved.model.get("global_steps")
+        files = _ZeroFiles(nested, *([(file, dict_of(file)) for file in kind] for kind in archives))
+        files.add_all()
+    step = files.model.get("global_steps")
     return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
 
 
@@ -200,7 +204,7 @@ class _ZeroFiles:
         elif self.model.get("optimizer") is not None:
             self._nested.add(("optim",), self.model["optimizer"], self._archive)
         for key, value in self.model.items():
-            if key not in _TOLD:
+            if key not in _TENSOR_KEYS:
                 self._nested.add((str(key),), value, self._archive)
 
     @property
@@ -221,13 +225,13 @@ class _ZeroFiles:
                 self._nested.add(("model", name), value, self._archive)
             elif not self._nested.leaves_out(f"model.{name}"):
                 raise IncompatibleError(
-                    f"{self._archive.label}: no file has data of {name}, as of a tied weight that "
-                    f"is not told of: leave it out (exclude='model.{name}', on the command line "
-                    f"--exclude model.{name}), a load into a module ties it again"
+                    f"{self._archive.label}: no file has the data of {name}, as for a tied weight "
+                    f"without a record: leave it out (exclude='model.{name}', on the command line "
+                    f"--exclude model.{name}); a load into a module ties it again"
                 )
 
     def _add_frozen(self, name: str, shape: Shape) -> None:
-        """Add a frozen parameter of ZeRO-3: a part with each rank, the last one padded."""
+        """Add a frozen parameter of ZeRO-3: each rank has a part, and the last is padded."""
         flats = []
         for archive, state in self._models:
             fragments = self._typed(state.get("frozen_param_fragments"), dict)
@@ -250,19 +254,21 @@ class _ZeroFiles:
             return
         paddings = self._partitions[0][1].get("param_alignment_paddings")
         for number, group in enumerate(groups):
-            if any(number >= len(own) for own in sizes):
+            if any(number >= len(rank_sizes) for rank_sizes in sizes):
                 raise self._damaged(f"the group {number} has no vector on some rank")
             at = 0
             for index, (name, size) in enumerate(group.items()):
                 shape = self._shape(size)
-                vectors = [(rank, number, own[number]) for rank, own in enumerate(sizes)]
+                vectors = [
+                    (rank, number, rank_sizes[number]) for rank, rank_sizes in enumerate(sizes)
+                ]
                 yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape))])
                 at += prod(shape) + (self._padding(paddings, number, index) if paddings else 0)
 
     def _interleaved(
         self, groups: list[dict[Any, Any]], sizes: list[list[int]]
     ) -> Iterator[_Parameter]:
-        """ZeRO-3: each rank has an even part of each parameter, one after another."""
+        """Yield the parameters of ZeRO-3: each rank has an even part of each, in their order."""
         at = 0
         for number, group in enumerate(groups):
             for name, size in group.items():
@@ -270,9 +276,9 @@ class _ZeroFiles:
                 numel = prod(shape)
                 part = -(-numel // self._ranks)
                 runs = []
-                for rank, own in enumerate(sizes):
+                for rank, rank_sizes in enumerate(sizes):
                     first = min(rank * part, numel)
-                    vectors = [(rank, index, size) for index, size in enumerate(own)]
+                    vectors = [(rank, index, size) for index, size in enumerate(rank_sizes)]
                     for run in _runs(vectors, at, min(part, numel - first)):
                         start = first + run.elements.start
                         elements = ElementRange(start, first + run.elements.stop)
@@ -294,8 +300,8 @@ class _ZeroFiles:
         if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
             raise IncompatibleError(
                 f"{self._partitions[rank][0].label}: {key} has no state by parameter, as with "
-                f'"elastic_checkpoint": save it without, or leave it out (exclude="optim", on the '
-                f"command line --exclude optim)"
+                f'"elastic_checkpoint": save it without that, or leave it out (exclude="optim", '
+                f"on the command line --exclude optim)"
             )
         return base
 
@@ -306,24 +312,21 @@ class _ZeroFiles:
         archive = self._partitions[0][0]
         for parameter in parameters:
             above = ("optim", "state", f"model.{parameter.name}")
-            where = (
-                parameter.runs[0]
-                if parameter.runs
-                else _FlatSlice(0, parameter.group, 0, ElementRange(0, 0))
-            )
-            first = self._entries(bases[where.rank], where.number)
-            for key, value in first.items():
+            rank, number = 0, parameter.group
+            if parameter.runs:
+                rank, number = parameter.runs[0].rank, parameter.runs[0].number
+            for key, value in self._entries(bases[rank], number).items():
                 if isinstance(value, TensorView) and value.shape:
-                    flats = [self._vectors(rank, base, key) for rank, base in enumerate(bases)]
+                    flats = [self._vectors(n, base, key) for n, base in enumerate(bases)]
                     self._add((*above, str(key)), parameter, flats)
                 else:
-                    self._nested.add((*above, str(key)), value, self._partitions[where.rank][0])
+                    self._nested.add((*above, str(key)), value, self._partitions[rank][0])
         base_groups = self._typed(bases[0].get("param_groups"), list)
         names: dict[int, list[str]] = {}
         for parameter in parameters:
             names.setdefault(parameter.group, []).append(f"model.{parameter.name}")
         if any(number >= len(base_groups) for number in names):
-            raise self._damaged(f"its parameters are not in its {len(base_groups)} groups")
+            raise self._damaged(f"its parameters need more than its {len(base_groups)} groups")
         groups = [
             {**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(base_groups)
         ]
@@ -332,13 +335,13 @@ class _ZeroFiles:
             self._nested.add(("optim", str(key)), bases[0][key], archive)
 
     def _add_further(self) -> None:
-        """Add the other values of the partitions: ZeRO's own of the first rank, others of each."""
+        """Add the other values of the partitions: ZeRO's from the first rank, others per rank."""
         for rank, (archive, file) in enumerate(self._files):
-            for key in file.keys() - _FILE:
+            for key in file.keys() - _FILE_KEYS:
                 self._nested.add_of_rank(("zero", str(key)), rank, file[key], archive)
         archive, state = self._partitions[0]
         for key, value in state.items():
-            if key not in _LAYOUT:
+            if key not in _LAYOUT_KEYS:
                 if isinstance(value, PickledRecord):
                     value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
                 self._nested.add(("zero", str(key)), value, archive)
@@ -365,7 +368,7 @@ class _ZeroFiles:
             file, start = archive.locate(view, fqn)
             dtypes.add(view.dtype)
             if not view.is_contiguous or run.at + run.elements.numel > prod(view.shape):
-                raise self._damaged(f"{fqn} goes beyond the vector of rank {run.rank}")
+                raise self._damaged(f"{fqn} ends after the vector of rank {run.rank}")
             cell = run.elements if run.elements.numel else Region.whole(parameter.shape)
             if run.elements.numel or (0 in parameter.shape and not chunks):
                 chunks.append(ForeignChunk(cell, file, start + run.at * view.itemsize))
@@ -379,12 +382,12 @@ class _ZeroFiles:
         expected = max(count) if isinstance(count, list) and count else count
         if expected != self._ranks:
             raise NotFoundError(
-                f"{self._archive.label} is of {expected} partitions, and {self._ranks} files of "
-                f"them are there: copy the others there"
+                f"{self._archive.label} has {expected} partitions, but only {self._ranks} of "
+                f"their files exist: copy the others there"
             )
         if self._stage == 3 and len(self._models) != self._ranks:
             raise NotFoundError(
-                f"{self._archive.label}: {len(self._models)} files of the model are there, and "
+                f"{self._archive.label}: {len(self._models)} files of the model exist, but "
                 f"{self._ranks} of the optimizer: copy the others there"
             )
 
@@ -392,7 +395,7 @@ class _ZeroFiles:
         try:
             return int(paddings[group][index])  # type: ignore[index]
         except (TypeError, IndexError, ValueError, KeyError):
-            raise self._damaged("its paddings are not those of its parameters") from None
+            raise self._damaged("its paddings do not match its parameters") from None
 
     def _shape(self, size: object) -> Shape:
         if not isinstance(size, Size):
@@ -415,7 +418,7 @@ class _ZeroFiles:
 
 def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_FlatSlice]:
     """Yield the locations of elements in consecutive vectors (rank, number, size)."""
-    if not numel:  # nowhere; but what has none has a dtype
+    if not numel:  # an empty tensor has no location, but it needs a vector's dtype
         yield from (
             _FlatSlice(rank, number, 0, ElementRange(0, 0)) for rank, number, _ in vectors[:1]
         )

@@ -1,9 +1,8 @@
-"""Checkpoints of Lightning: a file of torch.save, or a folder of torch.distributed.checkpoint.
+"""Read checkpoints of Lightning: a file of torch.save, or a DCP folder with a `meta.pt`.
 
-The module is `model`, the first optimizer `optim`, the next `optim_1`; all else has the name that
-it has there. The forms: `dump_checkpoint` in lightning/pytorch/trainer/connectors, and
-`save_checkpoint` of the FSDP and ModelParallel strategies: their folders have the rest in
-`meta.pt`.
+The module is `model`, the first optimizer `optim`, the next `optim_1`. Everything else keeps its
+name. The contents are those of `dump_checkpoint` in lightning/pytorch/trainer/connectors, and of
+`save_checkpoint` of the FSDP and ModelParallel strategies.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         state = dict_of(archive)
         if VERSION not in state:
             raise IncompatibleError(
-                f"{archive.label} has no {VERSION!r}, as what Lightning saves: it is another file "
-                f"of torch.save (--from torch)"
+                f"{archive.label} has no {VERSION!r}, so Lightning has not saved it: import it as "
+                f"a file of torch.save (--from torch)"
             )
         if is_folder:
-            dcp_files.add_folder(nested, storage, path, _place)
+            dcp_files.add_folder(nested, storage, path, _new_path)
         _add(nested, archive, state)
     step = state.get("global_step")
     return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
@@ -55,7 +54,7 @@ def _add(nested: Nested, archive: Archive, state: dict[object, object]) -> None:
             nested.add((str(key),), value, archive)
 
 
-def _place(path: Path) -> Path:
+def _new_path(path: Path) -> Path:
     top, *rest = path
     number = str(top).removeprefix(_IN_FOLDERS)
     if number.isdigit() and str(top) == f"{_IN_FOLDERS}{number}":

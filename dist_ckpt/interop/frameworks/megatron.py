@@ -1,9 +1,9 @@
-"""Folders of Megatron's dist checkpointing in the format torch_dist: DCP's, and `common.pt`.
+"""Read folders of Megatron's dist checkpointing in the format torch_dist: DCP, and `common.pt`.
 
-Tensors have the names that they are sharded under, below `model` or, of what begins with
-"optimizer", below `optim`: layers of one shape are one tensor with the layers first. Objects are
-below `objects`, and what is the same on all ranks, such as "iteration", has its own name. The
-names: megatron/core/dist_checkpointing.
+Tensors keep the names of their sharded tensors, below `model`, or below `optim` if the name begins
+with "optimizer". Layers of one shape are one tensor, whose first dimension is the layer. Objects
+are below `objects`. Values that are the same on all ranks, such as "iteration", keep their names.
+The names are in megatron/core/dist_checkpointing.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     _check_about(storage, folder)
     nested = Nested(folder, interest)
     # `keep_unknown`: the metadata also has the plans of all ranks.
-    dcp_files.add_folder(nested, storage, folder, _place, keep_unknown=True)
+    dcp_files.add_folder(nested, storage, folder, _new_path, keep_unknown=True)
     if buffer := next((name for name in nested.tensors if _BUFFERS.search(name)), None):
         raise IncompatibleError(
-            f"{folder}: {buffer} is a buffer of the distributed optimizer, in which parameters lie "
-            f"as the ranks had them: save with --dist-ckpt-optim-fully-reshardable, or leave the "
-            f"optimizer out (exclude='optim', on the command line --exclude optim)"
+            f"{folder}: {buffer} is a buffer of the distributed optimizer, whose layout depends on "
+            f"the ranks: save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out "
+            f"(exclude='optim', on the command line --exclude optim)"
         )
     with opened(storage, f"{folder}/{COMMON}", _TABLE) as archive:
         common = dict_of(archive)
@@ -79,12 +79,12 @@ def _check_about(storage: Storage, folder: str) -> None:
     backend = about.get("sharded_backend") if isinstance(about, dict) else None
     if backend != "torch_dist":
         raise IncompatibleError(
-            f"{folder} has the format {strict_json.quoted(backend)}, and torch_dist is read here: "
-            f"convert it with Megatron (--ckpt-convert-format torch_dist)"
+            f"{folder} has the format {strict_json.quoted(backend)}, but only torch_dist is "
+            f"supported: convert it with Megatron (--ckpt-convert-format torch_dist)"
         )
 
 
-def _place(path: Path) -> Path:
+def _new_path(path: Path) -> Path:
     name = ".".join(map(str, path))
     if re.search(r"/shard_\d+(\.\d+)*_\d+(\.\d+)*$", name):
         return ("objects", name)
