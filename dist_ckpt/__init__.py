@@ -43,12 +43,18 @@ if TYPE_CHECKING:
     from dist_ckpt.data.data_position import DataPosition
     from dist_ckpt.data.elastic_sampler import ElasticSampler
     from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
+    from dist_ckpt.runs import retention_policy as keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
-    from dist_ckpt.runs.retention import retention_policy as keep
-    from dist_ckpt.runs.retention.deletion import delete
+    from dist_ckpt.runs.prune import delete
     from dist_ckpt.tools.average.average import average
-    from dist_ckpt.tools.inspect.compare import Comparison, RunSummary, compare
-    from dist_ckpt.tools.inspect.diff import Difference, ObjectDifference, diff
+    from dist_ckpt.tools.inspect.diff import (
+        Comparison,
+        Difference,
+        ObjectDifference,
+        RunSummary,
+        compare,
+        diff,
+    )
     from dist_ckpt.tools.inspect.estimate import Estimate, estimate
     from dist_ckpt.tools.inspect.run import Run
     from dist_ckpt.tools.inspect.shard_layout import (
@@ -87,9 +93,9 @@ _MODULES = {
     "verify": "core.checkpoint.verify",
     "VerifyReport": "core.checkpoint.verify",
     "reshard": "tools.rewrite.reshard",
-    "compare": "tools.inspect.compare",
-    "Comparison": "tools.inspect.compare",
-    "RunSummary": "tools.inspect.compare",
+    "compare": "tools.inspect.diff",
+    "Comparison": "tools.inspect.diff",
+    "RunSummary": "tools.inspect.diff",
     "diff": "tools.inspect.diff",
     "Difference": "tools.inspect.diff",
     "ObjectDifference": "tools.inspect.diff",
@@ -106,7 +112,7 @@ _MODULES = {
     "strip": "tools.rewrite.strip",
     "average": "tools.average.average",
     "Run": "tools.inspect.run",
-    "delete": "runs.retention.deletion",
+    "delete": "runs.prune",
     "checkpoints": "runs.listing",
     "RunCheckpoint": "runs.listing",
     "SaveReport": "reports",
@@ -134,7 +140,7 @@ _NEW_NAMES = {
 _WITH_OPENER = frozenset({"open", "verify", "load", "build"})
 
 # Public modules, also imported at their first use.
-_PUBLIC_MODULES = {"keep": "runs.retention.retention_policy"}
+_PUBLIC_MODULES = {"keep": "runs.retention_policy"}
 
 __all__ = [
     "RNG",

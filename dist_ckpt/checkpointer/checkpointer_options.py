@@ -15,7 +15,7 @@ from dist_ckpt.core.planning.selection import patterns
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 # A lock takes no wait that is much longer: it would be known only when the run is to stop.
 _MOST_STOP_S = 1e9

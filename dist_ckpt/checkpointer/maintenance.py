@@ -27,8 +27,8 @@ from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.annotations import put_metrics, put_saved
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
-from dist_ckpt.runs.retention.prune import metrics_of, prune
-from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs.prune import metrics_of, prune
+from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.tools.inspect.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dist_ckpt.runs.retention.policy_text import made_of, text_of
+from dist_ckpt.runs.retention_policy import made_of, text_of
 
 # These cannot be caught, or are no request: a process that goes on after them is damaged.
 _NOT_FOR_US = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})

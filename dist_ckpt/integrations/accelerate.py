@@ -33,7 +33,7 @@ from dist_ckpt.integrations.adapter_state import (
     set_sources,
     sources_of,
 )
-from dist_ckpt.runs.retention.deletion import delete
+from dist_ckpt.runs.prune import delete
 
 _log = logging.getLogger("dist_ckpt")
 

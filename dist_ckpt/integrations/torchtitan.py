@@ -25,7 +25,7 @@ from dist_ckpt.core.loading.load_options import Source
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.adapter_state import extra_state_of
-from dist_ckpt.runs.retention import retention_policy as keep
+from dist_ckpt.runs import retention_policy as keep
 
 # Keys of a torchtitan trainer's own states that are held in another form here.
 _OWN = {"model", "optim", "lr_scheduler", "dataloader", "rng"}

@@ -1,6 +1,4 @@
-"""What lies in a run's folder: its checkpoints by step, annotations, leases, requests.
+"""The folder of a run: its checkpoints by step, annotations, leases, requests. No ranks or torch.
 
-Without ranks or torch. `runs/retention/retention_policy.py` is the policy, as a plain value, and
-`runs/retention/policy_text.py` is how it is written in configuration files and on the command line;
-`runs/retention/prune.py` applies it.
+`retention_policy.py` defines the policy, as a plain value and as text. `prune.py` applies it.
 """

@@ -14,8 +14,8 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.reports import size
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.runs.retention.prune import plan_prune
-from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs.prune import plan_prune
+from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarn
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
-from dist_ckpt.runs.retention.prune import prune as prune_run
+from dist_ckpt.runs.prune import prune as prune_run
 from run_training import damage, fresh, keeper_of, steps_at, steps_in, train
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -24,9 +24,8 @@ from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
-from dist_ckpt.runs.retention.deletion import GONE_S, delete_at
-from dist_ckpt.runs.retention.prune import NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, prune
-from dist_ckpt.runs.retention.retention_policy import RetentionPolicy, best, last
+from dist_ckpt.runs.prune import GONE_S, NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, delete_at, prune
+from dist_ckpt.runs.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage

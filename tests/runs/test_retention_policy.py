@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.runs.retention import retention_policy as keep
-from dist_ckpt.runs.retention.retention_policy import (
-    Candidate,
-    RetentionPolicy,
-    best,
-    every,
-    last,
-    within,
-)
+from dist_ckpt.runs import retention_policy as keep
+from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy, best, every, last, within
 
 HOUR = 3600.0
 

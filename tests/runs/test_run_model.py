@@ -27,9 +27,8 @@ from dist_ckpt.core.commit.records.record_store import put_verified, read_annota
 from dist_ckpt.errors import ConflictError, NotFoundError
 from dist_ckpt.runs.annotations import put_metrics
 from dist_ckpt.runs.listing import Listing, list_run
-from dist_ckpt.runs.retention.deletion import delete_at
-from dist_ckpt.runs.retention.prune import prune
-from dist_ckpt.runs.retention.retention_policy import best, last
+from dist_ckpt.runs.prune import delete_at, prune
+from dist_ckpt.runs.retention_policy import best, last
 from dist_ckpt.runs.selectors import select
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -37,9 +37,8 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.runs.listing import list_run
-from dist_ckpt.runs.retention.deletion import delete_at
-from dist_ckpt.runs.retention.prune import prune
-from dist_ckpt.runs.retention.retention_policy import last
+from dist_ckpt.runs.prune import delete_at, prune
+from dist_ckpt.runs.retention_policy import last
 from dist_ckpt.runs.save_requests import request_save
 from dist_ckpt.runs.upgrade import plan_upgrade, upgrade
 from dist_ckpt.testing.crash_storage import CrashStorage, states

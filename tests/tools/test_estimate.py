@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.runs.retention import retention_policy as keep
+from dist_ckpt.runs import retention_policy as keep
 from dist_ckpt.tools.inspect.estimate import estimate, measured_rate
 
 

@@ -9,8 +9,8 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import PruneResult, PruneRow
 from dist_ckpt.reports import size
-from dist_ckpt.runs.retention import retention_policy as policies
-from dist_ckpt.runs.retention.prune import Decision
+from dist_ckpt.runs import retention_policy as policies
+from dist_ckpt.runs.prune import Decision
 from dist_ckpt.tools.inspect.run import Run
 
 

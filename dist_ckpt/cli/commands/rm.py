@@ -13,7 +13,7 @@ from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
-from dist_ckpt.runs.retention.deletion import delete_at
+from dist_ckpt.runs.prune import delete_at
 from dist_ckpt.runs.selectors import open_resolved
 
 

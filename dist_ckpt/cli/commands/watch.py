@@ -20,8 +20,8 @@ from dist_ckpt.core.commit.records.incarnations import NO_LIVENESS
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import size
-from dist_ckpt.runs.retention import retention_policy as policies
-from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs import retention_policy as policies
+from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.watch_changes import (
     RunObservation,
     changes,

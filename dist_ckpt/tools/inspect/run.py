@@ -21,8 +21,8 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
-from dist_ckpt.runs.retention.prune import Decision, metrics_of, plan_prune, prune
-from dist_ckpt.runs.retention.retention_policy import RetentionPolicy
+from dist_ckpt.runs.prune import Decision, metrics_of, plan_prune, prune
+from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.selectors import checkpoint_ref_of, lease_selected, select
 
 _POLL_S = 2.0

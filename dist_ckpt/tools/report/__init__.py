@@ -1,6 +1,6 @@
-"""What `dist-ckpt report` writes: one HTML file about a checkpoint or a run, without torch.
+"""`dist-ckpt report`: one HTML file about a checkpoint or a run, without torch.
 
-`checkpoint_facts.py` and `run_facts.py` find out what there is to say, as plain JSON, which
-`dist-ckpt report --json` prints. `page.py` makes a page of it: the templates beside it say all of
-it in words and tables, `charts.js` draws it with plotly.js, which the page holds.
+`checkpoint_facts.py` and `run_facts.py` collect the facts as plain JSON, which `dist-ckpt report
+--json` prints. `write_report.py` renders the page from templates; `charts.js` draws the charts with
+plotly.js, which is part of the page.
 """

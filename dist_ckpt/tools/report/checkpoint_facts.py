@@ -2,27 +2,123 @@
 
 They include the tensors as a tree of sizes, grouped so that a page can show it, and the bytes of
 each rank's files by component.
+Names in a checkpoint are untrusted text of any length, so all texts are bounded and escaped.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
+from typing import Literal
 
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, TensorInfo
+from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json
+from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, leaves_of
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint
-from dist_ckpt.tools.report.damage import Check, CheckResult, checked
-from dist_ckpt.tools.report.texts import bounded, first_of, named_values
+
+# Of longer texts the middle is left out: a page stays small whatever is in a checkpoint.
+MAX_CHARS = 300
+# So many lines of a configuration, or of anything else that is listed.
+MAX_ROWS = 300
+
+
+def bounded(text: str) -> str:
+    """Return a text on one line, without what steers a reader's eye, and not too long."""
+    if len(text) > MAX_CHARS:
+        half = MAX_CHARS // 2
+        text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def named_values(values: Mapping[str, object]) -> tuple[list[Json], int]:
+    """Return the values in nested mappings as pairs of texts, and how many more there are."""
+    pairs: list[Json] = [
+        [bounded(name), bounded(value)] for name, value in leaves_of(values) if name
+    ]
+    return pairs[:MAX_ROWS], max(len(pairs) - MAX_ROWS, 0)
+
+
+def first_of(rows: Iterable[Json]) -> tuple[list[Json], int]:
+    """Return the first rows, and how many more there are."""
+    every = list(rows)
+    return every[:MAX_ROWS], max(len(every) - MAX_ROWS, 0)
+
+
+def utc(at: float) -> str:
+    """Return a time in UTC, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+# What a report checks: nothing, or as `dist_ckpt.verify` does.
+Check = Literal["none", "quick", "full"]
+CHECKS: tuple[Check, ...] = ("none", "quick", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What a check has found, or `why` there was none: it was not asked for, or it has failed."""
+
+    report: VerifyReport | None = None
+    why: str = ""
+    has_failed: bool = False
+
+    @property
+    def result(self) -> str:
+        """The result: "ok", "damaged" or "not checked"."""
+        if self.report is None:
+            return "not checked"
+        return "ok" if self.report.ok else "damaged"
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is wrong."""
+        return () if self.report is None else self.report.problems
+
+    def to_json(self) -> dict[str, Json]:
+        """Return it as a report has it: of many problems the first."""
+        notes = () if self.report is None else self.report.notes
+        return {
+            "result": self.result,
+            "level": None if self.report is None else self.report.level,
+            "why": bounded(self.why),
+            "has_failed": self.has_failed,
+            "problems": first_of(map(_problem, self.problems))[0],
+            "num_problems": len(self.problems),
+            "notes": first_of(map(bounded, notes))[0],
+            "nbytes_checked": 0 if self.report is None else self.report.nbytes_checked,
+        }
+
+
+def checked(path: str, check: Check, progress: Progress | None) -> CheckResult:
+    """Check a checkpoint, or say why not."""
+    if check == "none":
+        return CheckResult(why="no check was asked for")
+    level: Level = check
+    try:
+        return CheckResult(verify(path, level=level, progress=progress, opener=OPENER))
+    except CheckpointError as error:
+        return CheckResult(why=str(error), has_failed=True)
+
+
+def _problem(one: Problem) -> Json:
+    return {
+        "file": bounded(one.file),
+        "rank": one.rank,
+        "tensor": None if one.tensor is None else bounded(one.tensor),
+        "rows": None if one.rows is None else [one.rows.start, one.rows.stop],
+        "what": bounded(one.what),
+    }
+
 
 # A page with so many boxes is drawn in a moment; of one place so many are told apart.
 MAX_NODES = 1000

@@ -15,8 +15,14 @@ from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.annotations import SaveTimes, save_times
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.tools.report.damage import Check, CheckResult, checked
-from dist_ckpt.tools.report.texts import MAX_ROWS, bounded, first_of
+from dist_ckpt.tools.report.checkpoint_facts import (
+    MAX_ROWS,
+    Check,
+    CheckResult,
+    bounded,
+    checked,
+    first_of,
+)
 
 # Of a run the newest so many checkpoints are shown, of their metrics so many.
 MAX_CHECKPOINTS = 1000

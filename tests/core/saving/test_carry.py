@@ -20,8 +20,8 @@ from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, NotFoundError
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.runs.annotations import put_metrics
-from dist_ckpt.runs.retention.prune import prune
-from dist_ckpt.runs.retention.retention_policy import last
+from dist_ckpt.runs.prune import prune
+from dist_ckpt.runs.retention_policy import last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -21,10 +21,8 @@ from dist_ckpt.reports import IoCount, SaveReport
 from dist_ckpt.runs.annotations import put_saved, save_times
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.tools.report import page
 from dist_ckpt.tools.report import write_report as written
-from dist_ckpt.tools.report.page import START
-from dist_ckpt.tools.report.write_report import report_facts, write_report
+from dist_ckpt.tools.report.write_report import START, report_facts, write_report
 
 HOSTILE = "</script><script>alert(1)</script>"
 
@@ -401,7 +399,7 @@ def test_nothing_there_is_an_error_and_no_page(tmp_path: Path) -> None:
 
 def test_a_script_that_would_end_in_its_middle_is_refused() -> None:
     with pytest.raises(ValueError, match="end in its middle"):
-        page._script("var a = '</SCRIPT>'")
+        written._script("var a = '</SCRIPT>'")
 
 
 def test_of_a_hundred_thousand_tensors_the_page_stays_small(
@@ -414,4 +412,4 @@ def test_of_a_hundred_thousand_tensors_the_page_stays_small(
     facts = written.report_facts(saved)
     assert len(json.dumps(facts)) < 1_000_000
     assert facts["num_tensors"] == 100_000
-    assert "And 99,975 more tensors" in page.page_of(facts).decode()
+    assert "And 99,975 more tensors" in written.page_of(facts).decode()

@@ -1,1 +1,0 @@
-"""Which checkpoints of a run stay, and how the others are removed."""
