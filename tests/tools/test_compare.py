@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_json_and_csv(
     )
     _, out = told("compare", sweep, "--max", "acc", "--json")
     document = json.loads(out)
-    assert document["schema"] == "dist-ckpt.compare/1"
+    assert document["schema"] == "dist-ckpt.compare/2"
     assert document["runs"][0]["best"] == 0.9
     assert document["differing"] == {"model.dim": {"a-ddl": "3", "b-base": "7"}}
     _, out = told("compare", sweep, "--min", "loss", "--csv")
