@@ -1,4 +1,5 @@
-"""The folder of a run: its checkpoints by step, annotations, leases, requests. No ranks or torch.
+"""The folder of a run: its checkpoints by step, annotations, requests and retention.
 
-`retention_policy.py` defines the policy, as a plain value and as text. `prune.py` applies it.
+It needs no ranks and no torch. `retention_policy.py` defines the policy, as a plain value and as
+text. `prune.py` applies it.
 """
