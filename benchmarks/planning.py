@@ -27,7 +27,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import Inventory, TensorRequest
-from dist_ckpt.core.planning.save.save_planner import held_cells, items_of, replica_groups_of
+from dist_ckpt.core.planning.save.save_planner import find_local_cells, items_of, replica_groups_of
 from dist_ckpt.core.runtime import typed_msgpack
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int)
         "index kB": len(data) / 1e3,
         "open ms": _ms(lambda: index_json.decode(data)),
         "items ms": _ms(lambda: items_of(plan, rank)),
-        "held ms": _ms(lambda: held_cells(inventory, rank, plan)),
+        "held ms": _ms(lambda: find_local_cells(inventory, rank, plan)),
         "groups ms": _ms(lambda: replica_groups_of(plan, rank)),
     }
     return Figure(name, tuple(sum(one.values()) for one in measured), facts)

@@ -10,7 +10,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region, pieces, row_major_strides
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import SavePlan
-from dist_ckpt.core.planning.save.save_planner import held_cells, plan_save
+from dist_ckpt.core.planning.save.save_planner import find_local_cells, plan_save
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.state.binding.bind import (
     Binding,
@@ -34,7 +34,7 @@ class InMemory:
         values: dict[str, Any] = {}
         per_rank: dict[str, dict[Any, Any]] = {}
         for rank, local in enumerate(locals_):
-            held = held_cells(local.inventory, rank, plan)
+            held = find_local_cells(local.inventory, rank, plan)
             for fqn, parts in local.parts.items():
                 if fqn in held:
                     assert len(held[fqn]) == len(parts)

@@ -35,7 +35,12 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.save_planner import held_cells, items_of, plan_save, stored_nbytes
+from dist_ckpt.core.planning.save.save_planner import (
+    find_local_cells,
+    items_of,
+    plan_save,
+    stored_nbytes,
+)
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 randoms = st.randoms(use_true_random=False)
@@ -228,7 +233,7 @@ def save(tilings: Mapping[str, Tiling], world_size: int) -> tuple[SavePlan, File
     plan = plan_save(bodies(inventories), world_size)
     files: dict[tuple[int, int], dict[tuple[str, Cell], list[int]]] = {}
     for rank, inventory in enumerate(inventories):
-        held = held_cells(inventory, rank, plan)
+        held = find_local_cells(inventory, rank, plan)
         for file in items_of(plan, rank):
             parsed = filenames.parse_shard_file(file.name)
             assert parsed is not None

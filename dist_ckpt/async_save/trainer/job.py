@@ -155,7 +155,7 @@ def _let_go(
     job: str,
 ) -> None:
     """Leave a job that was not closed; log the state of its saves."""
-    if not lock.is_held:  # a forked child has no part in it
+    if not lock.is_locked:  # a forked child has no part in it
         return
     # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
     # an optimizer step may be iterating over all hooks now.

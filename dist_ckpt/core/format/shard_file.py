@@ -131,12 +131,8 @@ class DecodedShards(Sequence[StoredShard]):
 
     def _make(self, number: int) -> StoredShard:
         kind, start = self._kinds[number], self.starts[number]
-        first, last = self._blocks[number], self._blocks[number + 1]
-        chars = BLOCK_DIGEST_CHARS
-        digits = self._digests[first * chars : last * chars]
-        digests = tuple(
-            [digits[offset : offset + chars] for offset in range(0, len(digits), chars)]
-        )
+        digits, chars = self.first_digests(number, kind.num_blocks), BLOCK_DIGEST_CHARS
+        digests = tuple([digits[at : at + chars] for at in range(0, len(digits), chars)])
         span = ByteRange(start, start + kind.nbytes)
         name, fqn = self._names[number], self._fqns[number]
         return StoredShard(name, fqn, kind.dtype, kind.shape, kind.cell, span, digests)
@@ -367,8 +363,9 @@ def _names(cells: Sequence[tuple[str, Shape, Cell]]) -> list[str]:
         if name is None:
             # Count in steps that no other shard of the file uses.
             tries = (f"t{n}" for n in count(number, len(cells)))
-            name = next(name for name in tries if name not in used)  # noqa: PLW2901
-        names.append(name)
+            names.append(next(free for free in tries if free not in used))
+        else:
+            names.append(name)
     return names
 
 

@@ -133,7 +133,7 @@ class SavePlan:
     """
 
     catalog: Catalog
-    held_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored
+    unsplit_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored
     value_holders: Mapping[str, tuple[int, ...]]
     per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
     tree: tuple[Node, ...]

@@ -56,20 +56,20 @@ class LockFile:
         os.register_at_fork(after_in_child=self._forget)
 
     @property
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """True if this process holds the lock; False in a forked child."""
         return self._fd >= 0
 
     def release(self) -> None:
         """Release the lock. The file stays, as another process may be waiting for it."""
-        if self.is_held:
+        if self.is_locked:
             fd, self._fd = self._fd, -1
             # Unlock explicitly: a child that is being forked has a copy of the descriptor.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _forget(self) -> None:
-        if self.is_held:
+        if self.is_locked:
             fd, self._fd = self._fd, -1
             os.close(fd)  # not unlocked: that would release the parent's lock
 

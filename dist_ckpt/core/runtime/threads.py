@@ -118,7 +118,7 @@ class CallMonitor:
         self._is_abandoned = False
 
     @staticmethod
-    def here() -> CallMonitor | None:
+    def of_this_thread() -> CallMonitor | None:
         """Return the monitor of this thread, or None if no thread would notice that it hangs."""
         return getattr(_monitored, "monitor", None)
 

@@ -13,9 +13,9 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.save_planner import (
-    HeldCells,
+    CellNumbers,
     Origin,
-    held_cells,
+    find_local_cells,
     items_of,
     numbered,
     origin_of,
@@ -58,13 +58,13 @@ class RankPlan:
     files: tuple[FilePlan, ...]
     groups: tuple[ReplicaGroup, ...]
     origins: tuple[tuple[Origin, ...], ...]
-    cells: HeldCells
+    cells: CellNumbers
 
     @staticmethod
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
         """Return the part of one rank."""
         files = items_of(plan, rank)
-        cells = numbered(held_cells(inventory, rank, plan))
+        cells = numbered(find_local_cells(inventory, rank, plan))
         origins = tuple(
             tuple(origin_of(cells, item.fqn, item.cell) for item in file.items) for file in files
         )

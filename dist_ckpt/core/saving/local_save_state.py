@@ -19,7 +19,7 @@ from dist_ckpt.core.planning.plan import (
     ReplicaGroup,
     SavePlan,
 )
-from dist_ckpt.core.planning.save.save_planner import HeldCells, Origin, origin_of
+from dist_ckpt.core.planning.save.save_planner import CellNumbers, Origin, origin_of
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.gc_pause import paused_collector
@@ -142,7 +142,7 @@ class LocalSaveState:
         source = self.local.source(fqn, cell_number)
         return source if part is None else source.part(part)
 
-    def _digests(self, group: ReplicaGroup, cells: HeldCells) -> dict[str, str]:
+    def _digests(self, group: ReplicaGroup, cells: CellNumbers) -> dict[str, str]:
         """Digest this rank's copy of each member of a replica group, by name."""
         digests = {}
         for fqn, cell in group.cells:

@@ -37,14 +37,14 @@ class ForwardingStorage:
 
     def make_call(
         self,
-        what: str,
+        label: str,
         act: Callable[[], T],
         *,
         nbytes: int = 0,
         release: Callable[[T], None] = lambda _: None,
     ) -> T:
         """Make a call that moves `nbytes`; `release` a result that is too late."""
-        del what, nbytes, release
+        del label, nbytes, release
         return act()
 
     def read(self, path: str, nbytes: int, act: Callable[[], int]) -> int:
@@ -191,20 +191,20 @@ class RateLimit:
             # Unused time is lost: later bursts do not get it.
             begin_at = max(self._free_at, self._clock())
             self._free_at = begin_at + nbytes / self._max_bytes_per_s
-        while (left_s := begin_at - self._clock()) > 0:
+        while (remaining_s := begin_at - self._clock()) > 0:
             self._check()
-            self._sleep(min(left_s, STEP_S))
+            self._sleep(min(remaining_s, STEP_S))
 
 
 class RateLimitedStorage(ForwardingStorage):
     """Forwards every call to `inner`, and delays writes before their deadline begins."""
 
-    def __init__(self, inner: Storage, allowance: RateLimit) -> None:
+    def __init__(self, inner: Storage, limit: RateLimit) -> None:
         super().__init__(inner)
-        self._allowance = allowance
+        self._limit = limit
 
     def write(self, path: str, nbytes: int, act: Callable[[], None]) -> None:
-        self._allowance.take(nbytes)
+        self._limit.take(nbytes)
         super().write(path, nbytes, act)
 
 
@@ -238,7 +238,7 @@ class DeadlineStorage(ForwardingStorage):
 
     def make_call(
         self,
-        what: str,
+        label: str,
         act: Callable[[], T],
         *,
         nbytes: int = 0,
@@ -246,12 +246,12 @@ class DeadlineStorage(ForwardingStorage):
     ) -> T:
         timeout_s = stall_timeout_s(nbytes, stall_s=self._stall_s)
         fact = (
-            f"{what}: the storage did not answer for {timeout_s:g} s; look at its health (a "
+            f"{label}: the storage did not answer for {timeout_s:g} s; look at its health (a "
             "network mount may hang), then try again"
         )
-        if (monitor := CallMonitor.here()) is not None:
+        if (monitor := CallMonitor.of_this_thread()) is not None:
             return monitor.make(act, timeout_s, fact, release)
-        future = self._submit(what, act)
+        future = self._submit(label, act)
         try:
             future.exception(timeout=timeout_s)  # does not raise a TimeoutError of the call
         except TimeoutError:
@@ -277,12 +277,12 @@ class DeadlineStorage(ForwardingStorage):
         with suppress(StorageError):
             wait((self._submit("close", act),), timeout=min(GRACE_S, self._stall_s))
 
-    def _submit(self, what: str, act: Callable[[], T]) -> Future[T]:
+    def _submit(self, label: str, act: Callable[[], T]) -> Future[T]:
         try:
             return self._threads.submit(act)
         except RuntimeError as error:
             raise StorageError(
-                f"{what}: {error}; raise the limit of threads (ulimit -u), then try again"
+                f"{label}: {error}; raise the limit of threads (ulimit -u), then try again"
             ) from error
 
 

@@ -195,8 +195,8 @@ class Stopping(ForwardingStorage):
         super().__init__(inner)
         self._number, self._stop, self._count = number, stop, count(1)
 
-    def make_call(self, what: str, act: Callable[[], T], **options: object) -> T:
-        del what, options
+    def make_call(self, label: str, act: Callable[[], T], **options: object) -> T:
+        del label, options
         if next(self._count) == self._number:
             self._stop()
         return act()

@@ -81,14 +81,14 @@ def test_a_large_replica_is_split_evenly_among_its_holders() -> None:
     assert written(plan) == dict.fromkeys(range(4), 20_000_000)
     record = plan.catalog.tensors["model.w"]
     assert plan.catalog.layouts[record.layout].holders == ((0,), (1,), (2,), (3,))
-    assert plan.held_layouts["model.w"].holders == ((0, 1, 2, 3),)
+    assert plan.unsplit_layouts["model.w"].holders == ((0, 1, 2, 3),)
     (group,) = replica_groups_of(plan, 2)
     assert group.cells == (("model.w", Region.whole((20000, 1000))),)
 
 
 def test_a_replica_of_64_mib_is_not_split() -> None:
     plan = large((16, 1 << 20), 4)
-    assert plan.held_layouts == {}
+    assert plan.unsplit_layouts == {}
     assert list(written(plan).values()) == [64 << 20]
 
 

@@ -17,7 +17,7 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.planning.save.save_planner import (
-    held_cells,
+    find_local_cells,
     items_of,
     plan_save,
     replica_groups_of,
@@ -111,7 +111,7 @@ def test_what_only_some_ranks_tie_is_stored_by_itself() -> None:
     assert list(plan.catalog.tensors) == ["model.w", "model.tied"]
     record = plan.catalog.tensors["model.tied"]
     assert plan.catalog.layouts[record.layout].holders == ((0, 1, 2),)
-    assert held_cells(tied, 0, plan)["model.tied"] == (Region.whole((2, 3)),)
+    assert find_local_cells(tied, 0, plan)["model.tied"] == (Region.whole((2, 3)),)
 
 
 def test_ranks_that_tie_the_other_way_round_store_both() -> None:

@@ -25,7 +25,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save import balance
 from dist_ckpt.core.planning.save.save_planner import (
-    held_cells,
+    find_local_cells,
     items_of,
     numbered,
     origin_of,
@@ -59,7 +59,7 @@ def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape
         patch.object(balance, "MIN_PART_NBYTES", 8),
     ):
         plan, files = save(tilings, WORLD)
-    for layout in (*plan.catalog.layouts, *plan.held_layouts.values()):
+    for layout in (*plan.catalog.layouts, *plan.unsplit_layouts.values()):
         assert all(list(ranks) == sorted(set(ranks)) for ranks in layout.holders)
     for fqn, tiling in tilings.items():
         assert plan.catalog.tensors[fqn].shape == tiling.shape
@@ -77,7 +77,7 @@ def test_what_a_rank_holds_is_what_its_state_has(random: Random, shape: Shape) -
     inventories = [inventory_of({"model.w": tiling}, rank) for rank in range(WORLD)]
     plan = plan_save(bodies(inventories), WORLD)
     for rank, inventory in enumerate(inventories):
-        held = held_cells(inventory, rank, plan).get("model.w", ())
+        held = find_local_cells(inventory, rank, plan).get("model.w", ())
         expected = tiling.cells.get(rank, ())
         assert [cell.numel for cell in held] == [cell.numel for cell in expected]
         assert [cell for cell in held if cell.numel] == [cell for cell in expected if cell.numel]
@@ -118,7 +118,7 @@ def test_every_rank_of_a_replica_group_gets_the_same_group(
             assert rank in group.ranks
             assert len(group.ranks) > 1
             assert all(group in groups[other] for other in group.ranks)
-            held = held_cells(inventories[rank], rank, plan)
+            held = find_local_cells(inventories[rank], rank, plan)
             for fqn, cell in group.cells:
                 assert cell in held[fqn]
 

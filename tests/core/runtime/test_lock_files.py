@@ -61,7 +61,7 @@ def test_a_second_lock_in_the_same_process_is_a_conflict(path):
     with pytest.raises(ConflictError, match=f"process {os.getpid()} "):
         take(path)
     lock.release()
-    assert not lock.is_held
+    assert not lock.is_locked
     take(path).release()
 
 
@@ -69,7 +69,7 @@ FORKED = """
 lock = take(args[0])
 if os.fork() == 0:
     lock.release()  # what a child says does not count
-    say("child", lock.is_held)
+    say("child", lock.is_locked)
     wait()
     os._exit(0)
 os.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import lcm, prod
+from typing import TypeVar
 
 from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -50,12 +51,13 @@ MAX_NBYTES_OF_INDEX = 512 << 20
 # Limit for cells when the files of all cells are computed: a short index can request many.
 _MAX_LOOKUPS = 1 << 28
 
-
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
     *("files", "objects", "attached", "metadata", "saved_by", "saved_at", "digest"),
 )
 _ABANDONED_FIELDS = ("format", "state", "attempt", "by", "reason", "digest")
+
+D = TypeVar("D", ObjectsFileRecord, AttachedFileRecord)
 
 
 # --- encoding --------------------------------------------------------------------------------
@@ -185,7 +187,9 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, label: str) -> Inde
         step=None if step is None else integer(step, 0, MAX_STEP, f"{label}, step"),
         catalog=catalog,
         files=_decode_files(doc["files"], catalog, f"{label}, files"),
-        objects=_decode_objects(doc["objects"], f"{label}, objects"),
+        objects=_decode_documents(
+            doc["objects"], ObjectsFileRecord, objects_file.MAX_NBYTES, f"{label}, objects"
+        ),
         attached=_decode_attached(doc.get("attached", []), f"{label}, attached"),
         metadata=mapping(doc["metadata"], f"{label}, metadata"),
         saved_by={
@@ -226,21 +230,17 @@ def _decode_files(value: Json, catalog: Catalog, label: str) -> tuple[ShardFileR
     return tuple(files)
 
 
-def _decode_objects(value: Json, label: str) -> tuple[ObjectsFileRecord, ...]:
+def _decode_documents(value: Json, cls: type[D], max_nbytes: int, label: str) -> tuple[D, ...]:
     files = []
     for entry in array(value, label):
         name, nbytes, digest = row(entry, 3, label)
-        size = integer(nbytes, 0, objects_file.MAX_NBYTES, label)
-        files.append(ObjectsFileRecord(string(name, label), size, hex_digits(digest, 32, label)))
+        size = integer(nbytes, 0, max_nbytes, label)
+        files.append(cls(string(name, label), size, hex_digits(digest, 32, label)))
     return tuple(files)
 
 
 def _decode_attached(value: Json, label: str) -> tuple[AttachedFileRecord, ...]:
-    files = []
-    for entry in array(value, label):
-        name, nbytes, digest = row(entry, 3, label)
-        size = integer(nbytes, 0, MAX_ATTACHED_NBYTES, label)
-        files.append(AttachedFileRecord(string(name, label), size, hex_digits(digest, 32, label)))
+    files = _decode_documents(value, AttachedFileRecord, MAX_ATTACHED_NBYTES, label)
     if bad := [file.name for file in files if not filenames.is_attached_name(file.name)]:
         raise corrupt_error(label, f"{quoted(bad[0])} is not the name of an attached file")
     # Some file systems ignore case in names.
@@ -249,7 +249,7 @@ def _decode_attached(value: Json, label: str) -> tuple[AttachedFileRecord, ...]:
     if len(files) > MAX_ATTACHED or sum(file.nbytes for file in files) > MAX_ATTACHED_NBYTES:
         most = f"{MAX_ATTACHED} files or {MAX_ATTACHED_NBYTES} bytes"
         raise corrupt_error(label, f"more than {most}")
-    return tuple(files)
+    return files
 
 
 def _check_shard_files(index: Index, label: str) -> None:

@@ -34,20 +34,14 @@ def check_description(
             raise ValueError(f"{name}= and metadata[{name!r}] are both given: give one of them")
     config, kind = metadata.get(CONFIG, config), metadata.get(KIND, kind)
     if config is not None:
-        check_config(config)
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config is a {type(config).__name__}: give a dict")
+        check_plain(dict(config), CONFIG)
     if kind is not None:
-        check_kind(kind)
+        _check_kind(kind)
 
 
-def check_config(config: object) -> None:
-    """Raise TypeError or ValueError unless this is a configuration: a mapping of plain data."""
-    if not isinstance(config, Mapping):
-        raise TypeError(f"config is a {type(config).__name__}: give a dict")
-    check_plain(dict(config), CONFIG)
-
-
-def check_kind(kind: object) -> None:
-    """Raise TypeError or ValueError unless this is a valid kind: a short text."""
+def _check_kind(kind: object) -> None:
     if not isinstance(kind, str):
         raise TypeError(f'kind={kind!r}: give a text, such as "baseline"')
     if not 1 <= len(kind) <= MAX_KIND_CHARS or not is_text(kind):

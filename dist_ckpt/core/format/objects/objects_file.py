@@ -13,12 +13,11 @@ from typing import Any
 
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
-from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
-from dist_ckpt.core.format.objects.plain_types import (
-    Placeholder,
-    cost_of,
-)
+from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value, typed
+from dist_ckpt.core.format.objects.plain_types import Placeholder, cost_of
 from dist_ckpt.core.format.strict_json import (
+    MAX_INTEGER,
+    MIN_INTEGER,
     VERSION,
     Json,
     check_version,
@@ -113,13 +112,20 @@ def decode(
     except IncompatibleError as error:
         raise IncompatibleError(f"{label}: {error}") from error
     check_version(doc, label)
-    _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, label)
+    try:
+        return _decode_fields(fields(doc, _FIELDS, label))
+    except ValueError as error:
+        raise corrupt_error(label, str(error)) from None
+
+
+def _decode_fields(values_of_fields: Sequence[Any]) -> ObjectsFile:
+    _, tree, values, per_rank, numpy, metadata = values_of_fields
     return ObjectsFile(
-        tree=_tree(tree, label),
-        values=_named(values, label),
-        per_rank={fqn: _keyed(rows, label) for fqn, rows in _named(per_rank, label).items()},
-        numpy=tuple(_typed(fqn, str, label) for fqn in _typed(numpy, list, label)),
-        metadata=_typed(metadata, dict, label),
+        tree=_tree(tree),
+        values=_named(values),
+        per_rank={fqn: _keyed(rows) for fqn, rows in _named(per_rank).items()},
+        numpy=tuple(typed(fqn, str) for fqn in typed(numpy, list)),
+        metadata=typed(metadata, dict),
     )
 
 
@@ -157,39 +163,23 @@ def missing_error(
                 yield f"{fqn}, a child of {node.fqn or 'the state'}"
 
 
-def _typed(value: Any, cls: type, label: str) -> Any:
-    if type(value) is not cls:
-        raise corrupt_error(label, f"{type(value).__name__} in place of {cls.__name__}")
-    return value
+def _named(value: Any) -> dict[str, Any]:
+    return {typed(fqn, str): item for fqn, item in typed(value, dict).items()}
 
 
-def _row(value: Any, length: int, label: str) -> list[Any]:
-    row: list[Any] = _typed(value, list, label)
-    if len(row) != length:
-        raise corrupt_error(label, f"{len(row)} entries in place of {length}")
-    return row
-
-
-def _named(value: Any, label: str) -> dict[str, Any]:
-    named: dict[str, Any] = _typed(value, dict, label)
-    for fqn in named:
-        _typed(fqn, str, label)
-    return named
-
-
-def _tree(rows: Any, label: str) -> tuple[Node, ...]:
+def _tree(rows: Any) -> tuple[Node, ...]:
     """Return the containers, each once, and with few paths to each.
 
     Ranks may reach one name on several paths, as "b.c" in "a" and "c" in "a.b". A walk follows them
     all, and in a hostile file of some kilobytes they double at each level.
     """
-    nodes = tuple(_node(entry, label) for entry in _typed(rows, list, label))
+    nodes = tuple(map(_node, typed(rows, list)))
     if len({node.fqn for node in nodes}) < len(nodes):
-        raise corrupt_error(label, "a container twice in its tree")
+        raise ValueError("a container twice in its tree")
     paths = Counter({"": 1})
     for node in sorted(nodes, key=lambda node: len(node.fqn)):  # parents first
         if paths[node.fqn] > _MAX_PATHS:
-            raise corrupt_error(label, f"too many paths to {node.fqn[:100]!r} in its tree")
+            raise ValueError(f"too many paths to {node.fqn[:100]!r} in its tree")
         for key in node.keys:
             if len(child := _child(node, key)) > len(node.fqn):
                 paths[child] += paths[node.fqn]
@@ -200,28 +190,28 @@ def _child(node: Node, key: str | int) -> str:
     return f"{node.fqn}.{key}" if node.fqn else str(key)
 
 
-def _node(entry: Any, label: str) -> Node:
-    fqn, kind, keys = _row(entry, 3, label)
-    for key in _typed(keys, list, label):
+def _node(entry: Any) -> Node:
+    fqn, kind, keys = typed(entry, list)
+    for key in typed(keys, list):
         if type(key) is not str and type(key) is not int:
-            raise corrupt_error(label, f"a key that is a {type(key).__name__}")
-    return Node(_typed(fqn, str, label), _typed(kind, str, label), tuple(keys))
+            raise ValueError(f"a key that is a {type(key).__name__}")
+    return Node(typed(fqn, str), typed(kind, str), tuple(keys))
 
 
-def _keyed(rows: Any, label: str) -> dict[Key, object]:
+def _keyed(rows: Any) -> dict[Key, object]:
     values: dict[Key, object] = {}
-    for entry in _typed(rows, list, label):
-        key, value = _row(entry, 2, label)
-        key = _key(key, label)
+    for entry in typed(rows, list):
+        key, value = typed(entry, list)
+        key = _key(key)
         if key in values:
-            raise corrupt_error(label, f"the key {key!r} twice")
+            raise ValueError(f"the key {key!r} twice")
         values[key] = value
     return values
 
 
-def _key(value: Any, label: str) -> Key:
+def _key(value: Any) -> Key:
     if type(value) is tuple:
-        return tuple(_key(part, label) for part in value)
-    if type(value) is str or (type(value) is int and -(1 << 63) <= value < 1 << 64):
+        return tuple(map(_key, value))
+    if type(value) is str or (type(value) is int and MIN_INTEGER <= value <= MAX_INTEGER):
         return value
-    raise corrupt_error(label, f"a key that is a {type(value).__name__}, or beyond 64 bits")
+    raise ValueError(f"a key that is a {type(value).__name__}, or beyond 64 bits")

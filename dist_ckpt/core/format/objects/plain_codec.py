@@ -419,14 +419,15 @@ def _unpack_map(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
     return value
 
 
-def _typed(value: Any, *classes: type) -> Any:
-    if type(value) not in classes:
-        raise ValueError(f"{type(value).__name__} in place of {classes[0].__name__}")
+def typed(value: Any, cls: type) -> Any:
+    """Return the value if it has this class. Raises ValueError."""
+    if type(value) is not cls:
+        raise ValueError(f"{type(value).__name__} in place of {cls.__name__}")
     return value
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(_typed(number, int) for number in _typed(value, list))
+    return tuple(typed(number, int) for number in typed(value, list))
 
 
 def _unpack_complex(data: bytes) -> complex:
@@ -436,7 +437,7 @@ def _unpack_complex(data: bytes) -> complex:
 
 
 def _unpack_set(payload: Any) -> set[object]:
-    check_hashes(_typed(payload, list))
+    check_hashes(typed(payload, list))
     members = set(payload)
     if len(members) != len(payload):
         raise ValueError("a set with the same member twice")
@@ -444,61 +445,61 @@ def _unpack_set(payload: Any) -> set[object]:
 
 
 def _unpack_defaultdict(payload: Any) -> defaultdict[object, object]:
-    name, items = _typed(payload, list)
-    if _typed(name, str) not in FACTORIES:
+    name, items = typed(payload, list)
+    if typed(name, str) not in FACTORIES:
         raise ValueError(f"a defaultdict of {name[:100]!r}")
-    return defaultdict(FACTORIES[name], _typed(items, dict))
+    return defaultdict(FACTORIES[name], typed(items, dict))
 
 
 def _unpack_deque(payload: Any) -> deque[object]:
-    maxlen, items = _typed(payload, list)
-    if len(_typed(items, list)) > _typed(len(items) if maxlen is None else maxlen, int):
+    maxlen, items = typed(payload, list)
+    if len(typed(items, list)) > typed(len(items) if maxlen is None else maxlen, int):
         raise ValueError(f"a deque of {len(items)} items, where {maxlen} is its limit")
     return deque(items, maxlen)
 
 
 def _unpack_datetime(payload: Any) -> datetime:
-    *numbers, fold, offset = _typed(payload, list)
+    *numbers, fold, offset = typed(payload, list)
     zone = None
     if offset is not None:
-        *delta, name = _typed(offset, list)
-        names = () if name is None else (_typed(name, str),)
+        *delta, name = typed(offset, list)
+        names = () if name is None else (typed(name, str),)
         zone = timezone(timedelta(*_integers(delta)), *names)
     year, month, day, hour, minute, second, microsecond = _integers(numbers)
     return datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
 
 
 def _unpack_path(payload: Any) -> pathlib.PurePath:
-    name, text = _typed(payload, list)
+    name, text = typed(payload, list)
     classes = {cls.__name__: cls for cls in PATHS}
     # Paths of the other system cannot be built here, only pure ones.
     foreign = "PosixPath" if os.name == "nt" else "WindowsPath"
-    return classes[f"Pure{name}" if name == foreign else _member(name, classes)](_typed(text, str))
+    return classes[f"Pure{name}" if name == foreign else _member(name, classes)](typed(text, str))
 
 
 def _unpack_numpy(payload: Any) -> NumpyScalar:
-    code, data = _typed(payload, list)
-    if (itemsize := numpy_itemsize(_typed(code, str))) is None:
+    code, data = typed(payload, list)
+    if (itemsize := numpy_itemsize(typed(code, str))) is None:
         raise ValueError(f"a numpy scalar of dtype {code[:100]!r}")
-    if len(_typed(data, bytes)) != itemsize:
+    if len(typed(data, bytes)) != itemsize:
         raise ValueError(f"{len(data)} bytes for a numpy scalar of dtype {code}")
     return NumpyScalar(code, data)
 
 
 def _unpack_array(payload: Any) -> ArrayValue:
-    dtype, sizes, data, kind = _typed(payload, list)
+    dtype, sizes, data, kind = typed(payload, list)
     shape = _integers(sizes)
     itemsize = DTYPES[_member(dtype, DTYPES)].itemsize
     if min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape}")
     check_shape(shape, itemsize)
-    if len(_typed(data, bytes)) != prod(shape) * itemsize:
+    if len(typed(data, bytes)) != prod(shape) * itemsize:
         raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
     return ArrayValue(dtype, shape, data, _member(kind, ("tensor", "numpy")))
 
 
 def _member(value: Any, names: Iterable[str]) -> Any:
-    if _typed(value, str) not in names:
+    if typed(value, str) not in names:
         raise ValueError(f"{value[:100]!r} is unknown")
     return value
 
@@ -510,18 +511,18 @@ _RAW_DECODERS: Mapping[int, Callable[[bytes], object]] = {
 }
 
 _DECODERS: Mapping[int, Callable[[Any], object]] = {
-    Ext.TUPLE: lambda payload: tuple(_typed(payload, list)),
+    Ext.TUPLE: lambda payload: tuple(typed(payload, list)),
     Ext.SET: _unpack_set,
     Ext.FROZENSET: lambda payload: frozenset(_unpack_set(payload)),
-    Ext.ORDERED_DICT: lambda payload: OrderedDict(_typed(payload, dict)),
-    Ext.COUNTER: lambda payload: Counter(_typed(payload, dict)),
+    Ext.ORDERED_DICT: lambda payload: OrderedDict(typed(payload, dict)),
+    Ext.COUNTER: lambda payload: Counter(typed(payload, dict)),
     Ext.DEFAULTDICT: _unpack_defaultdict,
     Ext.DEQUE: _unpack_deque,
     Ext.RANGE: lambda payload: range(*_integers(payload)),
     Ext.SIZE: lambda payload: Size(_integers(payload)),
-    Ext.DTYPE: lambda payload: DTypeValue(_typed(payload, str)),
+    Ext.DTYPE: lambda payload: DTypeValue(typed(payload, str)),
     Ext.NUMPY_SCALAR: _unpack_numpy,
-    Ext.DEVICE: lambda payload: Device(_typed(payload, str)),
+    Ext.DEVICE: lambda payload: Device(typed(payload, str)),
     Ext.DATETIME: _unpack_datetime,
     Ext.DATE: lambda payload: date(*_integers(payload)),
     Ext.TIMEDELTA: lambda payload: timedelta(*_integers(payload)),

@@ -194,7 +194,7 @@ def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
     values: dict[tuple[int, ...], list[str]] = {}
     shared: dict[int, list[tuple[Cell, list[tuple[str, Cell]]]]] = {}
     for fqn, record in catalog.tensors.items():
-        layout = plan.held_layouts.get(fqn) or catalog.layouts[record.layout]
+        layout = plan.unsplit_layouts.get(fqn) or catalog.layouts[record.layout]
         if id(layout) not in shared:
             shared[id(layout)] = [
                 (cell, cells.setdefault(layout.holders[number], []))
@@ -216,7 +216,9 @@ def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
     )
 
 
-def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tuple[Cell, ...]]:
+def find_local_cells(
+    inventory: Inventory, rank: int, plan: SavePlan
+) -> dict[str, tuple[Cell, ...]]:
     """Return the cells of each tensor in a rank's inventory, in the order of its local parts.
 
     Each shard that the rank stores is in exactly one of them. A local tensor under a ShardingConfig
@@ -230,7 +232,7 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
         view = inventory.views[entry.view]
         if isinstance(view, RuleSharded):
             layout = (
-                plan.held_layouts.get(entry.fqn)
+                plan.unsplit_layouts.get(entry.fqn)
                 or catalog.layouts[catalog.tensors[entry.fqn].layout]
             )
             if id(layout) not in ruled:
@@ -251,10 +253,10 @@ def held_cells(inventory: Inventory, rank: int, plan: SavePlan) -> dict[str, tup
 
 
 # The cells of each tensor that a rank holds, numbered in the order of its local parts.
-HeldCells = Mapping[str, Mapping[Cell, int]]
+CellNumbers = Mapping[str, Mapping[Cell, int]]
 
 
-def numbered(local_cells: Mapping[str, tuple[Cell, ...]]) -> HeldCells:
+def numbered(local_cells: Mapping[str, tuple[Cell, ...]]) -> CellNumbers:
     """Return the number of each cell of each tensor. Tensors with the same cells share a table."""
     tables: dict[int, dict[Cell, int]] = {}
     for cells in local_cells.values():
@@ -271,7 +273,7 @@ class Origin(NamedTuple):
     part: Cell | None
 
 
-def origin_of(local_cells: HeldCells, fqn: str, cell: Cell) -> Origin:
+def origin_of(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
     """Find a shard among the cells that a rank holds."""
     cells = local_cells.get(fqn, {})
     if (whole := cells.get(cell)) is not None:

@@ -124,7 +124,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
     new_files: dict[int, OpenFile] = {}
     problems: list[str] = []
 
-    def open_one(number: int) -> None:
+    def open_number(number: int) -> None:
         file = opened.get(number)
         try:
             if file is None:
@@ -136,7 +136,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
             problems.extend(_mismatches(file, index, plan[number]))
 
     try:
-        parallel_for(open_one, plan, threads=threads)
+        parallel_for(open_number, plan, threads=threads)
         if problems:
             raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
     except BaseException:

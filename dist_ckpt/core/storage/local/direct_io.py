@@ -180,7 +180,7 @@ class DirectIO:
     def __init__(self) -> None:
         self.slots = BufferPool(READ_SLOT_NBYTES)
         self._lock = threading.Lock()
-        self._alignments: dict[int, Alignment | None] = {}  # by device; None: it takes none
+        self._alignments: dict[int, Alignment | None] = {}  # by device; None: unsupported
 
     def file_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
         """Return the direct file of `fd`, which has or will have `nbytes`; None without a gain."""
@@ -192,7 +192,7 @@ class DirectIO:
         alignment = self._alignments[status.st_dev]
         return DirectFile(self, path, status, alignment) if alignment else None
 
-    def takes(self, device: int) -> bool:
+    def supports(self, device: int) -> bool:
         """Return True if the file system of this device supports direct I/O."""
         return self._alignments.get(device) is not None
 
@@ -223,11 +223,11 @@ class DirectFile:
     @property
     def alignment(self) -> int:
         """See `WritableFile.alignment`."""
-        return self.aligned.memory if self._is_taken else 1
+        return self.aligned.memory if self._is_supported else 1
 
     @property
-    def _is_taken(self) -> bool:
-        return self.origin.takes(self.status.st_dev)
+    def _is_supported(self) -> bool:
+        return self.origin.supports(self.status.st_dev)
 
     def open(self, access: int) -> int | None:
         """Open the file once more; return None if that fails, or if another file has its name."""
@@ -255,7 +255,7 @@ class DirectFile:
         The caller writes the rest, which after a short write may begin within a block. No direct
         write touches that block then. Raises OSError if the disk fails.
         """
-        if data.readonly or not data or not self._is_taken:
+        if data.readonly or not data or not self._is_supported:
             return ByteRange(0, 0)
         part = self.aligned.inner(address_of(data), offset, len(data))
         done = part.start
@@ -277,7 +277,7 @@ class DirectFile:
         The caller reads the rest. A partly cached range is read as a whole: reading only the holes
         would make the system read ahead. Raises OSError if the disk fails.
         """
-        if len(target) < MIN_READ_NBYTES or not self._is_taken:
+        if len(target) < MIN_READ_NBYTES or not self._is_supported:
             return 0
         if is_cached(fd, offset, len(target)):
             return 0

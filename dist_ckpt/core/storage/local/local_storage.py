@@ -132,7 +132,7 @@ class LocalStorage:
             target_fd = stack.enter_context(_real_folder(target))
             if not stat.S_ISREG(os.lstat(name, dir_fd=source_fd).st_mode):
                 raise OSError(errno.EINVAL, f"{old} is not a regular file")
-            existed = _is_named(new_name, target_fd)
+            existed = not _is_gone(new_name, target_fd)
             dir_fds = {"src_dir_fd": source_fd, "dst_dir_fd": target_fd}
             try:
                 os.link(name, new_name, **dir_fds, follow_symlinks=False)
@@ -276,10 +276,10 @@ def with_remedy(error: OSError) -> str:
     return f"{error.strerror or error} ({code}): {_REMEDIES.get(error.errno or 0, _DEFAULT_REMEDY)}"
 
 
-def _is_gone(path: str) -> bool:
+def _is_gone(path: str, folder: int | None = None) -> bool:
     """Return True if certainly nothing has this name."""
     try:
-        os.lstat(path)
+        os.lstat(path, dir_fd=folder)
     except FileNotFoundError:
         return True
     except OSError:
@@ -313,14 +313,6 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
     if stat.S_ISDIR(status.st_mode):
         return Entry(item.name, "folder", 0, status.st_mtime)
     return Entry(item.name, "other", 0, status.st_mtime)
-
-
-def _is_named(name: str, folder: int) -> bool:
-    try:
-        os.lstat(name, dir_fd=folder)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _is_odd(path: str) -> bool:
