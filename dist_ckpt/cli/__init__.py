@@ -1,7 +1,7 @@
-"""`dist-ckpt`: look at checkpoints, check them, rewrite and remove them; ask a run to save.
+"""`dist-ckpt`: inspect, check, rewrite and remove checkpoints; request a save from a run.
 
-Each command is a file of its name in `commands/`: it parses, calls and prints. A new command is
-added to the group here.
+Each command is the file of its name in `commands/`: it parses, calls and prints. Add the name of a
+new command to `_NAMES`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class _CommandTable(Mapping[str, click.Command]):
 
 
 class _Commands(click.Group):
-    """The commands. A reader of their output, such as `head`, may close it early: that is fine.
+    """The group of commands. A reader of the output, such as `head`, may close it early.
 
-    click itself would exit with 1 then.
+    The exit code then stays that of the command. click itself would exit with 1.
     """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command of the arguments; one that was renamed is refused. Called by click."""
+        """Return the command of the arguments; refuse a renamed one. Called by click."""
         if args and (new := _NEW_NAMES.get(args[0])) is not None:
             raise click.UsageError(
                 f"dist-ckpt {args[0]} is called dist-ckpt {new} since 0.2.0", ctx=ctx
@@ -67,25 +67,26 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
-        """Parse; it may print a help. Called by click."""
-        with _until_nobody_reads():
+        """Parse the arguments, which may print a help. Called by click."""
+        with _closed_output():
             return super().make_context(*args, **options)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command. Called by click."""
-        with _until_nobody_reads():
+        with _closed_output():
             result: object = super().invoke(ctx)
             return result
 
 
 @contextmanager
-def _until_nobody_reads() -> Iterator[None]:
+def _closed_output() -> Iterator[None]:
+    """Ignore that the reader of stdout has closed it."""
     try:
         yield
     except BrokenPipeError:
         raise click.exceptions.Exit(output.FINE) from None
     finally:
-        # What the command has found stays its exit code, whoever reads or not.
+        # The exit code of the command stays, also if its output is not read.
         try:
             sys.stdout.flush()
         except OSError as error:
@@ -102,24 +103,36 @@ def _until_nobody_reads() -> Iterator[None]:
 )
 @click.version_option(__version__, prog_name="dist-ckpt")
 def cli() -> None:
-    """Look at checkpoints, check them, rewrite and remove them.
+    """Inspect, check, rewrite and remove checkpoints.
 
-    A checkpoint is named by its path, or in a run's folder by what it is: runs/a@latest,
-    runs/a@12000, runs/a@min:val/loss, runs/a@max:accuracy, runs/a@tag:release.
+    A checkpoint is a path, or a selector in the folder of a run:
 
     \b
-    Exit codes: 0 fine, 1 a finding (damage), 2 usage, 3 not found or not committed,
-    4 incompatible, 5 input/output or space, 6 refused without --yes, or no answer.
+    runs/a/step-00012000     a path
+    runs/a@latest            the newest committed checkpoint
+    runs/a@12000             the checkpoint of a step
+    runs/a@min:val/loss      the lowest value of a metric; also max:
+    runs/a@tag:release       the checkpoint with a tag
+
+    \b
+    Exit codes:
+    0  success
+    1  a finding, such as damage or a difference
+    2  usage error
+    3  not found, or not committed
+    4  incompatible, or a root that must be upgraded
+    5  error of input, output, space or memory; or protected
+    6  refused without --yes, or no answer
     """  # noqa: D301 - click knows the backspace
 
 
 class _StopError(BaseException):
-    """A scheduler or a service told the process to stop: nothing that it wrote is to be left."""
+    """SIGTERM, as from a scheduler. The command removes its unfinished files."""
 
 
 @contextmanager
 def _stopping_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM end a command as an interrupt does."""
+    """Let SIGTERM end a command as an interrupt does."""
 
     def stop(*_: object) -> None:
         raise _StopError
@@ -134,8 +147,8 @@ def _stopping_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _have_streams() -> None:
-    """Have the streams that a shell or a service has closed: nothing comes, nobody reads."""
+def _open_closed_streams() -> None:
+    """Replace standard streams that a shell or a service has closed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
@@ -143,13 +156,13 @@ def _have_streams() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    _have_streams()
+    _open_closed_streams()
     add_completion_class(BashWords)
     try:
         with _stopping_on_sigterm(), output.errors_as_exit_codes():
             code = cli.main(args=arguments, prog_name="dist-ckpt", standalone_mode=False)
-    except click.exceptions.Exit as wish:
-        code = wish.exit_code
+    except click.exceptions.Exit as end:
+        code = end.exit_code
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -157,6 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo("interrupted", err=True)
         code = output.INTERRUPTED
     except _StopError:
-        click.echo("told to stop", err=True)
+        click.echo("stopped by SIGTERM", err=True)
         code = output.STOPPED
     sys.exit(code or output.FINE)

@@ -19,7 +19,7 @@ from dist_ckpt.runs.listing import Listing, list_run
 
 _Command = Callable[..., Any]
 
-# While a shell waits nothing is printed: whatever goes wrong, nothing is offered.
+# A shell waits for the words: an error offers none, and prints nothing.
 _EXPECTED = (CheckpointError, OSError, ValueError, TypeError)
 
 
@@ -29,7 +29,7 @@ class CheckpointPath(click.Path):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return what may follow an @, else have the shell complete a path. Called by click."""
+        """Return the selectors after an @; without an @ the shell completes. Called by click."""
         root, at, _ = incomplete.rpartition("@")
         if not at:
             return super().shell_complete(ctx, param, incomplete)
@@ -50,33 +50,31 @@ def _selectors(listing: Listing) -> Iterator[str]:
 
 
 def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the names of tensors, and what they lie below, up to the next dot. Called by click."""
-    # An option that lacks its value ends click's parsing: what was given before is no argument yet.
-    given = [ctx.params.get(name) for name in ("path", "source", "a")]
-    path = next((value for value in [*given, *ctx.args] if isinstance(value, str)), "")
+    """Return the names of tensors and groups, up to the next dot. Called by click."""
+    # An option without its value ends the parsing of click. Earlier arguments are then in `args`.
+    values = [ctx.params.get(name) for name in ("path", "source", "a")]
+    path = next((value for value in [*values, *ctx.args] if isinstance(value, str)), "")
     names: set[str] = set()
     with suppress(*_EXPECTED), checkpoint.open(path, opener=OPENER) as ck:
         for fqn in ck:
             if fqn.startswith(incomplete):
-                more, _, _ = fqn[len(incomplete) :].partition(".")
-                names.add(incomplete + more)
+                rest, _, _ = fqn[len(incomplete) :].partition(".")
+                names.add(incomplete + rest)
     return _matching(iter(sorted(names)), incomplete)
 
 
 def components_in(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the components of the checkpoint that was given before. Called by click."""
+    """Return the components of the checkpoint in the arguments. Called by click."""
     with suppress(*_EXPECTED), checkpoint.open(str(ctx.params.get("path")), opener=OPENER) as ck:
         return _matching((component.name for component in ck.index.catalog.components), incomplete)
     return []
 
 
-def _matching(offered: Iterator[str], incomplete: str) -> list[CompletionItem]:
+def _matching(words: Iterator[str], incomplete: str) -> list[CompletionItem]:
     return [
-        CompletionItem(word)
-        for word in offered
-        if word.startswith(incomplete) and word.isprintable()
+        CompletionItem(word) for word in words if word.startswith(incomplete) and word.isprintable()
     ]
 
 
@@ -88,25 +86,25 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it t
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Return the number of bytes; what is no size is a usage error."""
+        """Return the number of bytes. Any other text is a usage error."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d{1,18})\s*([kMGT]?)(i?)B?", str(value))
         if match is None:
-            self.fail(f"{value!r} is no size: write it like 512MB or 4GiB", param, ctx)
+            self.fail(f"{value!r} is not a size: give one such as 512MB or 4GiB", param, ctx)
         base = 1024 if match[3] else 1000
         factor: int = base ** " kMGT".index(match[2] or " ")
         return int(match[1]) * factor
 
 
-# Whether it can be read is found out by who reads it, who says more than click does.
+# Reading the path gives a better error than the check of click.
 PATH = CheckpointPath(readable=False)
 
 path = click.argument("path", type=PATH)
 paths = click.argument("paths", type=PATH, nargs=-1, required=True)
 json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-yes = click.option("--yes", is_flag=True, help="Do not ask.")
-dry_run = click.option("--dry-run", is_flag=True, help="Change nothing, only say what would be.")
+yes = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+dry_run = click.option("--dry-run", is_flag=True, help="Change nothing; print what would be done.")
 overwrite = click.option(
     "--overwrite",
     is_flag=True,
@@ -115,20 +113,17 @@ overwrite = click.option(
 
 
 def selected(command: _Command) -> _Command:
-    """Have a command take globs on the names in a checkpoint: --include, short -g, and --exclude.
-
-    They mean the same everywhere, in Python too.
-    """
-    take = click.option(
+    """Add the options --include, short -g, and --exclude: globs, with the meaning as in Python."""
+    include = click.option(
         *("-g", "--include"),
         multiple=True,
         shell_complete=names_in,
-        help="Only names that match; may be given again.",
+        help="Select only names that match this glob. May be repeated.",
     )
-    leave = click.option(
+    exclude = click.option(
         "--exclude",
         multiple=True,
         shell_complete=names_in,
-        help="Not what matches; may be given again.",
+        help="Leave out names that match this glob. May be repeated.",
     )
-    return take(leave(command))
+    return include(exclude(command))

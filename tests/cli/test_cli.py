@@ -103,7 +103,7 @@ def test_show_tells_no_time_at_which_files_of_others_were_committed(run, tmp_pat
 def test_show_as_json_counts_bytes_by_component_and_dtype(run, checkpoint):
     _, out, _ = run("show", checkpoint, "--json")
     document = json.loads(out)
-    assert document["schema"] == "dist-ckpt.show/1"
+    assert document["schema"] == "dist-ckpt.show/2"
     assert document["nbytes_by_component"] == {"model": 64}
     assert document["nbytes_by_dtype"] == {"float32": 64}
     assert document["per_rank"] == {"loader": 1}
@@ -128,7 +128,7 @@ def test_tree_shows_names_shapes_and_sizes(run, checkpoint):
 def test_tree_as_json(run, checkpoint):
     _, out, _ = run("tree", checkpoint, "--json")
     document = json.loads(out)
-    assert document["schema"] == "dist-ckpt.tree/1"
+    assert document["schema"] == "dist-ckpt.tree/2"
     assert {"name": "model.b", "nbytes": 16, "tensor": "float32 [4]"} in document["nodes"]
 
 
@@ -180,7 +180,7 @@ def test_verify_of_a_runs_folder_verifies_all_in_it(run, checkpoint):
     assert out.endswith("2 checkpoints checked, 1 damaged\n")
     code, out, _ = run("verify", root, "--json")
     document = json.loads(out)
-    assert (code, document["schema"], document["ok"]) == (1, "dist-ckpt.verify-all/1", False)
+    assert (code, document["schema"], document["ok"]) == (1, "dist-ckpt.verify-all/2", False)
     assert [one["ok"] for one in document["checkpoints"]] == [False, True]
     assert document["not_checked"] == [
         {"path": str(root / "step-00000009"), "why": "not committed (open)"}
@@ -329,7 +329,7 @@ def test_one_collector_of_a_run_at_a_time(run, checkpoint, tmp_path, monkeypatch
     with exclusive_gc(str(checkpoint.parent)):
         code, _, err = run("gc", checkpoint.parent)
         assert code == 5
-        assert "another dist-ckpt gc is at work" in err
+        assert "another dist-ckpt gc is running" in err
         assert run("gc", tmp_path / "temp")[0] == 0
     assert run("gc", checkpoint.parent)[0] == 0
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007"}

@@ -97,7 +97,7 @@ def test_who_is_interrupted_leaves_nothing_and_says_so(
             process.kill()
     told = {
         signal.SIGINT: (output.INTERRUPTED, "interrupted"),
-        signal.SIGTERM: (output.STOPPED, "told to stop"),
+        signal.SIGTERM: (output.STOPPED, "stopped by SIGTERM"),
     }
     assert (process.returncode, errors.splitlines()[-1]) == told[sent], errors
     assert "Traceback" not in errors

@@ -51,7 +51,7 @@ def test_a_dry_run_explains_what_keeps_each(run, root):
     assert steps(root) == [1, 2, 3, 4]
     _, out, _ = run("prune", root, "--keep", "last(1)", "--dry-run", "--json")
     document = json.loads(out)
-    assert document["schema"] == "dist-ckpt.prune/1"
+    assert document["schema"] == "dist-ckpt.prune/2"
     assert [one["kept_by"] == [] for one in document["checkpoints"]] == [True, False, True, False]
 
 
@@ -206,13 +206,13 @@ def test_a_question_is_no_part_of_what_is_printed(run, root, words, monkeypatch)
         found, out, err = run(*given, "--json")
         assert (found, "[y/N]" in err) == (code, True)
         assert bool(out.strip()) == (answer == "y")  # click may print a space
-    assert json.loads(out)["schema"] == f"dist-ckpt.{words[0]}/1"
+    assert json.loads(out)["schema"] == f"dist-ckpt.{words[0]}/2"
 
 
 def test_what_is_no_checkpoint_is_not_pinned(run, root):
     code, _, err = run("pin", root)
     assert code == 3
-    assert "is no checkpoint: name one, such as run@latest" in err
+    assert "is not a checkpoint: give one, such as run@latest" in err
     assert run("tag", root / "s1", "")[0] == 2
 
 

@@ -21,7 +21,7 @@ from dist_ckpt.tools.inspect.diff import compare as compare_runs
 @click.option("--min", "lowest", help="Sort by the lowest value of this metric.")
 @click.option("--max", "highest", help="Sort by the highest value of this metric.")
 @shared_options.json
-@click.option("--csv", "as_csv", is_flag=True, help="Print a table of comma-separated values.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
 def compare(
     paths: tuple[str, ...],
     lowest: str | None,
@@ -30,17 +30,17 @@ def compare(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    """Show several runs side by side, as those of a sweep.
+    """Compare several runs, such as those of a sweep.
 
-    PATHS are folders of runs, or one folder in which each folder is a run. What was not the same in
-    their configurations is shown below the table.
+    PATHS are folders of runs, or one folder that contains them. Below the table are the values of
+    the configurations that differ.
 
     \b
     dist-ckpt compare sweep --min val/loss
     dist-ckpt compare runs/a runs/b --csv > table.csv
     """  # noqa: D301 - click knows the backspace
     if as_json and as_csv:
-        raise click.UsageError("--json and --csv are given: give one of them")
+        raise click.UsageError("--json and --csv exclude each other: give one of them")
     comparison = compare_runs(*paths, min=lowest, max=highest)
     if as_json:
         output.print_json(_document(comparison))
@@ -60,16 +60,18 @@ def _document(comparison: Comparison) -> CompareResult:
 
 
 def _print_csv(comparison: Comparison) -> None:
-    """Print a row a run; a column for each metric, and for what differs in the configurations."""
+    """Print a row for each run, with columns for metrics and differing configuration values."""
     metrics = sorted({name for run in comparison.runs for name in run.metrics})
-    facts = ("name", "path", "kind", "num_parameters", "num_trainable", "num_checkpoints", "step")
-    best = ("best", "best_step", "best_path")
-    heads = [*facts, *best, *(f"metrics.{name}" for name in metrics)]
+    fields = (
+        *("name", "path", "kind", "num_parameters", "num_trainable", "num_checkpoints", "step"),
+        *("best", "best_step", "best_path"),
+    )
+    heads = [*fields, *(f"metrics.{name}" for name in metrics)]
     heads += [*(f"config.{name}" for name in comparison.differing), "problems"]
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([output.printable(head) for head in heads])
     for run in comparison.runs:
-        row = [getattr(run, name) for name in (*facts, *best)]
+        row = [getattr(run, name) for name in fields]
         row += [run.metrics.get(name) for name in metrics]
         row += [by_run.get(run.name) for by_run in comparison.differing.values()]
         row.append("; ".join(run.problems))
@@ -84,8 +86,8 @@ def _print_table(comparison: Comparison) -> None:
     output.print_table([output.printable(head) for head in heads], rows, right=frozenset(right))
     metrics = sorted({name for run in comparison.runs for name in run.metrics})
     if comparison.metric is not None and all(run.best is None for run in comparison.runs):
-        there = f"; the metrics there are: {', '.join(metrics)}" if metrics else ""
-        click.echo(output.printable(f"no run has a value of {comparison.metric!r}{there}"))
+        hint = f"; the metrics there are: {', '.join(metrics)}" if metrics else ""
+        click.echo(output.printable(f"no run has a value of {comparison.metric!r}{hint}"))
     for name, by_run in comparison.differing.items():
         values = ", ".join(f"{run}: {value}" for run, value in by_run.items())
         click.echo(output.printable(f"config.{name} differs: {values}"))

@@ -14,16 +14,16 @@ from click.shell_completion import (
 
 
 class BashWords(BashComplete):
-    """Completes in bash, for which a word ends at an @ or a colon, and so in runs/a@min:loss.
+    """Complete in bash, where a word ends at an @ or a colon, as in runs/a@min:loss.
 
-    click would be given bash's words. Here they are taken from the line, and bash is given what
-    takes the place of the last of its own.
+    The words are read from the line, not from bash. bash gets the end of a word: the part that
+    replaces its last word.
     """
 
     source_template = """\
 %(complete_func)s() {
-    local IFS=$'\\n' found type value
-    found=$(env COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_BREAKS="$COMP_WORDBREAKS" \\
+    local IFS=$'\\n' words type value
+    words=$(env COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_BREAKS="$COMP_WORDBREAKS" \\
         %(complete_var)s=bash_complete "$1")
     COMPREPLY=()
     while IFS=, read -r type value; do
@@ -32,33 +32,35 @@ class BashWords(BashComplete):
             file) compopt -o default ;;
             plain) COMPREPLY+=("$value") ;;
         esac
-    done <<< "$found"
+    done <<< "$words"
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the cursor, and the one that is begun. Called by click."""
+        """Return the words before the cursor, and the word at the cursor. Called by click."""
         line = os.environ["COMP_LINE"]
         words = split_arg_string(line)
-        begun = "" if line[-1:].isspace() or len(words) < 2 else words.pop()
-        return words[1:], begun
+        incomplete = "" if line[-1:].isspace() or len(words) < 2 else words.pop()
+        return words[1:], incomplete
 
     def format_completion(self, item: CompletionItem) -> str:
-        """Return what bash puts in the place of its own last word. Called by click."""
-        _, begun = self.get_completion_args()
+        """Return the text that replaces the last word of bash. Called by click."""
+        _, incomplete = self.get_completion_args()
         breaks = [char for char in ":=@" if char in os.environ.get("COMP_BREAKS", "")]
-        end = max((begun.rfind(char) for char in breaks), default=-1)
-        # readline ends a word before an @ and behind the others.
-        there = begun[: end + (begun[end : end + 1] != "@")]
-        return f"{item.type},{item.value.removeprefix(there)}"
+        end = max((incomplete.rfind(char) for char in breaks), default=-1)
+        # readline ends a word before an @, and after the other characters.
+        earlier_words = incomplete[: end + (incomplete[end : end + 1] != "@")]
+        return f"{item.type},{item.value.removeprefix(earlier_words)}"
 
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what has a shell complete commands, options and paths.
+    """Print the script that completes commands, options and paths in a shell.
+
+    It completes selectors after an @, such as runs/a@latest, and names in a checkpoint after -g.
 
     \b
     dist-ckpt completion bash >> ~/.bashrc

@@ -15,9 +15,9 @@ from dist_ckpt.tools.inspect.diff import diff as differ
 @click.command()
 @click.argument("a", type=shared_options.PATH)
 @click.argument("b", type=shared_options.PATH)
-@click.option("--values", is_flag=True, help="Compare every value as well, bit for bit.")
-@click.option("--rtol", type=float, help="With --values: how far apart, by the value in B.")
-@click.option("--atol", type=float, help="With --values: how far apart, in all.")
+@click.option("--values", is_flag=True, help="Also compare every value, bit for bit.")
+@click.option("--rtol", type=float, help="With --values: tolerance relative to the value in B.")
+@click.option("--atol", type=float, help="With --values: absolute tolerance.")
 @shared_options.selected
 @shared_options.json
 def diff(  # noqa: PLR0913 - those of dc.diff
@@ -31,10 +31,10 @@ def diff(  # noqa: PLR0913 - those of dc.diff
     exclude: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Show what the checkpoint B has otherwise than A, whatever numbers of ranks saved them.
+    """Show the differences of the checkpoints A and B.
 
-    Configuration, names, dtypes and shapes are compared, and with --values what they hold. Exit
-    code 0 if nothing differs, 1 if something does.
+    It compares configuration, names, dtypes and shapes, and with --values also the values. The
+    numbers of ranks that saved A and B do not matter. Exit code 0 if they are equal, 1 if not.
 
     \b
     dist-ckpt diff runs/a@1000 runs/a@latest
@@ -88,5 +88,5 @@ def _diff_lines(difference: Difference) -> list[str]:
     for tensor in difference.values or ():
         most = "" if tensor.max_difference is None else f", by {tensor.max_difference:.6g} at most"
         lines.append(f"{tensor.name}: {tensor.num_differing} of {tensor.numel} values differ{most}")
-    compared = "" if difference.values is not None else "; values were not compared, see --values"
-    return lines or [f"nothing differs{compared}"]
+    hint = "" if difference.values is not None else "; values were not compared, see --values"
+    return lines or [f"nothing differs{hint}"]

@@ -1,4 +1,4 @@
-"""The command `gc`: remove what dead and abandoned saves left."""
+"""The command `gc`: remove the files of dead and aborted saves."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from dist_ckpt.runs.selectors import open_resolved
     type=output.Seconds(min=0),
     default=3600.0,
     show_default=True,
-    help="Seconds for which nothing was written, after which an open attempt counts as dead.",
+    help="An open attempt is dead if nothing was written to it for this many seconds.",
 )
 @shared_options.dry_run
 @shared_options.json
 def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead and abandoned saves left in PATH, a run's folder or one checkpoint.
+    """Remove the files that dead and aborted saves left in PATH.
 
-    What is committed, and what is not ours, is never touched. A save that is still running keeps
-    writing, so the grace protects it. Nothing of it can be wanted back, so it does not ask.
+    PATH is a run's folder, or one checkpoint. Committed checkpoints and files of other programs
+    stay. A running save writes all the time, so that --grace protects it. The removed files are of
+    no use, so gc does not ask for confirmation.
 
     \b
     dist-ckpt gc runs/a
@@ -60,18 +61,18 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
 
 @contextmanager
 def exclusive_gc(root: str) -> Iterator[None]:
-    """Keep other collectors of this user and host out of a root; StorageError if one is in it.
+    """Lock a root against other `gc` commands of this user and host. StorageError if it is locked.
 
-    It spares two of them each other's errors. That nothing is lost rests on the commit order.
+    This only avoids the errors of two concurrent commands. The commit order protects the data.
     """
     key = document_digest(os.fsencode(os.path.realpath(root)))
-    # Not in the root: a lock file there would be one more thing to tell from a checkpoint.
+    # Not in the root: readers of the root would have to ignore the lock file.
     lock = FileLock(Path(tempfile.gettempdir()) / f"dist-ckpt-gc-{os.getuid()}-{key}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise StorageError(
-            f"another dist-ckpt gc is at work in {root}: wait until it has ended, then try again"
+            f"another dist-ckpt gc is running in {root}: wait until it has ended, then try again"
         ) from None
     try:
         yield

@@ -1,4 +1,4 @@
-"""The command `layout`: show which file and rank has which part of a tensor."""
+"""The command `layout`: show the files and ranks that store each tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
 @shared_options.selected
 @shared_options.json
 def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> None:
-    """Show which file and rank holds what, the bytes of each rank, and how even that is.
+    """Show the shard files, their ranks, and how even the ranks are.
 
-    With a glob, also which part of which tensor lies in which file: '*' is all.
+    With a glob, also show the shards of the matching tensors in each file. '*' selects all tensors.
 
     \b
     dist-ckpt layout runs/a@latest

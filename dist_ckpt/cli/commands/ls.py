@@ -18,8 +18,8 @@ from dist_ckpt.reports import size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 
-# The first so many columns of `ls`.
-_ALWAYS = 7
+# The columns that are always shown; later ones only if they are not empty.
+_NUM_FIXED_COLUMNS = 7
 
 
 @click.command()
@@ -28,10 +28,10 @@ _ALWAYS = 7
 def ls(path: str, *, as_json: bool) -> None:
     """List the checkpoints in a folder.
 
-    PATH is a run's folder, or one checkpoint. What is not committed is listed with its state:
-    "open" is being written or was left by a crash ("dist-ckpt gc" removes what is left). Metrics,
-    tags, pins and leases are shown where there are any (of many metrics the first few, all with
-    --json). "orphaned" is what a run has saved above the step from which it was resumed later.
+    PATH is a run's folder, or one checkpoint. STATE is "committed", or why the checkpoint cannot be
+    loaded. "open" means that a save is running, or was left by a crash: "dist-ckpt gc" removes it
+    then. The table shows the first few metrics; --json prints all. "orphaned" means that the run
+    was resumed from an earlier step.
 
     \b
     dist-ckpt ls runs/a
@@ -60,8 +60,7 @@ def ls(path: str, *, as_json: bool) -> None:
         for checkpoint in listing
     ]
     heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE", "METRICS", "NOTES")
-    # What nothing is known of has no column.
-    shown = [i for i in range(len(heads)) if i < _ALWAYS or any(row[i] for row in cells)]
+    shown = [i for i in range(len(heads)) if i < _NUM_FIXED_COLUMNS or any(row[i] for row in cells)]
     output.print_table(
         [heads[i] for i in shown],
         [[row[i] for i in shown] for row in cells],
@@ -77,23 +76,23 @@ def ls(path: str, *, as_json: bool) -> None:
 
 
 def _notes(checkpoint: RunCheckpoint) -> list[str]:
-    """Return more about a checkpoint, as texts."""
+    """Return the annotations of a checkpoint as texts."""
     notes = ["orphaned"] * checkpoint.is_orphaned + ["checked"] * checkpoint.is_verified
     return [*notes, *checkpoint.protected_by]
 
 
 def _runs_in(path: str) -> list[str]:
-    """Return the folders in a folder that have checkpoints: it may be that of several runs."""
-    storage, where = open_storage(path)
-    folders = [entry.name for entry in entries_at(storage, where) if entry.kind == "folder"]
+    """Return the folders of runs in a folder."""
+    storage, root = open_storage(path)
+    folders = [entry.name for entry in entries_at(storage, root) if entry.kind == "folder"]
     names = [name for name in folders if not is_reserved_name(name)]
-    return [os.path.join(path, name) for name in names if _is_run(storage, f"{where}/{name}")]
+    return [os.path.join(path, name) for name in names if _is_run(storage, f"{root}/{name}")]
 
 
 def _is_run(storage: Storage, folder: str) -> bool:
-    with suppress(CheckpointError, OSError):  # it is a hint
+    with suppress(CheckpointError, OSError):  # only a hint
         entries = storage.list(folder)
-        if any(attempts_in(entries)):  # a checkpoint
+        if any(attempts_in(entries)):  # one checkpoint
             return False
         below = [entry.name for entry in entries if entry.kind == "folder"]
         return any(any(attempts_in(entries_at(storage, f"{folder}/{name}"))) for name in below)

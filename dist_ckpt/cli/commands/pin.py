@@ -19,21 +19,25 @@ from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
 
 @click.command()
 @shared_options.path
-@click.option("--why", default="", help="Shown by ls, and by commands that refuse to remove it.")
+@click.option(
+    "--why",
+    default="",
+    help="The reason, which ls and errors show.",
+)
 @click.option("--remove", is_flag=True, help="Remove the pin.")
 @shared_options.dry_run
 @shared_options.json
 def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> None:
-    """Keep the checkpoint PATH until it is unpinned, whatever is pruned or deleted.
+    """Protect the checkpoint PATH until you remove the pin.
+
+    prune and rm do not remove a pinned checkpoint; only "rm --force" does.
 
     \b
     dist-ckpt pin runs/a@12000 --why "the one of the paper"
     dist-ckpt pin runs/a@12000 --remove
     """  # noqa: D301 - click knows the backspace
     if remove and why:
-        raise click.UsageError(
-            "--why and --remove are given: a pin that is taken away says nothing"
-        )
+        raise click.UsageError("--why and --remove exclude each other: a removed pin has no reason")
     subject = checkpoint_to_protect(path)
     if not dry_run:
         if remove:
@@ -51,7 +55,7 @@ def print_protection(
     text: str,
     how: tuple[bool, bool],
 ) -> None:
-    """Print what keeps a checkpoint now or does no longer, as a text or a document of that name."""
+    """Print the change of a protection, as text or as a document; `how` is (dry_run, as_json)."""
     dry_run, as_json = how
     if as_json:
         about = {"path": subject.path, "step": subject.where[0], "dry_run": dry_run}
@@ -61,12 +65,14 @@ def print_protection(
 
 
 def checkpoint_to_protect(path: str) -> CheckpointRef:
-    """Return the one checkpoint at a path, or that a selector names. NotFoundError."""
-    storage, where = open_resolved(path)
-    for checkpoint in list_run(storage, where, now=time.time()).checkpoints:
-        if checkpoint.path == where:
+    """Return the committed checkpoint of a path or selector. NotFoundError if there is none."""
+    storage, folder = open_resolved(path)
+    for checkpoint in list_run(storage, folder, now=time.time()).checkpoints:
+        if checkpoint.path == folder:
             if checkpoint.state != "committed":
-                raise NotFoundError(f"{path} is {checkpoint.state}: only what is committed is kept")
+                raise NotFoundError(
+                    f"{path} is {checkpoint.state}: only a committed checkpoint can be protected"
+                )
             return checkpoint_ref_of(storage, checkpoint)
-    root = os.path.basename(where)
-    raise NotFoundError(f"{path} is no checkpoint: name one, such as {root}@latest")
+    root = os.path.basename(folder)
+    raise NotFoundError(f"{path} is not a checkpoint: give one, such as {root}@latest")

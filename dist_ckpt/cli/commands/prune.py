@@ -16,24 +16,29 @@ from dist_ckpt.tools.inspect.run import Run
 
 @click.command()
 @click.argument("root", type=shared_options.PATH)
-@click.option("--keep", "policy", required=True, help="What to keep: rules, joined by |.")
-@click.option("--explain", is_flag=True, help="Print for each checkpoint why it stays.")
+@click.option("--keep", "policy", required=True, help="The retention policy: rules, joined by |.")
+@click.option("--explain", is_flag=True, help="Print why each checkpoint stays.")
 @shared_options.yes
 @shared_options.dry_run
 @shared_options.json
 def prune(
     root: str, *, policy: str, dry_run: bool, explain: bool, yes: bool, as_json: bool
 ) -> None:
-    """Remove the checkpoints of the run in ROOT that no rule keeps. There is no way back.
+    """Remove the checkpoints of the run in ROOT that no rule keeps.
+
+    This cannot be undone. The rules:
 
     \b
     last(3)                       the newest three
     best(2, min="val/loss")       the best two by a metric, and two not measured yet
     every(steps=10000)            the nearest to each multiple; or hours=
-    within(days=7)                what was saved in the week before the newest
+    within(days=7)                those saved in the week before the newest
 
-    Whatever the rules say, these stay: the newest, the newest that passes a quick check, the newest
-    that was checked in full, and what is pinned, tagged or leased.
+    \b
+    These stay under every policy:
+    - the newest, and the newest that passes a quick check
+    - the newest that was checked in full
+    - all that are pinned, tagged or leased
 
     \b
     dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
@@ -48,7 +53,7 @@ def prune(
             about=_lines(plan, explain=explain, verb="to be removed"),
         )
     if doomed and not dry_run:
-        # A job may have saved meanwhile: what was not shown stays.
+        # A job may have saved meanwhile. Only checkpoints that were shown are removed.
         plan = run.prune(keep, among=doomed)
     if as_json:
         rows = tuple(

@@ -21,27 +21,29 @@ from dist_ckpt.runs.selectors import open_resolved
 @shared_options.path
 @shared_options.yes
 @shared_options.dry_run
-@click.option("--force", is_flag=True, help="Also if it is pinned, tagged or leased.")
+@click.option("--force", is_flag=True, help="Delete it even if it is pinned, tagged or leased.")
 @shared_options.json
 def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> None:
-    """Delete the checkpoint at PATH. There is no way back.
+    """Delete the checkpoint at PATH.
 
-    One that is pinned, tagged or leased is not deleted without --force.
+    This cannot be undone. A pinned, tagged or leased checkpoint is deleted only with --force.
 
     \b
     dist-ckpt rm runs/a@12000 --dry-run
     """  # noqa: D301 - click knows the backspace
-    storage, where = open_resolved(path)
-    removal.check_deletable(storage, where)
+    storage, folder = open_resolved(path)
+    removal.check_deletable(storage, folder)
     if dry_run:
-        check_upgraded(storage, os.path.dirname(where))
+        check_upgraded(storage, os.path.dirname(folder))
         if not force:
-            check_unprotected(storage, where, list_attempts(storage, where), lambda *_: time.time())
+            check_unprotected(
+                storage, folder, list_attempts(storage, folder), lambda *_: time.time()
+            )
     else:
         if not yes:
-            output.confirm(f"Delete {where}?", f"{where} is not deleted")
-        delete_at(storage, where, force=force)
+            output.confirm(f"Delete {folder}?", f"{folder} is not deleted")
+        delete_at(storage, folder, force=force)
     if as_json:
-        output.print_json(RmResult(path=where, dry_run=dry_run))
+        output.print_json(RmResult(path=folder, dry_run=dry_run))
     else:
-        click.echo(f"{'would be deleted' if dry_run else 'deleted'} {output.printable(where)}")
+        click.echo(f"{'would be deleted' if dry_run else 'deleted'} {output.printable(folder)}")

@@ -32,7 +32,9 @@ def schema_of(name: str) -> dict[str, object]:
 @click.command()
 @click.argument("name", type=click.Choice(NAMES))
 def schema(name: str) -> None:
-    """Print the JSON Schema of a document that --json prints: its name is in its `schema`.
+    """Print the JSON Schema of a document that --json prints.
+
+    The field `schema` of a document has its name and version, such as dist-ckpt.ls/2.
 
     \b
     dist-ckpt schema ls

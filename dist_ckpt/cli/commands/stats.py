@@ -18,10 +18,11 @@ from dist_ckpt.tools.inspect.tensor_stats import stats as stats_of
 @shared_options.selected
 @shared_options.json
 def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> None:
-    """Show what the values of each tensor are like: min, max, mean, rms, zeros, nan, inf.
+    """Show statistics of the values of each tensor.
 
-    The first four are of the finite values. All of it is read and checked, a part at a time. Exit
-    code 1 if there is a nan or an infinity: leave a mask that is to have some out.
+    min, max, mean and rms are of the finite values. Zeros, nan and infinities are counted. All data
+    is read and checked, a part at a time. Exit code 1 if there is a nan or an infinity. Leave out
+    tensors that must have some, such as masks.
 
     \b
     dist-ckpt stats runs/a@latest -g model

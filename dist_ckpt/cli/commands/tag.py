@@ -18,20 +18,20 @@ from dist_ckpt.runs.listing import list_run
 @click.command()
 @shared_options.path
 @click.argument("name")
-@click.option("--remove", is_flag=True, help="Remove the tag from it.")
+@click.option("--remove", is_flag=True, help="Remove the tag.")
 @shared_options.dry_run
 @shared_options.json
 def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> None:
-    """Give the checkpoint PATH the tag NAME, which protects it as a pin does.
+    """Give the checkpoint PATH the tag NAME.
 
-    One checkpoint of a run has a tag: another that had it loses it. Then "runs/a@tag:NAME" is this
-    one, for every command.
+    A tag protects a checkpoint as a pin does. Every command takes the selector "runs/a@tag:NAME".
+    Only one checkpoint of a run has a tag: it moves from the old checkpoint to the new one.
 
     \b
     dist-ckpt tag runs/a@min:val/loss release
     """  # noqa: D301 - click knows the backspace
     if not name:
-        raise click.UsageError("NAME is empty: give the tag a name")
+        raise click.UsageError("NAME is empty: give the name of the tag")
     subject = checkpoint_to_protect(path)
     if remove:
         _check_tagged(subject, name)
@@ -40,7 +40,7 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
             leases.untag(subject, name)
         else:
             leases.tag(subject, name)
-    text = f"took tag {name!r} from" if remove else f"tag {name!r} on"
+    text = f"tag {name!r} removed from" if remove else f"tag {name!r} on"
     facts = {"name": name, "removed": remove}
     print_protection(TagResult, subject, facts, f"{text} {subject.path}", (dry_run, as_json))
 

@@ -24,7 +24,7 @@ from dist_ckpt.reports import size
     type=click.Choice(["saved", "name", "size"]),
     default="saved",
     show_default=True,
-    help="By which order; size begins with the largest.",
+    help="The order. size begins with the largest.",
 )
 @shared_options.json
 def tensors(
@@ -37,13 +37,13 @@ def tensors(
 ) -> None:
     """List the tensors in a checkpoint: name, shape, dtype, size, component.
 
-    A glob selects what it matches, and all that is below; a * crosses dots.
+    A glob selects the names that it matches, and all names below them. A * also matches dots.
 
     \b
     dist-ckpt tensors runs/a@latest
     dist-ckpt tensors runs/a@latest -g model -g '*.exp_avg' --sort size
     """  # noqa: D301 - click knows the backspace
-    where, selected = selected_tensors(path, include, exclude)
+    path, selected = selected_tensors(path, include, exclude)
     rows = [*selected.items()]
     if sort == "name":
         rows.sort()
@@ -51,7 +51,7 @@ def tensors(
         rows.sort(key=lambda row: (-row[1].nbytes, row[0]))
     if as_json:
         facts = [{"name": name, **asdict(info)} for name, info in rows]
-        document = TensorsResult(path=where, tensors=convert(facts, tuple[TensorRow, ...]))
+        document = TensorsResult(path=path, tensors=convert(facts, tuple[TensorRow, ...]))
         output.print_json(document)
         return
     output.print_table(
@@ -77,7 +77,7 @@ def tensors(
 def selected_tensors(
     path: str, include: tuple[str, ...], exclude: tuple[str, ...]
 ) -> tuple[str, dict[str, TensorInfo]]:
-    """Return a checkpoint's path and its chosen tensors. ValueError if a glob matches nothing."""
+    """Return a checkpoint's path and the selected tensors. ValueError if a glob matches nothing."""
     selection = selection_of(include or None, exclude or None)
     with checkpoint.open(path, opener=OPENER) as ck:
         tensors = ck.tensors

@@ -13,7 +13,9 @@ from dist_ckpt.reports import size
 @click.command()
 @shared_options.path
 @shared_options.selected
-@click.option("--depth", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--depth", type=click.IntRange(min=1), default=3, show_default=True, help="Levels of names."
+)
 @shared_options.json
 def tree(
     path: str, depth: int, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool
@@ -29,21 +31,21 @@ def tree(
     leaves: dict[tuple[str, ...], str] = {}
     for fqn, info in selected.items():
         parts = tuple(fqn.split("."))
-        own = info.nbytes if info.alias_of is None else 0
+        num = info.nbytes if info.alias_of is None else 0
         for length in range(min(depth, len(parts)) + 1):
-            nbytes[parts[:length]] = nbytes.get(parts[:length], 0) + own
+            nbytes[parts[:length]] = nbytes.get(parts[:length], 0) + num
         if len(parts) <= depth:
             tied = f" (tied to {info.alias_of})" if info.alias_of else ""
             leaves[parts] = f"{info.dtype} {list(info.shape)}{tied}"
     if as_json:
         nodes = (
-            TreeNode(name=".".join(parts), nbytes=n, tensor=leaves.get(parts))
-            for parts, n in nbytes.items()
+            TreeNode(name=".".join(parts), nbytes=num, tensor=leaves.get(parts))
+            for parts, num in nbytes.items()
         )
         output.print_json(TreeResult(path=path, depth=depth, nodes=tuple(nodes)))
         return
     click.echo(f"{output.printable(path)}  {size(nbytes.get((), 0))}")
     for parts in sorted(part for part in nbytes if part):
         name = output.printable("  " * len(parts) + parts[-1])
-        what = output.printable(leaves.get(parts, ""))
-        click.echo(f"{name:<48}  {size(nbytes[parts]):>8}  {what}".rstrip())
+        tensor = output.printable(leaves.get(parts, ""))
+        click.echo(f"{name:<48}  {size(nbytes[parts]):>8}  {tensor}".rstrip())

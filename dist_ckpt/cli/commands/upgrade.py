@@ -21,29 +21,29 @@ from dist_ckpt.runs.upgrade import upgrade as convert_root
 def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Convert the records of dist_ckpt 0.1.0 in the folder ROOT of a run.
 
-    Version 0.1.0 kept pins, tags, leases and metrics in ROOT/.facts, and the incarnations of the
+    Version 0.1.0 stored pins, tags, leases and metrics in ROOT/.facts, and the incarnations of the
     run in ROOT/.starts. They become ROOT/.annotations and ROOT/.incarnations, also next to backups.
-    Checkpoints stay as they are. Until then ROOT can be read, and everything that writes or removes
-    there is refused.
+    Checkpoints do not change. Before the upgrade, ROOT can be read, but nothing can be saved or
+    removed there.
 
-    End the jobs of 0.1.0 first: it asks before it converts a root that one of them seems to use. If
-    it is interrupted, run it again. Afterwards 0.1.0 does not see the records any more.
+    End the jobs of 0.1.0 first. If one of them seems to use ROOT, upgrade asks for confirmation. If
+    it is interrupted, run it again. Afterwards 0.1.0 cannot read the records.
 
     \b
     dist-ckpt upgrade runs/a --dry-run
     dist-ckpt upgrade runs/a
     """  # noqa: D301 - click knows the backspace
-    storage, folder = open_storage(root)
-    where = real_path(folder)
-    plan = plan_upgrade(storage, where, dry_run=dry_run)
+    storage, path = open_storage(root)
+    folder = real_path(path)
+    plan = plan_upgrade(storage, folder, dry_run=dry_run)
     if not dry_run:
         if plan.alive and not yes:
             output.confirm(
-                f"Upgrade {where} all the same?",
-                f"{where} is not upgraded, as jobs of 0.1.0 may use it: {'; '.join(plan.alive)}",
+                f"Upgrade {folder} anyway?",
+                f"{folder} is not upgraded, as jobs of 0.1.0 may use it: {'; '.join(plan.alive)}",
                 about=plan.alive,
             )
-        plan = convert_root(storage, where, force=True)
+        plan = convert_root(storage, folder, force=True)
     _print(plan, dry_run=dry_run, as_json=as_json)
 
 
