@@ -1,4 +1,4 @@
-"""What the commands print: text, JSON, progress, and errors as exit codes."""
+"""The output of commands: text, JSON, progress, and errors as exit codes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from dist_ckpt.cli import results
-from dist_ckpt.cli.results import JsonObject, convert
+from dist_ckpt.cli.results import (
+    DryRunResult,
+    JsonObject,
+    PlannedFile,
+    WrittenCheckpoint,
+    convert,
+    name_of,
+)
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
 from dist_ckpt.errors import (
@@ -32,38 +38,38 @@ FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
 STOPPED = 143
 
-# Where there is no terminal, a log gets a line so often, and less often the longer it takes: a day
-# of work is some 200 lines.
+# Without a terminal, progress is a line every `LINE_S`. The interval grows with the elapsed time:
+# a day of work has some 200 lines.
 LINE_S = 5.0
 LINE_OF_TIME = 0.05
-# How long all takes is not told by less of it.
-PART_THAT_TELLS = 0.01
-# So many files are named of those that would be written.
+# A smaller part of the work gives no estimate of the remaining time.
+MIN_PART_FOR_ESTIMATE = 0.01
+# A plan names at most this many files.
 MOST_FILES = 30
-# Of those of one checkpoint in a table.
+# A table shows at most this many metrics of a checkpoint.
 _MOST_METRICS = 4
 
-# No wait is longer: it is 30 years, and the system's clocks do not take much more.
+# The longest wait: 30 years. The clocks of the system overflow soon after.
 MOST_SECONDS = 1e9
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds that can be waited for; click's own range takes nan and 1e300 as well."""
+    """A number of seconds to wait. The range of click also accepts nan and 1e300."""
 
     name = "seconds"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the number of seconds; what is none is a usage error."""
+        """Return the number of seconds. Anything else is a usage error."""
         seconds = float(super().convert(value, param, ctx))
         if not seconds <= MOST_SECONDS:
-            self.fail(f"give a number of seconds, up to {MOST_SECONDS:g}", param, ctx)
+            self.fail(f"give a number of seconds up to {MOST_SECONDS:g}", param, ctx)
         return seconds
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code that tells a script what kind of error this was."""
+    """Return the exit code of an error."""
     match error:
         case NotFoundError():
             return NOT_FOUND
@@ -78,7 +84,7 @@ def exit_code(error: Exception) -> int:
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Turn what a user can run into one line on stderr and an exit code, never a traceback."""
+    """Print an expected error as one line on stderr, without a traceback, and exit."""
     try:
         yield
     except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
@@ -88,7 +94,7 @@ def errors_as_exit_codes() -> Iterator[None]:
         click.echo(f"dist-ckpt: {message}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
     except MemoryError as error:
-        click.echo("dist-ckpt: there is not enough memory for that: give it more", err=True)
+        click.echo("dist-ckpt: out of memory: give the process more memory", err=True)
         raise click.exceptions.Exit(IO_ERROR) from error
 
 
@@ -100,10 +106,10 @@ def _error_text(error: Exception) -> str:
 
 @contextmanager
 def exit_with(code: int) -> Iterator[None]:
-    """Print, and exit with a code."""
+    """Exit with a code after the block has printed."""
     try:
         yield
-    except BrokenPipeError:  # nobody reads on: what was found is the exit code all the same
+    except BrokenPipeError:  # the exit code stays, also if the output is not read
         if code == FINE:
             raise
     if code != FINE:
@@ -111,13 +117,13 @@ def exit_with(code: int) -> Iterator[None]:
 
 
 def confirm(question: str, refused: str, *, about: Iterable[str] = ()) -> None:
-    """Ask whether to do what cannot be undone, having told what it is `about`; exit if not.
+    """Ask for confirmation of a change, after the lines `about` it. Exit without a yes.
 
-    Where there is nobody to ask it says what was `refused`. All of it is on stderr: what a command
-    prints may be a document.
+    Without a terminal, print that the change is `refused`, and exit. All output is on stderr, as
+    stdout may be a document.
     """
     if not sys.stdin.isatty():
-        click.echo(f"dist-ckpt: {printable(refused)}: say --yes to mean it", err=True)
+        click.echo(f"dist-ckpt: {printable(refused)}: add --yes to confirm", err=True)
         raise click.exceptions.Exit(REFUSED)
     for line in about:
         click.echo(printable(line), err=True)
@@ -126,28 +132,45 @@ def confirm(question: str, refused: str, *, about: Iterable[str] = ()) -> None:
 
 
 def printable(text: str, *, allowed: str = "") -> str:
-    """Escape what could steer a terminal: names in a checkpoint are somebody else's text.
+    """Escape control characters: names in a checkpoint are untrusted, and could steer a terminal.
 
-    Also line feeds, unless they are `allowed`: a name must not look like a line of ours.
+    Line feeds are escaped too, unless they are `allowed`: a name must not look like a line of the
+    output.
     """
     return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
 
 
-def print_json(
-    document: JsonObject | str, facts: Mapping[str, object] | None = None, *, indent: int | None = 2
-) -> None:
+def print_json(document: JsonObject, *, indent: int | None = 2) -> None:
     """Print a document of `results`; without `indent` on one line."""
-    if isinstance(document, str):
-        document = convert(facts, results.BY_NAME[document])
     click.echo(json.dumps(plain_json(msgspec.to_builtins(document, enc_hook=str)), indent=indent))
 
 
-def print_written(name: str, report: SaveReport, text: str, *, as_json: bool) -> None:
-    """Print the report of a written checkpoint, as text or as a document."""
+@contextmanager
+def needs_torch(label: str) -> Iterator[None]:
+    """Say how to install torch if it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f'{label} needs torch: pip install "dist-ckpt[torch]"') from None
+
+
+def write_checkpoint(
+    plan: WritePlan[SaveReport], document: type[WrittenCheckpoint], *, dry_run: bool, as_json: bool
+) -> None:
+    """Run a plan, show its progress, and print the report. For `--dry-run`, print the plan."""
+    report = run_plan(plan, name_of(document), dry_run=dry_run, as_json=as_json)
+    if report is None:
+        return
     if as_json:
-        print_json(convert(report, results.BY_NAME[name]))
-    else:
-        click.echo(printable(text))
+        print_json(convert(report, document))
+        return
+    for source in plan.sources:
+        click.echo(printable(source))
+    linked = f", {report.num_linked} linked" * bool(report.num_linked)
+    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    click.echo(printable(f"{report.path}: {summary}{linked}"))
 
 
 def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: bool) -> Result | None:
@@ -160,28 +183,33 @@ def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: boo
 
 
 def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
-    """Print the target of a plan, its files, what it replaces, and its sources."""
     sizes = plan.files
+    nbytes = sum(sizes.values())
     if as_json:
-        files = [{"name": name, "nbytes": nbytes} for name, nbytes in sizes.items()]
-        facts = {"path": plan.path, "nbytes": sum(sizes.values()), "files": files}
-        replaces, sources = list(plan.replaces), list(plan.sources)
-        print_json("dry-run", {**facts, "replaces": replaces, "reads": sources})
+        files = (PlannedFile(name=name, nbytes=num) for name, num in sizes.items())
+        document = DryRunResult(
+            path=plan.path,
+            nbytes=nbytes,
+            files=tuple(files),
+            replaces=plan.replaces,
+            reads=plan.sources,
+        )
+        print_json(document)
         return
     for source in plan.sources:
         click.echo(f"would be read  {printable(source)}")
-    for gone in plan.replaces:
-        click.echo(f"would be replaced  {printable(gone)}")
-    for name, nbytes in [*sizes.items()][:MOST_FILES]:
-        click.echo(f"would be written  {printable(name)}  {size(nbytes)}")
-    if (more := len(sizes) - MOST_FILES) > 0:
-        click.echo(f"... and {more} files more, which --json lists")
-    total = f"{size(sum(sizes.values()))} in {len(sizes)} files would be written"
+    for path in plan.replaces:
+        click.echo(f"would be replaced  {printable(path)}")
+    for name, num in [*sizes.items()][:MOST_FILES]:
+        click.echo(f"would be written  {printable(name)}  {size(num)}")
+    if (num_more := len(sizes) - MOST_FILES) > 0:
+        click.echo(f"... and {num_more} files more, which --json lists")
+    total = f"{size(nbytes)} in {len(sizes)} files would be written"
     click.echo(f"{printable(plan.path)}: {total}")
 
 
 def age(seconds: float) -> str:
-    """Return an age for people: the largest unit that fits."""
+    """Return a duration as text, in the largest unit that fits."""
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{max(seconds, 0) / divisor:.0f} {unit}"
@@ -194,7 +222,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: froz
 
 
 def metrics_cell(metrics: Mapping[str, float]) -> str:
-    """Return what was measured for a cell of a table: a few, for trainers note dozens."""
+    """Return the text of a table cell: a few metrics, as trainers note dozens."""
     shown = [f"{name}={value:g}" for name, value in metrics.items()]
     more = len(shown) - _MOST_METRICS
     return ", ".join([*shown[:_MOST_METRICS], *[f"{more} more"] * (more > 0)])
@@ -203,7 +231,7 @@ def metrics_cell(metrics: Mapping[str, float]) -> str:
 def table_lines(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]
 ) -> list[str]:
-    """Lay out columns as wide as they need to be; those in `right` are aligned to the right."""
+    """Return the lines of a table. The columns in `right` are aligned to the right."""
     lines = []
     table = [list(heads), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
@@ -217,36 +245,36 @@ def table_lines(
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback (bytes done, bytes in all): a bar on a terminal, else lines in a log."""
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a callback (bytes done, bytes in all): a bar on a terminal, otherwise lines."""
     console = Console(stderr=True)
-    # A dumb one, such as that of an editor, would be shown no bar: it gets lines.
+    # A dumb terminal, such as that of an editor, cannot show a bar.
     if sys.stderr.isatty() and not console.is_dumb_terminal:
-        columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=console, transient=True) as bar:
-            shown = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(shown, completed=done, total=total)
+            task = bar.add_task(label, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
         return
-    yield _Log(what).tell
+    yield _ProgressLog(label).update
 
 
-class _Log:
-    """What a log is told of long work: a line every few seconds, and none of what is soon done."""
+class _ProgressLog:
+    """Progress as lines, one every few seconds. Short work has none."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._began = self._printed_at = time.monotonic()
         self._first: tuple[float, int] | None = None
 
-    def tell(self, done: int, total: int) -> None:
-        """Print a line if it is time for one."""
+    def update(self, done: int, total: int) -> None:
+        """Print a line if the last one is old enough."""
         now = time.monotonic()
-        # What was done before the first word, such as imports, has no such rate.
+        # The rate counts from the first call: imports before it have another rate.
         since, before = self._first = self._first or (now, done)
         if now - self._printed_at < max(LINE_S, LINE_OF_TIME * (now - self._began)):
             return
         self._printed_at = now
         rate = (done - before) / (now - since) if now > since else 0.0
-        is_known = rate and total > done >= total * PART_THAT_TELLS
-        left = f", {age((total - done) / rate)} left" if is_known else ""
-        click.echo(f"{self._what}: {size(done)} of {size(total)}{left}", err=True)
+        has_estimate = rate and total > done >= total * MIN_PART_FOR_ESTIMATE
+        remaining = f", {age((total - done) / rate)} left" if has_estimate else ""
+        click.echo(f"{self._label}: {size(done)} of {size(total)}{remaining}", err=True)

@@ -506,15 +506,6 @@ class RequestSaveResult(JsonDocument, tag="dist-ckpt.request-save/2", frozen=Tru
     last_liveness: float | None
 
 
-_DOCUMENTS: tuple[type[JsonObject], ...] = (
-    *(LsResult, ShowResult, ShowAllResult, TreeResult, TensorsResult, StatsResult, LayoutResult),
-    *(VerifyResult, VerifyAllResult, CompareResult, DiffResult, EstimateResult, PruneResult),
-    *(PinResult, TagResult, UpgradeResult, GcResult, ReshardResult, CpResult, AverageResult),
-    *(ImportResult, DryRunResult, BackupResult, ExportResult, StripResult, RmResult, WatchResult),
-    RequestSaveResult,
-)
-
-
 def name_and_version(document: type[JsonObject]) -> str:
     """Return the field `schema` of a document, such as dist-ckpt.ls/2."""
     return str(document.__struct_config__.tag)
@@ -523,6 +514,3 @@ def name_and_version(document: type[JsonObject]) -> str:
 def name_of(document: type[JsonObject]) -> str:
     """Return the name of a document, such as ls."""
     return name_and_version(document).removeprefix("dist-ckpt.").partition("/")[0]
-
-
-BY_NAME = {name_of(document): document for document in _DOCUMENTS}

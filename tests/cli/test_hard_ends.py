@@ -143,7 +143,7 @@ def test_what_lacks_memory_is_told(path: Path, run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr("dist_ckpt.cli.commands.cp.plan_copy", without_memory)
     code, _, errors = run("cp", path, f"{path}-new")
     assert code == output.IO_ERROR
-    assert errors == "dist-ckpt: there is not enough memory for that: give it more\n"
+    assert errors == "dist-ckpt: out of memory: give the process more memory\n"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_what_is_left_is_told_by_the_pace_since_the_first_byte(
     """Not since the command began, which imports torch before it reads anything."""
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    log = output._Log("export")
+    log = output._ProgressLog("export")
     now = 60.0
-    log.tell(0, 100)
+    log.update(0, 100)
     now = 70.0
-    log.tell(50, 100)
+    log.update(50, 100)
     assert capsys.readouterr().err.splitlines()[-1] == "export: 50 B of 100 B, 10 s left"

@@ -101,7 +101,7 @@ def test_ranks_are_a_number_and_no_option_of_shrew(tmp_path: Path, run: Run) -> 
     code, _, errors = run("import", "--from", "shrew", tmp_path, tmp_path / "ours", "--ranks", 2)
     assert code == 2
     assert run("import", "--from", "shrew", tmp_path, tmp_path / "ours", "--step", 2)[0] == 2
-    assert "reshard it then" in errors
+    assert "Reshard the checkpoint if needed" in errors
 
 
 def test_the_help_has_an_example(run: Run) -> None:

@@ -49,7 +49,7 @@ def test_what_needs_torch_says_what_to_install(name: str) -> None:
 def test_the_command_that_needs_torch_says_what_to_install() -> None:
     words = ["average", "a", "b", "--to", "c"]
     done = run(f"from dist_ckpt.cli import main; main({words})")
-    assert done.stderr.startswith('dist-ckpt: averages need torch: pip install "dist-ckpt[torch]"')
+    assert done.stderr.startswith('dist-ckpt: average needs torch: pip install "dist-ckpt[torch]"')
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 
 

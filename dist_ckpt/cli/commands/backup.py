@@ -1,23 +1,25 @@
-"""The command `backup`: keep a second checkpoint where prune does not look."""
+"""The command `backup`: copy a checkpoint out of reach of prune."""
 
 from __future__ import annotations
 
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import BackupResult
 from dist_ckpt.tools.rewrite.copying import plan_backup
 
 
 @click.command()
 @shared_options.path
-@click.option("--overwrite", is_flag=True, help="Replace the backup of another save of the step.")
+@click.option("--overwrite", is_flag=True, help="Replace the backup of another save of this step.")
 @shared_options.dry_run
 @shared_options.json
 def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
-    """Keep the checkpoint at PATH in the folder backup beside it as well, out of prune's reach.
+    """Copy a checkpoint out of reach of prune.
 
-    Its files are hard links where that is possible, which take no space; else they are copied, and
-    every byte is checked.
+    The copy is in the folder "backup" next to the checkpoint at PATH. Its files are hard links,
+    which take no space. Where hard links are not possible, files are copied, and every byte is
+    checked.
 
     \b
     dist-ckpt backup runs/a@latest
@@ -27,6 +29,6 @@ def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     if target is None:
         return
     if as_json:
-        output.print_json("backup", {"path": target})
+        output.print_json(BackupResult(path=target))
     else:
         click.echo(output.printable(target))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.reports import size
+from dist_ckpt.cli.results import CpResult
 from dist_ckpt.tools.rewrite.copying import plan_copy
 
 
@@ -13,24 +13,20 @@ from dist_ckpt.tools.rewrite.copying import plan_copy
 @click.argument("source", type=shared_options.PATH)
 @click.argument("target", type=shared_options.PATH)
 @shared_options.overwrite
-@click.option("--link", is_flag=True, help="Hard links where they can be: no space, no check.")
+@click.option("--link", is_flag=True, help="Use hard links where possible: no space, no check.")
 @shared_options.dry_run
 @shared_options.json
 def cp(
     source: str, target: str, *, overwrite: bool, link: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Copy the checkpoint SOURCE to TARGET, on whatever file system, and check every byte.
+    """Copy the checkpoint SOURCE to TARGET, and check every byte.
 
-    TARGET becomes the checkpoint: name its folder, not the one above. It is committed as a save is,
-    so a copy that failed is none. Metrics go along into a run's folder; pins and tags do not.
+    TARGET is the path of the new checkpoint, not the folder above it. It may be on another file
+    system. The copy is committed like a save: a failed copy leaves no checkpoint. In the folder of
+    a run, the copy also has the metrics, but not the pin and the tags.
 
     \b
     dist-ckpt cp runs/a@latest archive/step-00012000
     """  # noqa: D301 - click knows the backspace
     plan = plan_copy(source, target, overwrite=overwrite, link=link)
-    report = output.run_plan(plan, "cp", dry_run=dry_run, as_json=as_json)
-    if report is None:
-        return
-    linked = f", {report.num_linked} linked" if link else ""
-    summary = f"{report.path}: {size(report.nbytes)} in {report.num_files} files{linked}"
-    output.print_written("cp", report, summary, as_json=as_json)
+    output.write_checkpoint(plan, CpResult, dry_run=dry_run, as_json=as_json)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import ImportResult
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.shrew import files
-from dist_ckpt.reports import size
 
-_FORMATS = (
-    *("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "megatron"),
-    "shrew",
-)
+_FORMATS = (*("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "megatron", "shrew"),)
 
 
 @click.command("import")
@@ -23,30 +20,29 @@ _FORMATS = (
     "from_",
     type=click.Choice(_FORMATS),
     required=True,
-    help="What SOURCE is.",
+    help="The format of SOURCE.",
 )
 @click.argument("source", type=shared_options.PATH)
 @click.argument("target", type=shared_options.PATH)
 @click.option(
     "--ranks",
     type=click.IntRange(1, MAX_WORLD_SIZE),
-    help="Cut every tensor evenly for so many ranks.  [default: 1]",
+    help="Split every tensor evenly across this many ranks.  [default: 1]",
 )
 @click.option(
-    "--step", type=click.IntRange(0, MAX_STEP), help="Of a run, what it is a checkpoint of."
+    "--step", type=click.IntRange(0, MAX_STEP), help="The step of the checkpoint in its run."
 )
+@shared_options.overwrite
 @click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace the checkpoint at TARGET once the new one is durable.",
-)
-@click.option(
-    "-g", "--include", multiple=True, help="Glob of names in TARGET to write; may be repeated."
+    "-g",
+    "--include",
+    multiple=True,
+    help="Write only names that match this glob. May be repeated.",
 )
 @click.option(
     "--exclude",
     multiple=True,
-    help="Glob of names in TARGET to leave out, and not to look into; may be repeated.",
+    help="Leave out names that match this glob. May be repeated.",
 )
 @shared_options.dry_run
 @shared_options.json
@@ -63,16 +59,21 @@ def import_(  # noqa: PLR0913 - the options of the command
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Make the checkpoint TARGET of SOURCE, which another system has written.
+    """Write the checkpoint TARGET from the SOURCE of another system.
 
-    SOURCE is a folder of torch.distributed.checkpoint (dcp), a folder of Hugging Face or a
-    safetensors file (hf), a file of torch.save (torch), a checkpoint of Lightning (lightning), a
-    folder of accelerate's save_state (accelerate), of DeepSpeed's ZeRO (deepspeed), or of
-    Megatron's torch_dist (megatron). A file of a model's tensors alone becomes
-    {"model": {name: tensor}}.
+    \b
+    dcp         a folder of torch.distributed.checkpoint
+    hf          a folder of Hugging Face, or a safetensors file
+    torch       a file of torch.save
+    lightning   a checkpoint of Lightning
+    accelerate  a folder of accelerate's save_state
+    deepspeed   a folder of DeepSpeed's ZeRO
+    megatron    a folder of Megatron's torch_dist
+    shrew       a .shrew file
 
-    A .shrew file becomes {"model": {name: tensor}}; one of version 2 has "optim", "epoch",
-    "global_step", "best_loss" and "loss_history" besides. Nothing in a file is executed.
+    A file with only the tensors of a model becomes {"model": {name: tensor}}. A .shrew file of
+    version 2 also has "optim", "epoch", "global_step", "best_loss" and "loss_history". Nothing in a
+    file is executed.
 
     \b
     dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8
@@ -82,8 +83,8 @@ def import_(  # noqa: PLR0913 - the options of the command
     if from_ == "shrew":
         if ranks is not None or step is not None or include or exclude:
             raise click.UsageError(
-                "a .shrew file is imported whole, for one rank, of the step that it says: reshard "
-                "it then"
+                "a .shrew file is imported whole, for one rank, with the step in the file: leave "
+                "out --ranks, --step, --include and --exclude. Reshard the checkpoint if needed"
             )
         plan = files.plan_import_file(source, target, overwrite=overwrite)
     else:
@@ -95,8 +96,4 @@ def import_(  # noqa: PLR0913 - the options of the command
             overwrite=overwrite,
         )
         plan = imports.plan_import(from_, source, target, options)
-    report = output.run_plan(plan, "import", dry_run=dry_run, as_json=as_json)
-    if report is None:
-        return
-    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
-    output.print_written("import", report, f"{report.path}: {summary}", as_json=as_json)
+    output.write_checkpoint(plan, ImportResult, dry_run=dry_run, as_json=as_json)

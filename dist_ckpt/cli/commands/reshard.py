@@ -1,25 +1,35 @@
-"""The command `reshard`: write a checkpoint again, for other ranks."""
+"""The command `reshard`: write a checkpoint again, for another number of ranks."""
 
 from __future__ import annotations
 
 import click
 
 from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.results import ReshardResult
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.reports import size
 from dist_ckpt.tools.rewrite.reshard import plan_reshard
 
 
 @click.command()
 @click.argument("source", type=shared_options.PATH)
 @click.argument("target", type=shared_options.PATH)
-@click.option("--world-size", type=click.IntRange(min=1), help="Cut evenly for so many ranks.")
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    help="The number of ranks to split for.",
+)
 @click.option(
     "--sharding",
     type=shared_options.PATH,
-    help="A ShardingConfig in a .json or .toml file.",
+    help="Split by a ShardingConfig in a .json or .toml file.",
 )
-@click.option("--max-memory", type=shared_options.Bytes(), default="1GiB", show_default=True)
+@click.option(
+    "--max-memory",
+    type=shared_options.Bytes(),
+    default="1GiB",
+    show_default=True,
+    help="Memory for buffers.",
+)
 @click.option(
     "--overwrite",
     is_flag=True,
@@ -41,9 +51,9 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write the checkpoint SOURCE again at TARGET, laid out for other ranks.
+    """Write a checkpoint again, for another number of ranks.
 
-    Loading does this by itself; reshard once where many jobs will load the same layout.
+    Not needed for a load: dist_ckpt.load reshards itself. Use it if many jobs load the same layout.
 
     \b
     dist-ckpt reshard run/step-00001000 run-8 --world-size 8
@@ -62,8 +72,4 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
         include=include or None,
         exclude=exclude or None,
     )
-    report = output.run_plan(plan, "reshard", dry_run=dry_run, as_json=as_json)
-    if report is None:
-        return
-    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
-    output.print_written("reshard", report, f"{report.path}: {summary}", as_json=as_json)
+    output.write_checkpoint(plan, ReshardResult, dry_run=dry_run, as_json=as_json)

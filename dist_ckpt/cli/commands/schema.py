@@ -10,9 +10,18 @@ import msgspec
 
 from dist_ckpt.cli import report_results, results
 
+_DOCUMENTS: tuple[type[results.JsonObject], ...] = (
+    *(results.LsResult, results.ShowResult, results.ShowAllResult, results.TreeResult),
+    *(results.TensorsResult, results.StatsResult, results.LayoutResult, results.VerifyResult),
+    *(results.VerifyAllResult, results.CompareResult, results.DiffResult, results.EstimateResult),
+    *(results.PruneResult, results.PinResult, results.TagResult, results.UpgradeResult),
+    *(results.GcResult, results.ReshardResult, results.CpResult, results.AverageResult),
+    *(results.ImportResult, results.DryRunResult, results.BackupResult, results.ExportResult),
+    *(results.StripResult, results.RmResult, results.WatchResult, results.RequestSaveResult),
+)
 # A document of a report has one of several forms.
 _FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
-    **{name: (document,) for name, document in results.BY_NAME.items()},
+    **{results.name_of(document): (document,) for document in _DOCUMENTS},
     "report": report_results.FORMS,
 }
 NAMES = tuple(sorted(_FORMS))
