@@ -147,7 +147,7 @@ def print_json(document: JsonObject, *, indent: int | None = 2) -> None:
 
 @contextmanager
 def needs_torch(label: str) -> Iterator[None]:
-    """Say how to install torch if it is missing."""
+    """Raise an error with the command that installs torch if it is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -252,8 +252,8 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     if sys.stderr.isatty() and not console.is_dumb_terminal:
         columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(label, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            bar_id = bar.add_task(label, total=None)
+            yield lambda done, total: bar.update(bar_id, completed=done, total=total)
         return
     yield _ProgressLog(label).update
 
