@@ -1,31 +1,32 @@
-"""The bytes of a `.shrew` file, version 1 and 2: parsed strictly, and encoded the same again. Pure.
+"""Parse the bytes of a `.shrew` file, version 1 or 2, strictly, and encode the same bytes again.
 
     "SHRW", version: u32; everything is little-endian
     version 1: tensors
-    version 2: sections until the byte 0xFF, each after a byte that says which
+    version 2: sections until the byte 0xFF, each after a byte with its number
         0x01 tensors
         0x02 type: text; count: u32; (text, f64)...; count: u32; (text, count: u64, f64...)...
         0x03 epoch: u64; global step: u64; best loss: f64; count: u32; f64...
     tensors: count: u32; (text, dtype: u8, ndim: u32, dims: u32..., nbytes: u64, data)...
     text: nbytes: u32, UTF-8
 
-No count and no length is believed: nothing is allocated, and no loop begun, that the bytes which
-are left in the file cannot fill.
+Counts and lengths are not trusted: memory and loops are bounded by the bytes left in the file.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.layout import check_shape
+from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, is_tensor
 
 T = TypeVar("T")
 
@@ -39,58 +40,85 @@ _TAGS = {name: tag for tag, name in enumerate(_DTYPES)}
 
 _MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 
-# A name becomes that of a tensor in a checkpoint, behind one of these.
+# The name of a tensor in a checkpoint begins with "model." or with this prefix.
 _MAX_NAME_CHARS = MAX_FQN_CHARS - len("optim.buffers.")
 
-# What a version 2 has besides the model, as it is where a file says nothing of it.
+# The values of version 2 besides the model, with their defaults.
 _TRAINING = {"epoch": 0, "global_step": 0, "best_loss": float("inf"), "loss_history": []}
 
-_REMEDY = "get the file again, or write it anew"
+_REMEDY = "get the file again, or write it again"
 
 
-class ShrewSource(Protocol):
-    """Bytes that can be read at any place."""
+class PlainTensor(Protocol):
+    """A tensor given by its bytes: `Array`, `StoredTensor` or `FileTensor`.
+
+    Its bytes are row-major and little-endian; `dtype` is a code of the format.
+    """
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name, as torch has it."""
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of its dimensions."""
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Its size."""
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Return so many bytes; they are there."""
+
+def is_tensor(value: object) -> TypeGuard[PlainTensor]:
+    """Return True for a `PlainTensor`; False for tensors of torch and numpy, and plain data."""
+    return type(getattr(value, "dtype", None)) is str
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor whose bytes are in a file, from byte `start` on."""
+
+    dtype: str
+    shape: Shape
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 # --- parsing ---------------------------------------------------------------------------------
 
 
-def parse(file: ShrewSource, what: str) -> dict[str, object]:
-    """Return what a file holds: `{"model": {name: tensor}}`, and of version 2 the training besides.
+def parse(file: ReadableFile, label: str) -> dict[str, object]:
+    """Return the state in a file: `{"model": {name: tensor}}`, in version 2 also the training.
 
-    Tensors are `FileTensor`s: no data is read. `what` names the file in errors, which say at which
-    byte what was found: CorruptError for what is no `.shrew` file, and IncompatibleError for
-    another version, an unknown dtype, and what no checkpoint holds.
+    Tensors are `FileTensor`s: no data is read. `label` names the file in errors, which give the
+    byte: CorruptError for a damaged file, and IncompatibleError for another version, an unknown
+    dtype, and values that a checkpoint cannot store.
     """
-    fields = _FieldReader(file, what)
+    fields = _FieldReader(file, label)
     if (magic := fields.take(4, "the magic number")) != _MAGIC:
-        raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, by which a .shrew file begins", 0)
+        raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, the begin of a .shrew file", 0)
     version = fields.u32("the version")
     if version not in (1, 2):
-        raise IncompatibleError(f"{what}, byte 4: version {version}: only 1 and 2 are known")
+        raise IncompatibleError(f"{label}, byte 4: version {version}: only 1 and 2 are supported")
     if version == 1:
         state: dict[str, object] = {"model": _tensors(fields)}
     else:
         state = _training(fields)
     if left := fields.left:
-        raise fields.corrupt(f"{left} bytes after the end of what the file says it holds")
+        raise fields.corrupt(f"{left} bytes after the end of the contents")
     return state
 
 
 class _FieldReader:
-    """Reads one value after another. Every error says where, and what was to be there."""
+    """Reads values in their order. Every error gives the byte, and the value expected there."""
 
-    def __init__(self, file: ShrewSource, what: str) -> None:
+    def __init__(self, file: ReadableFile, label: str) -> None:
         self.at = 0
         self._file = file
-        self._what = what
+        self._label = label
 
     @property
     def left(self) -> int:
@@ -98,23 +126,26 @@ class _FieldReader:
 
     def corrupt(self, fact: str, at: int | None = None) -> CorruptError:
         offset = self.at if at is None else at
-        return CorruptError(f"{self._what}, byte {offset}: {fact}: {_REMEDY}")
+        return CorruptError(f"{self._label}, byte {offset}: {fact}: {_REMEDY}")
 
     def incompatible(self, fact: str, at: int) -> IncompatibleError:
-        return IncompatibleError(f"{self._what}, byte {at}: {fact}")
+        return IncompatibleError(f"{self._label}, byte {at}: {fact}")
 
     def check(self, nbytes: int, thing: str) -> None:
         if nbytes > self.left:
-            raise self.corrupt(f"{thing} takes {nbytes} bytes, and {self.left} are left")
+            raise self.corrupt(f"{thing} needs {nbytes} bytes, but {self.left} are left")
 
     def skip(self, nbytes: int, thing: str) -> int:
-        """Pass by some bytes; return where they begin."""
+        """Skip bytes; return the offset of the first."""
         self.check(nbytes, thing)
         start, self.at = self.at, self.at + nbytes
         return start
 
     def take(self, nbytes: int, thing: str) -> bytes:
-        return self._file.read(self.skip(nbytes, thing), nbytes)
+        start = self.skip(nbytes, thing)
+        data = memoryview(bytearray(nbytes))
+        self._file.read_into(start, data)
+        return bytes(data)
 
     def u8(self, thing: str) -> int:
         return self.take(1, thing)[0]
@@ -137,15 +168,15 @@ class _FieldReader:
             raise self.corrupt(f"{thing} is not UTF-8", at + error.start) from None
 
     def named(self, least: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
-        """Read a count, and so many values behind their names; each takes `least` bytes or more."""
+        """Read a count, then that many names and values of at least `least` bytes together."""
         count = self.u32(f"the number of {thing}s")
-        self.check(count * least, f"{count} {thing}s, the least that they can be,")
+        self.check(count * least, f"the smallest list of {count} {thing}s")
         fields: dict[str, T] = {}
         for number in range(count):
             at = self.at
             name = self.text(f"the name of {thing} {number}")
             if name in fields:
-                raise self.corrupt(f"{thing} {number} is named {_shown(name)}, as one before", at)
+                raise self.corrupt(f"{thing} {number} has the name {_shown(name)} again", at)
             if len(name) > _MAX_NAME_CHARS:
                 raise self.incompatible(
                     f"{thing} {number} has a name of {len(name)} characters: {_MAX_NAME_CHARS} "
@@ -157,13 +188,13 @@ class _FieldReader:
 
 
 def _training(fields: _FieldReader) -> dict[str, object]:
-    """Read sections in any order; what is in none of them is as shrew's own reader has it."""
+    """Read sections in any order; missing values have the defaults of shrew's reader."""
     state: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
     seen: set[int] = set()
     while (tag := fields.u8("the number of a section")) != _END:
         at = fields.at - 1
         if tag not in _PARTS:
-            raise fields.corrupt(f"0x{tag:02X} is the number of no section", at)
+            raise fields.corrupt(f"0x{tag:02X} is not the number of a section", at)
         if tag in seen:
             raise fields.corrupt(f"a second {_PARTS[tag]} section", at)
         seen.add(tag)
@@ -177,7 +208,7 @@ def _training(fields: _FieldReader) -> dict[str, object]:
             (state["best_loss"],) = fields.floats(1, "the best loss")
             count = fields.u32("the number of losses")
             state["loss_history"] = fields.floats(count, f"a history of {count} losses")
-    # The order in which they stand in a file.
+    # In the order of a file.
     return {name: state[name] for name in ("model", "optim", *_TRAINING) if name in state}
 
 
@@ -189,34 +220,34 @@ def _optimizer(fields: _FieldReader) -> dict[str, object]:
     }
 
 
-def _buffer(fields: _FieldReader, what: str) -> FileTensor:
-    count = fields.u64(f"the length of {what}")
-    return FileTensor("float64", (count,), fields.skip(8 * count, f"{what}, of {count} numbers,"))
+def _buffer(fields: _FieldReader, label: str) -> FileTensor:
+    count = fields.u64(f"the length of {label}")
+    return FileTensor("float64", (count,), fields.skip(8 * count, f"{label}, of {count} numbers,"))
 
 
 def _tensors(fields: _FieldReader) -> dict[str, FileTensor]:
     return fields.named(17, "tensor", lambda label: _tensor(fields, label))
 
 
-def _tensor(fields: _FieldReader, what: str) -> FileTensor:
+def _tensor(fields: _FieldReader, label: str) -> FileTensor:
     at = fields.at
-    tag = fields.u8(f"the dtype of {what}")
+    tag = fields.u8(f"the dtype of {label}")
     if tag >= len(_DTYPES):
-        raise fields.incompatible(f"{what} has the dtype {tag}: only 0 to 6 are known", at)
+        raise fields.incompatible(f"{label} has the dtype {tag}: only 0 to 6 are supported", at)
     dtype, at = DTYPES[_DTYPES[tag]], fields.at
-    ndim = fields.u32(f"the number of dimensions of {what}")
-    dims = fields.take(4 * ndim, f"{what}: a shape of {ndim} dimensions")
+    ndim = fields.u32(f"the number of dimensions of {label}")
+    dims = fields.take(4 * ndim, f"{label}: a shape of {ndim} dimensions")
     shape = struct.unpack(f"<{ndim}I", dims)
     try:
         check_shape(shape, dtype.itemsize)
     except ValueError as error:
-        raise fields.incompatible(f"{what}: {error}, so that no checkpoint holds it", at) from None
+        raise fields.incompatible(f"{label}: {error}: no checkpoint can store it", at) from None
     at = fields.at
-    nbytes, expected = fields.u64(f"the size of {what}"), prod(shape) * dtype.itemsize
+    nbytes, expected = fields.u64(f"the size of {label}"), prod(shape) * dtype.itemsize
     if nbytes != expected:
-        fact = f"{what} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
+        fact = f"{label} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
         raise fields.corrupt(fact, at)
-    return FileTensor(dtype.name, shape, fields.skip(nbytes, f"the data of {what}"))
+    return FileTensor(dtype.name, shape, fields.skip(nbytes, f"the data of {label}"))
 
 
 def _shown(name: str) -> str:
@@ -227,23 +258,23 @@ def _shown(name: str) -> str:
 
 
 def version_for(state: Mapping[str, object], version: int | None) -> int:
-    """Return the version in which a state is to be written: 1 if it is a model and no more."""
+    """Return the version for a state: 1 if it is only a model."""
     if version is not None and (type(version) is not int or version not in (1, 2)):
-        raise ValueError(f"version={version!r}: give 1 or 2, or None for the one that fits")
+        raise ValueError(f"version={version!r}: give 1 or 2, or None to choose by the state")
     return version or (2 if set(state) - {"model"} else 1)
 
 
 def encode(
     state: Mapping[str, object], version: int, data_of: Callable[[PlainTensor], Buffer]
 ) -> Iterator[Buffer]:
-    """Yield the bytes of a file, one tensor after another: `data_of` returns those of each.
+    """Yield the bytes of a file, tensor by tensor; `data_of` returns the data of each.
 
-    Version 1 takes the model alone. Raises IncompatibleError, before anything is yielded, for what
-    a `.shrew` file cannot hold: it names all of that, and what can be done.
+    Version 1 is only the model. IncompatibleError, before the first bytes, names everything that a
+    `.shrew` file cannot store, with remedies.
     """
     if problems := [*_model_problems(state), *(_problems(state) if version == 2 else ())]:
         raise IncompatibleError(
-            f"a .shrew file of version {version} cannot hold this state:"
+            f"a .shrew file of version {version} cannot store this state:"
             f"{listed(['', *problems], '; ').removeprefix(';')}"
         )
     return _encoded(state, version, data_of)
@@ -267,8 +298,8 @@ def _encoded(
         yield from _encoded_optimizer(_mapping(state["optim"]), data_of)
     losses = state["loss_history"]
     assert isinstance(losses, list)
-    whole = struct.pack("<QQd", state["epoch"], state["global_step"], state["best_loss"])
-    yield bytes([_METADATA]) + whole + _u32(len(losses))
+    numbers = struct.pack("<QQd", state["epoch"], state["global_step"], state["best_loss"])
+    yield bytes([_METADATA]) + numbers + _u32(len(losses))
     yield struct.pack(f"<{len(losses)}d", *losses) + bytes([_END])
 
 
@@ -287,7 +318,7 @@ def _encoded_optimizer(
 
 
 def _mapping(value: object) -> Mapping[str, object]:
-    assert isinstance(value, Mapping), "`encode` has looked"
+    assert isinstance(value, Mapping), "`encode` has checked it"
     return value
 
 
@@ -304,15 +335,15 @@ def _text(text: str) -> bytes:
     return _u32(len(data)) + data
 
 
-# --- what cannot be written ------------------------------------------------------------------
+# --- problems --------------------------------------------------------------------------------
 
 
 def _model_problems(state: Mapping[str, object]) -> Iterator[str]:
-    """Yield what of the model no version can hold."""
+    """Yield the parts of the model that no version can store."""
     model = state.get("model")
     if not isinstance(model, Mapping):
         kind = f"'model' is a {type(model).__name__}: give its state_dict()"
-        none = "there is no 'model': save the tensors as {'model': {name: tensor}}"
+        none = "'model' is missing: save the tensors as {'model': {name: tensor}}"
         yield kind if hasattr(model, "state_dict") else none
         return
     for name, tensor in model.items():
@@ -320,25 +351,25 @@ def _model_problems(state: Mapping[str, object]) -> Iterator[str]:
         if problem := _name_problem(name):
             yield f"{fqn}: {problem}"
         elif isinstance(tensor, Mapping):
-            yield f"{fqn} is a dict: put its tensors beside the others, under names such as 'a.b'"
+            yield f"{fqn} is a dict: move its tensors up, under names such as 'a.b'"
         elif not is_tensor(tensor):
-            yield f"{fqn} is a {type(tensor).__name__}: leave out of the model what is no tensor"
+            yield f"{fqn} is a {type(tensor).__name__}, not a tensor: leave it out of the model"
         elif tensor.dtype not in _TAGS:
             yield f"{fqn} is {tensor.dtype}: convert it to one of {', '.join(_DTYPES)}"
         elif max(tensor.shape, default=0) > _MAX_U32:
-            yield f"{fqn} has the shape {list(tensor.shape)}: split it, {_MAX_U32} is the most"
+            yield f"{fqn} has the shape {list(tensor.shape)}: split it, the limit is {_MAX_U32}"
 
 
 def _problems(state: Mapping[str, object]) -> Iterator[str]:
-    """Yield what of all but the model version 2 cannot hold."""
-    alone = "or write version 1, which takes the model alone"
+    """Yield the other parts that version 2 cannot store."""
+    alone = "or write version 1, which is only the model"
     for name in state:
         if name not in ("model", "optim", *_TRAINING):
-            yield f"it has no place for {_shown(str(name))}: leave it out, {alone}"
+            yield f"{_shown(str(name))} is unknown: leave it out, {alone}"
     if "optim" in state:
         yield from _optimizer_problems(state["optim"], alone)
     if missing := [name for name in _TRAINING if name not in state]:
-        yield f"{', '.join(missing)} is missing: save that as well, {alone}"
+        yield f"{', '.join(missing)} is missing: save it, too, {alone}"
         return
     for name in ("epoch", "global_step"):
         number = state[name]
@@ -358,13 +389,13 @@ def _optimizer_problems(optimizer: object, alone: str) -> Iterator[str]:
         if isinstance(optimizer, Mapping):
             description = f"a mapping with {listed([_shown(str(key)) for key in optimizer])}"
         yield (
-            f"optim is {description}: make it a mapping of 'type', 'scalars' and 'buffers', as an "
-            f"imported one is, leave it out, {alone}"
+            f"optim is {description}: make it a mapping of 'type', 'scalars' and 'buffers', as in "
+            f"an import, leave it out, {alone}"
         )
         return
     if problem := _name_problem(optimizer["type"]):
         yield f"optim.type: {problem}"
-    for field, is_good, wanted in (
+    for field, is_valid, expected in (
         ("scalars", lambda item: type(item) is float, "a float"),
         ("buffers", _is_buffer, "a float64 tensor of one dimension"),
     ):
@@ -375,8 +406,8 @@ def _optimizer_problems(optimizer: object, alone: str) -> Iterator[str]:
         for name, value in values.items():
             if problem := _name_problem(name):
                 yield f"optim.{field}.{name}: {problem}"
-            elif not is_good(value):
-                yield f"optim.{field}.{name} is {_value(value)}: make it {wanted}"
+            elif not is_valid(value):
+                yield f"optim.{field}.{name} is {_value(value)}: make it {expected}"
 
 
 def _is_buffer(value: object) -> bool:
@@ -385,11 +416,11 @@ def _is_buffer(value: object) -> bool:
 
 def _name_problem(name: object) -> str | None:
     if type(name) is not str:
-        return f"{_value(name)} where a text is to be: give a string"
+        return f"{_value(name)} is not text: give a string"
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        return "half a surrogate pair is no UTF-8: give another text"
+        return "half a surrogate pair is not valid UTF-8: give another text"
     return None
 
 

@@ -1,79 +1,92 @@
-"""`.shrew` files, version 1 and 2: read into a state, written from one, made into checkpoints.
+"""`.shrew` files, version 1 and 2: read, write, import as checkpoints, and export from them.
 
     state = shrew.read("training.shrew")     # {"model": {name: Array}, "optim": ..., "epoch": ...}
     data = shrew.write(state)                # the same bytes
     shrew.import_file("training.shrew", "runs/a/step-00000500")
     shrew.export_file("runs/a@latest", "training.shrew")
 
-A file of version 1 is `{"model": {name: tensor}}`. One of version 2 has `"epoch"`, `"global_step"`,
-`"best_loss"` and `"loss_history"` besides, and maybe `"optim"`: `{"type": str, "scalars": {name:
-float}, "buffers": {name: float64 tensor of one dimension}}`. Names and their order are kept.
+A file of version 1 is `{"model": {name: tensor}}`. Version 2 adds `"epoch"`, `"global_step"`,
+`"best_loss"` and `"loss_history"`, and optionally `"optim"`: `{"type": str, "scalars": {name:
+float}, "buffers": {name: float64 tensor of one dimension}}`. Names keep their order.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
-from dist_ckpt.core.commit.new_files import check_new_file, check_outside, new_file
+from dist_ckpt.core.commit.new_files import (
+    check_new_file,
+    check_outside,
+    checked_file_path,
+    new_file,
+)
 from dist_ckpt.core.format.checksums import Buffer
-from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.format.index.index import MAX_STEP, Node
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.shard_io.memory.host_array import Array
-from dist_ckpt.core.storage import real_path
-from dist_ckpt.interop.shrew import encoding
-from dist_ckpt.interop.writers.local_files import FileSource, LocalFile
-from dist_ckpt.interop.writers.plain_states import FileTensor, PlainTensor, described, is_tensor
-from dist_ckpt.interop.writers.single_process_save import (
-    plan_single_process_save,
+from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.storage import ReadableFile, Storage, open_storage, real_path
+from dist_ckpt.core.storage.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.virtual_files import FileOfBytes
+from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
+from dist_ckpt.interop.readers.virtual_checkpoint import (
+    ForeignChunk,
+    ForeignState,
+    ForeignTensor,
+    checkpoint_of,
 )
+from dist_ckpt.interop.shrew import encoding
+from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
+from dist_ckpt.tools.rewrite.reshard import MIN_MEMORY, even, plan_rewrite
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
 
 __all__ = ["export_file", "import_file", "read", "write"]
 
 
 def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
-    """Return what a `.shrew` file, or its bytes, hold: dicts of tensors and plain values.
+    """Return the state in a `.shrew` file, or in its bytes: dicts of tensors and plain values.
 
-    A tensor is an `Array`, as `dc.open` gives them: a copy, with its bytes in `.data`. Nothing is
-    allocated that the file is too short for. Errors say at which byte what was found: CorruptError
-    for what is no whole `.shrew` file, also if something follows its end, IncompatibleError for
-    other versions, unknown dtypes and what no checkpoint can hold.
+    A tensor is an `Array`, as in `dc.open`: a copy, with its bytes in `.data`. Memory is bounded by
+    the size of the file. Errors give the byte and what is there: CorruptError for an incomplete or
+    damaged file, or bytes after its end; IncompatibleError for other versions, unknown dtypes, and
+    values that a checkpoint cannot store.
     """
     if isinstance(source, str | os.PathLike):
         with closing(LocalFile(source)) as file:
-            return _with_data(encoding.parse(file, file.path), file.read)
+            return _with_data(encoding.parse(file, file.path), file)
     try:
         data = memoryview(source).cast("B")
     except TypeError:
         raise TypeError(
             f"the source is a {type(source).__name__}: give the path of a .shrew file, or its bytes"
         ) from None
-    with data as view:
-        memory = _FileInMemory(view)
-        return _with_data(encoding.parse(memory, "the .shrew bytes"), memory.read)
+    with data, closing(FileOfBytes(data)) as memory:
+        return _with_data(encoding.parse(memory, "the .shrew bytes"), memory)
 
 
 def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
-    """Return a state as the bytes of a `.shrew` file: of what `read` returned, the same bytes.
+    """Return a state as the bytes of a `.shrew` file. A state from `read` gives the same bytes.
 
-    Tensors may be `Array`s, torch tensors or numpy arrays. `version` 1 takes the model alone; None
-    is 1 for a state that is only a model, else 2. Raises IncompatibleError for what such a file
-    cannot hold, with all names and what to do; ValueError for another version.
+    Tensors may be `Array`s, torch tensors or numpy arrays. `version` 1 writes only the model; None
+    is 1 for a state that is only a model, else 2. IncompatibleError names everything that such a
+    file cannot store, with remedies. ValueError for another version.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
             f"the state is a {type(state).__name__}: give a dict, {{'model': {{name: tensor}}}}"
         )
     number = encoding.version_for(state, version)
-    known = {name: _as_arrays(value, name) for name, value in state.items()}
-    return b"".join(encoding.encode(known, number, _data_of))
+    arrays = {name: _as_arrays(value, name) for name, value in state.items()}
+    return b"".join(encoding.encode(arrays, number, _data_of))
 
 
 def import_file(
@@ -83,12 +96,12 @@ def import_file(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a `.shrew` file, in one process and without torch.
+    """Make the checkpoint at `target` from a `.shrew` file, in one process and without torch.
 
-    It is what `dc.save(shrew.read(file), target)` would make if it took `Array`s; its step is the
-    global step of a file of version 2. The file's data is read as it is written, some MiB at a
-    time. On return the checkpoint is complete and durable; `overwrite` replaces the one that is
-    there once it is. Raises what `read` does, before anything is written, and what `dc.save` does.
+    Its files are those of `dc.save(shrew.read(file), target)` if that accepted `Array`s. Its step
+    is the global step of a file of version 2. The file's data is read some MiB at a time. On return
+    the checkpoint is complete and durable. `overwrite` replaces an existing checkpoint after that.
+    Raises the errors of `read` before anything is written, and those of `dc.save`.
     """
     return plan_import_file(file, target, overwrite=overwrite).run(progress=progress)
 
@@ -98,28 +111,11 @@ def plan_import_file(
 ) -> WritePlan[SaveReport]:
     """Return the plan of `import_file`. Raises the errors that it raises before it writes."""
     with closing(LocalFile(file)) as source:
-        state, version = encoding.parse(source, source.path), source.version
-
-    @contextmanager
-    def open_data(progress: Progress | None) -> Iterator[Callable[[PlainTensor], FileSource]]:
-        with closing(LocalFile(file)) as source:
-            source.check_unchanged(version)
-            tell = CopyProgress(source.nbytes, progress)
-
-            def source_of(tensor: PlainTensor) -> FileSource:
-                assert isinstance(tensor, FileTensor)
-                return FileSource(source, tensor, tell)
-
-            yield source_of
-
-    step = state.get("global_step")
-    return plan_single_process_save(
-        described(state),
-        target,
-        open_data,
-        step=step if isinstance(step, int) and step <= MAX_STEP else None,
-        overwrite=overwrite,
-        imported_from="shrew",
+        state = _foreign_state(encoding.parse(source, source.path), source.path)
+        storage = _UnchangedFile(open_storage(source.path)[0], source.version)
+    virtual = checkpoint_of(storage, source.path, state, "a .shrew file")
+    return plan_rewrite(
+        (virtual, source.path), target, even(1), max_memory=MIN_MEMORY, overwrite=overwrite
     )
 
 
@@ -135,12 +131,12 @@ def export_file(  # noqa: PLR0913 - a front door
 ) -> int:
     """Write the checkpoint at `source` as a `.shrew` file; return the file's size in bytes.
 
-    `source` may name one of a run, such as "runs/a@latest"; however it was sharded, tensors are
-    written whole, one in memory at a time. `version` is as for `write`; `include` and `exclude` are
-    globs on names in the checkpoint. On return the file is durable; until then it has another name,
-    and if this raises there is none. Raises
-    IncompatibleError for what such a file cannot hold, ExistsError without `overwrite` if something
-    is there, and what `dc.open` and reading raise.
+    `source` may be a selector of a run, such as "runs/a@latest". Tensors of any layout are written
+    whole, one in memory at a time. `version` is that of `write`. `include` and `exclude` are globs
+    on names in the checkpoint. On return the file is durable. Until then it has another name, and
+    after an error it does not exist. IncompatibleError for values that such a file cannot store,
+    ExistsError without `overwrite` if something exists there; otherwise the errors of `dc.open` and
+    of reading.
     """
     plan = plan_export_file(
         source, file, version=version, include=include, exclude=exclude, overwrite=overwrite
@@ -176,7 +172,7 @@ def plan_export_file(
 
 
 def _nbytes_of(state: Mapping[str, object], version: int) -> int:
-    """Return how large a file becomes, from which no tensor is read."""
+    """Return the size of the file, without reading tensors."""
     nbytes = 0
 
     def none_of(tensor: PlainTensor) -> bytes:
@@ -188,30 +184,121 @@ def _nbytes_of(state: Mapping[str, object], version: int) -> int:
     return sum(memoryview(part).nbytes for part in parts) + nbytes
 
 
-# As deep lies what a file has: in "optim" in "buffers".
+# The depth of the tensors in "optim", "buffers".
 _MAX_DEPTH = 3
 
 
-class _FileInMemory:
-    """Bytes in memory, as a file."""
+class LocalFile:
+    """A regular file, open for reading (`ReadableFile`).
 
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
+    Raises NotFoundError if it does not exist, ValueError if it is not a regular file, StorageError
+    if it cannot be opened.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
+    num_links = 1
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return bytes(self._view[offset : offset + nbytes])
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = checked_file_path(path)
+        try:
+            # O_NONBLOCK: a pipe without a writer would block here.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFoundError(f"{self.path}: the file does not exist; check the path") from None
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be opened: {error.strerror}") from error
+        status = os.fstat(self._descriptor)
+        self.nbytes = status.st_size
+        self.version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise ValueError(f"{self.path} is not a regular file: give the path of a file")
+
+    def read_into(self, offset: int, target: memoryview) -> int:
+        """Fill memory. CorruptError if the file was truncated since it was opened."""
+        done = 0
+        while done < target.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise StorageError(f"{self.path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise CorruptError(
+                    f"{self.path}, byte {offset + done}: the file ends here, but had {self.nbytes} "
+                    f"bytes when it was opened: do not write to a file that is being read"
+                )
+            done += count
+        return done
+
+    def check_unchanged(self, version: tuple[int, ...]) -> None:
+        """Raise CorruptError if the file had another version when it was checked."""
+        if self.version != version:
+            raise CorruptError(
+                f"{self.path} was changed after it was checked: do not write to a file that is "
+                f"being read"
+            )
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
 
 
-def _with_data(value: object, read_at: Callable[[int, int], bytes]) -> dict[str, object]:
+class _UnchangedFile(ForwardingStorage):
+    """Opens a file for the import. CorruptError if it has changed since it was parsed."""
+
+    def __init__(self, inner: Storage, version: tuple[int, ...]) -> None:
+        super().__init__(inner)
+        self._version = version
+
+    def open(self, path: str) -> ReadableFile:
+        """See `Storage.open`."""
+        file = LocalFile(path)
+        try:
+            file.check_unchanged(self._version)
+        except CorruptError:
+            file.close()
+            raise
+        return file
+
+
+def _foreign_state(state: Mapping[str, object], path: str) -> ForeignState:
+    """Return a parsed state, whose tensors are in the file at `path`, for a virtual checkpoint.
+
+    A dict that contains a tensor is a container, everything else is a value.
+    """
+    tree: list[Node] = []
+    tensors: list[ForeignTensor] = []
+    values: dict[str, object] = {}
+
+    def add(fqn: str, value: object) -> None:
+        if isinstance(value, FileTensor):
+            chunk = ForeignChunk(Region.whole(value.shape), path, value.start)
+            tensors.append(ForeignTensor(fqn, value.dtype, value.shape, (chunk,)))
+        elif isinstance(value, Mapping) and (not fqn or _contains_tensors(value)):
+            tree.append(Node(fqn, "dict", tuple(value)))
+            for key, child in value.items():
+                add(join(fqn, key), child)
+        else:
+            values[fqn] = value
+
+    add("", state)
+    step = state.get("global_step")
+    step = step if isinstance(step, int) and step <= MAX_STEP else None
+    return ForeignState(tensors, tuple(tree), values, {}, step=step)
+
+
+def _contains_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_contains_tensors, value.values()))
+    return isinstance(value, FileTensor)
+
+
+def _with_data(value: object, file: ReadableFile) -> dict[str, object]:
     """Return a state with the data of its tensors."""
 
     def filled(value: object) -> object:
         if isinstance(value, FileTensor):
-            data = memoryview(bytearray(read_at(value.start, value.nbytes)))
+            data = memoryview(bytearray(value.nbytes))
+            file.read_into(value.start, data)
             return Array(value.dtype, value.shape, data)
         if isinstance(value, dict):
             return {name: filled(child) for name, child in value.items()}
@@ -223,23 +310,21 @@ def _with_data(value: object, read_at: Callable[[int, int], bytes]) -> dict[str,
 
 
 def _as_arrays(value: object, fqn: str, *, depth: int = 1) -> object:
-    """Return a value with `Array`s in place of torch's and numpy's tensors."""
+    """Return a value with an `Array` in place of each tensor of torch or numpy."""
     if isinstance(value, Mapping):
-        if depth == _MAX_DEPTH:  # what lies deeper is refused, whatever it is
+        if depth == _MAX_DEPTH:  # a deeper value is refused, whatever it is
             return value
         return {
             key: _as_arrays(child, f"{fqn}.{key}", depth=depth + 1) for key, child in value.items()
         }
-    if is_tensor(value):
+    if is_tensor(value) or not hasattr(value, "dtype"):
         return value
-    if not hasattr(value, "dtype"):
-        return value
-    from dist_ckpt.core.state.tensors.plain_torch import without_tensors  # noqa: PLC0415  (who has such tensors)
+    from dist_ckpt.core.state.tensors.plain_torch import without_tensors  # noqa: PLC0415  (only this needs torch)
 
-    made = without_tensors(value, fqn)
-    return (
-        Array(made.dtype, made.shape, memoryview(made.data)) if type(made) is ArrayValue else made
-    )
+    plain = without_tensors(value, fqn)
+    if type(plain) is not ArrayValue:
+        return plain
+    return Array(plain.dtype, plain.shape, memoryview(plain.data))
 
 
 def _data_of(tensor: PlainTensor) -> Buffer:
@@ -249,29 +334,26 @@ def _data_of(tensor: PlainTensor) -> Buffer:
 
 
 def _state_of(checkpoint: Checkpoint, selection: Selection) -> dict[str, object]:
-    """Return what a checkpoint holds as `encode` takes it: what is no part of that is named whole.
+    """Return the selected state in the form that `encode` accepts.
 
-    The tensors of a model go by their names, however deep in it they lie.
+    The names of the model's tensors are flat. Other values have their full names, so that `encode`
+    can refuse them by name.
     """
+    contents = {
+        **{fqn: checkpoint[fqn] for fqn in checkpoint},
+        **checkpoint.objects,
+        **dict.fromkeys(checkpoint.per_rank, "a value of each rank"),
+    }
     model: dict[str, object] = {}
     buffers: dict[str, object] = {}
-    state: dict[str, object] = {}
     optimizer: dict[str, object] = {}
-    places = {"model.": model, "optim.buffers.": buffers, "optim.": optimizer, "": state}
-
-    def put(fqn: str, value: object) -> None:
-        if fqn not in selection:
-            return
-        prefix = next(prefix for prefix in places if fqn.startswith(prefix))
-        places[prefix][fqn.removeprefix(prefix)] = value
-
-    for fqn in checkpoint:
-        put(fqn, checkpoint[fqn])
-    for fqn, value in checkpoint.objects.items():
-        put(fqn, value)
-    for fqn in checkpoint.per_rank:
-        put(fqn, "a value of each rank")
-    if problems := selection.unmatched((*checkpoint, *checkpoint.objects, *checkpoint.per_rank)):
+    state: dict[str, object] = {}
+    by_prefix = {"model.": model, "optim.buffers.": buffers, "optim.": optimizer, "": state}
+    for fqn, value in contents.items():
+        if fqn in selection:
+            prefix = next(prefix for prefix in by_prefix if fqn.startswith(prefix))
+            by_prefix[prefix][fqn.removeprefix(prefix)] = value
+    if problems := selection.unmatched(contents):
         raise ValueError("; ".join(problems))
     if buffers:
         optimizer["buffers"] = buffers

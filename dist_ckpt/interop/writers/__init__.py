@@ -1,1 +1,0 @@
-"""What writers of other systems' files share: whole and durable, or not at all."""
