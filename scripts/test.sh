@@ -37,35 +37,9 @@ case "$*" in
         ;;
 esac
 
-# All tests, at once: most of them wait, for a disk, a silence or each other. Three rows compute:
-# what lies around the library and what is about commits, both in `apart`, then what starts processes
-# and what does not. With more that work at once a background writer, whose priority is the lowest,
-# might be taken for dead. A row reads only files in which its mark stands: to read all of them takes
-# ten seconds.
-# Rows that wait for threads of torch's by turning take the cores from each other; and what was
-# compiled is kept, for tests start hundreds of processes.
+# All tests, in rows that run at once: see tests/helpers/rows.py. Threads of torch's that wait by
+# turning take the cores from each other; and what was compiled is kept, for tests start hundreds of
+# processes.
 export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE
-logs=$(mktemp -d)
-ids=()
-trap 'kill "${ids[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-apart=(benchmarks repository core/commit core/saving)
-excluded=("${apart[@]##*/}")
-files_with() { grep -rlE --include='test_*.py' "mark\.$1\b" "${@:2}" tests; }
-mapfile -t waiting < <(files_with waits)
-mapfile -t starting < <(files_with multi_process "${excluded[@]/#/--exclude-dir=}")
-beside() {
-    "$bin/python" -m pytest "${options[@]}" "$@" >"$logs/${#ids[@]}" 2>&1 &
-    ids+=($!)
-}
-beside -m "multi_process and waits" "${waiting[@]}"
-beside -m "not multi_process and waits" "${waiting[@]}"
-beside -m "not waits" "${apart[@]/#/tests/}"
-beside -m "not multi_process and not waits" "${apart[@]/#/--ignore=tests/}"
-code=0
-"$bin/python" -m pytest "${options[@]}" -m "multi_process and not waits" "${starting[@]}" || code=$?
-for id in "${ids[@]}"; do
-    wait "$id" || code=$?
-done
-cat "$logs"/*
-exit "$code"
+exec "$bin/python" -m pytest --rows "${options[@]}"

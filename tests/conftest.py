@@ -14,11 +14,13 @@ from hypothesis import settings
 import long_mode
 from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
+from rows import Rows
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for what may be found a day later."""
+    """Add the options of `scripts/test.sh`: what may be found a day later; all rows at once."""
     parser.addoption("--long", action="store_true", help="run what is marked long, and more often")
+    parser.addoption("--rows", action="store_true", help="run several rows of tests at once")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # No test fails because the machine was busy.
     settings.register_profile("plain", deadline=None)
     settings.load_profile("plain")
+    if config.getoption("--rows"):
+        config.pluginmanager.register(Rows())
     if config.getoption("--long"):
         os.environ[long_mode.VARIABLE] = "1"
         # Who has imported it by now, before any test does, is the program of the tests itself.
@@ -46,17 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is long. Refuse a mark that the file lacks: `scripts/test.sh` looks for it."""
+    """Leave out what is long."""
     if not config.getoption("--long"):
         skip = pytest.mark.skip(reason="long: it runs with --long")
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(skip)
-    texts = {path: path.read_text() for path in {item.path for item in items}}
-    for item in items:
-        for mark in {"multi_process", "waits"} & {mark.name for mark in item.iter_markers()}:
-            if f"mark.{mark}" not in texts[item.path]:
-                raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.{mark} in its file")
 
 
 def pytest_collection_finish() -> None:

@@ -150,6 +150,7 @@ class _Parent:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
+        self._owner = os.getpid()
         atexit.register(self.close)
 
     def ask(self, text: str, timeout_s: float) -> Any:
@@ -166,8 +167,9 @@ class _Parent:
         return ast.literal_eval(answer)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if os.getpid() == self._owner:
+            self._process.kill()
+            self._process.communicate()
 
 
 @functools.cache
