@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -36,13 +36,16 @@ from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.reports import LoadReport
 
-# Slower, a block would take so long that the storage seems to hang.
+# At a lower rate one block takes so long that the storage seems to hang.
 MIN_BYTES_PER_S = 16 << 10
+
+
+_log = logging.getLogger("dist_ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaverOptions:
-    """The options of a saver, checked by `check` once a rank's error can reach the others."""
+    """The options of a saver. `check` runs inside an exchange, so that errors reach all ranks."""
 
     root: str | os.PathLike[str] | None
     job: str | None
@@ -51,9 +54,9 @@ class SaverOptions:
     max_bytes_per_s: float | None
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
+        """Raise TypeError or ValueError for invalid options."""
         if self.root is not None:
-            self._absolute_root()
+            self._open_root()
         if self.job is not None:
             check_job(self.job)
         if self.when_busy not in get_args(WhenBusy):
@@ -62,32 +65,29 @@ class SaverOptions:
             "drain_timeout_s", self.drain_timeout_s, 0, "a finite number of seconds, 0 or more"
         )
         if self.max_bytes_per_s is not None:
-            least = f"a number, {MIN_BYTES_PER_S} at least, or None"
-            _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, least)
+            remedy = f"a number, {MIN_BYTES_PER_S} at least, or None"
+            _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, remedy)
 
-    def asked(self) -> SaverInfo:
-        """Return what all ranks must ask for alike."""
-        # Not the id of a job that the root makes: a file system has other numbers on other hosts.
-        root = None if self.root is None or self.job is not None else self._absolute_root()
+    def saver_info(self) -> SaverInfo:
+        """Return the options that must be equal on all ranks."""
+        # Without the job id of a root: the device number of a file system differs between hosts.
+        root = None if self.root is None or self.job is not None else self._open_root()[1]
         return SaverInfo(self.job, root, self.when_busy)
 
-    def root_id(self) -> str | None:
-        """Return the id of the root, which gets one if need be; None if no job is made of it."""
+    def make_root_id(self) -> str | None:
+        """Return the id of the root, and create it if needed. None if the job has another name."""
         if self.root is None:
             return None
         if self.job is not None:
-            check_upgraded(*self._opened_root())
+            check_upgraded(*self._open_root())
             return None
-        return make_root_id(*self._opened_root())
+        return make_root_id(*self._open_root())
 
     def job_name(self, root_id: str | None) -> str | None:
-        """Return the job, if it is known before the first save."""
-        return self.job if root_id is None else job_id(self._absolute_root(), root_id)
+        """Return the job. None if only the first save decides it."""
+        return self.job if root_id is None else job_id(self._open_root()[1], root_id)
 
-    def _absolute_root(self) -> str:
-        return self._opened_root()[1]
-
-    def _opened_root(self) -> tuple[Storage, str]:
+    def _open_root(self) -> tuple[Storage, str]:
         assert self.root is not None
         try:
             return open_storage(self.root)
@@ -95,18 +95,15 @@ class SaverOptions:
             raise type(error)(f"root={self.root!r}: {error}") from None
 
 
-def _check_number(name: str, value: object, least: int, wanted: str) -> None:
+def _check_number(name: str, value: object, minimum: int, remedy: str) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give {wanted}")
-    if not (isfinite(value) and float(value) >= least):
-        raise ValueError(f"{name}={value}: give {wanted}")
-
-
-_log = logging.getLogger("dist_ckpt")
+        raise TypeError(f"{name}={value!r}: give {remedy}")
+    if not (isfinite(value) and float(value) >= minimum):
+        raise ValueError(f"{name}={value}: give {remedy}")
 
 
 class AsyncSaver:
-    """Saves in the background: training waits for one copy, and storage is another process's work.
+    """Save in the background: training waits for one copy, and another process writes.
 
         with dc.AsyncSaver("runs/a") as saver:
             for step in range(1, 10_001):
@@ -114,28 +111,27 @@ class AsyncSaver:
                 if step % 500 == 0:
                     saver.save(state, f"runs/a/step-{step:08}", step=step)
 
-    `dc.Checkpointer` does this for a run, and finds what to go on from, in memory or on disk.
+    `dc.Checkpointer` does this for a run, and finds its restore point, in memory or on disk.
 
     `save` copies this rank's part of the state into one of two arenas in shared memory. A writer,
-    one process a rank, writes it from there and commits it together with the other writers. It
-    goes on when the trainer is killed; it does not outlive its container, Slurm step or cgroup.
+    one process a rank, writes it from there and commits it together with the other writers. The
+    writer continues if the trainer is killed. It ends with its container, Slurm step or cgroup.
 
-    `root` is the folder under which the checkpoints lie; it is made if need be, and gets a file
-    `DIST_CKPT_ROOT`, by which a folder made anew is told from the one before it. The memory belongs
-    to a job, by default the one that the user and the root make; `job` names another. Two processes
-    that live at once as the same rank of one job on one host are a ConflictError, and so are two
-    savers of one process that are not closed. A later run of the job finds what an earlier one has
-    left: first its writers may finish, `drain_timeout_s` at most, then they are ended. Without
-    `root` and `job` the first save decides: its folder's parent is the root.
+    `root` is the folder of the checkpoints. It is created if needed, with a file `DIST_CKPT_ROOT`
+    that distinguishes it from a later folder of the same name. The memory belongs to a job: the
+    default one of the user and the root, or `job`. ConflictError if two living processes are the
+    same rank of one job on one host, or if a process has two open savers. A later run of the job
+    finds the snapshots of an earlier one. Its writers may first finish, for `drain_timeout_s`; then
+    they are ended. Without `root` and `job`, the root is the parent folder of the first save.
 
-    `when_busy` says what `save` does while both arenas are still being written: "wait" for one,
-    "skip" this save, or let it "supersede" the one that no writer has begun (else it waits).
-    `max_bytes_per_s` bounds what each writer writes.
+    `when_busy` is for a `save` while both arenas are still written: "wait" for one, "skip" this
+    save, or "supersede" the save that no writer has begun (without one, wait). `max_bytes_per_s`
+    limits each writer.
 
-    Every rank of `group` makes one, with the same `root`, `job` and `when_busy`, and calls `save`
-    and `restore` alike: making it is collective as well. One thread at a time uses it, and only the
-    process that made it: a forked one has none. Without `close` it ends with the last reference to
-    it: what is staged is written, and nobody is told if that fails.
+    Collective: every rank of `group` makes one, with the same `root`, `job` and `when_busy`, and
+    calls `save` and `restore` alike. Use it in one thread at a time, in the process that made it.
+    Without `close` it ends with its last reference: staged saves are still written, but a failure
+    is only logged.
     """
 
     @refuse_old_parameters(settle_s="drain_timeout_s")
@@ -188,12 +184,12 @@ class AsyncSaver:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
         The options are those of `dc.save`, without `carry_over`. On return the state is staged, and
-        may change (on CUDA devices: see `fence`); nothing is durable yet: see `SaveHandle.result`.
+        may change (on CUDA devices: see `fence`). It is not durable yet: see `SaveHandle.result`.
 
-        Raises what `dc.save` raises for a state that cannot be saved, on all ranks; then nothing
-        was staged. If an earlier background save has failed that nobody was told of, its error is
-        raised instead, once, on all ranks: that one made no checkpoint, this one was not begun,
-        and the next call goes on.
+        Raises the errors of `dc.save` for an invalid state, on all ranks; then nothing was staged.
+        If an earlier background save failed and its error was not raised yet, that error is raised
+        once, on all ranks. The earlier save made no checkpoint, and this one was not begun: call
+        `save` again.
         """
         options = SaveOptions(
             step=step,
@@ -213,24 +209,25 @@ class AsyncSaver:
     def save_with(
         self, state: State, path: str | os.PathLike[str], options: SaveOptions
     ) -> SaveHandle:
-        """Save as `save` does, with options that are not of users as well. Not public."""
-        with self._alone(), self._ranks.operation(f"background save to {path}"):
+        """Save with all options, also internal ones. Not public."""
+        info = self._options.saver_info()
+        with self._exclusive(), self._ranks.operation(f"background save to {path}"):
             if self._options.job is None and self._root_id is None:
-                self._root_id = self._root_id_above(path)
+                self._root_id = self._agree_on_root_id(path)
             handle = save_in_background(
-                self._ranks, lambda: self._job_of(path), state, path, options, self._options.asked()
+                self._ranks, lambda: self._ensure_job(path), state, path, options, info
             )
         self.num_skipped += handle.skipped
         return handle
 
     def fence(self) -> None:
-        """Let what was saved change. Call it before weights change other than by an optimizer.
+        """Order later work after the copies. Call it before weights change outside of an optimizer.
 
-        CUDA devices copy what the optimizers of the state change beside the next forward and
-        backward, after `save` has returned, and all else before what is asked of them next. What
-        this thread asks of their current streams from now on begins when all is copied; the host
-        goes on at once (see `SaveHandle.wait_staged`). torch's optimizers do this by themselves
-        before a step, unless a CUDA graph replays it. On the CPU all is copied when `save` returns.
+        CUDA devices copy the tensors that optimizers change during the next forward and backward,
+        after `save` has returned, and all others before any later work. After `fence`, the current
+        streams of this thread wait until all is copied. The host does not wait: see
+        `SaveHandle.wait_staged`. torch's optimizers call it before a step, unless a CUDA graph
+        replays the step. On the CPU, all is copied when `save` returns.
         """
         if self._job is not None:
             self._job.fence.wait()
@@ -251,17 +248,18 @@ class AsyncSaver:
     ) -> int | None:
         """Fill a state from the newest snapshot in memory; return its step. Collective.
 
-        It is one that an earlier run of this job, or this one, has staged completely on all ranks
-        and digested, and that is what was committed under its path; or it was never committed, as
-        its run died or the storage failed, and nothing else was, or what it was to overwrite.
-        Unless a later step was committed since beside it, or a start of a run that is recorded in
-        its folder has left it behind. It may have been saved by another number of ranks. What is
-        not in the memory of this host comes from the storage.
-        None, and nothing is touched, if there is no such snapshot, as after a reboot: load the
-        newest checkpoint then. `restored` is the report, and says how many bytes came from memory;
-        it is None only if nothing was restored, while a save without a step has none to return.
+        This run or an earlier one of this job staged the snapshot completely on all ranks, and the
+        writers digested it. Either it is the checkpoint that is committed at its path. Or it was
+        never committed, because its run died or the storage failed, and its path has no checkpoint
+        or one that it would overwrite. It is not used if a later step was committed in the same
+        folder since, or if it is orphaned by a later incarnation. Another number of ranks may have
+        saved it. Files that are not in the memory of this host are read from the storage.
 
-        What the options mean, and what is raised, is as for `dc.load`; everything is verified.
+        Without such a snapshot, as after a reboot, it returns None and changes nothing: load the
+        newest checkpoint then. `restored` is the report, with the number of bytes from memory. If
+        it is not None, the save was restored, even if it has no step to return.
+
+        Options and errors are those of `dc.load`. All data is verified.
         """
         options = LoadOptions(
             sharding=sharding,
@@ -278,66 +276,62 @@ class AsyncSaver:
     def restore_with(
         self, state: MutableState, options: LoadOptions, history: IncarnationHistory | None = None
     ) -> int | None:
-        """Restore as `restore` does; `history` is what rank 0 knows of the run. Not public."""
-        with self._alone():
+        """Restore with all options. `history` is the run's, on rank 0. Not public."""
+        with self._exclusive():
             if self._job is None:
                 raise ValueError(
-                    "whose snapshots to restore is not known: make the saver with root=, the "
-                    "folder under which the checkpoints lie, or with job="
+                    "the job of the snapshots to restore is not known: make the saver with root=, "
+                    "the folder of the checkpoints, or with job="
                 )
             writer = self._job.writer
             writer.wait_for(lambda: not writer.unsettled, None)
-            found = restore_together(
+            snapshot, self.restored = restore_together(
                 self._ranks,
                 self._job.folder,
                 state,
                 options,
-                saver=self._options.asked(),
+                saver=self._options.saver_info(),
                 history=history,
-            )
-            if found is None:
-                self.restored = None
+            ) or ("", None)
+            if self.restored is None:
                 return None
-            snapshot, self.restored = found
             self._job.arenas.spare(snapshot)
         return self.restored.step
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every save is settled: durable, failed or superseded. Only this rank does.
+        """Wait until every save of this rank is settled: durable, failed or superseded.
 
-        Raises TimeoutError if that takes longer: the saves go on. Raises what one has failed of
-        that nobody was told of.
+        TimeoutError after `timeout_s`; the saves continue. Raises an error of a save that was not
+        raised yet.
         """
-        with self._alone():
+        with self._exclusive():
             if self._job is not None:
                 self._job.wait(timeout_s)
 
     def detach(self) -> None:
-        """End this saver, and let its writer go on with what is staged. Waits for no storage.
+        """End this saver, and let its writer finish staged saves. Does not wait for storage.
 
-        Nobody is told how that ends but by the log; a later run of the job finds what was staged.
+        Only the log shows their outcome. A later run of the job finds the snapshots.
         """
-        if self._is_closed or os.getpid() != self._pid:
-            return
-        with self._alone():
-            self._is_closed = True
-            if self._job is not None:
-                self._job.detach()
+        self._end(Job.detach)
 
     def close(self, *, keep: bool = False) -> None:
-        """Wait until every save is settled, and end the writer of this rank. May be called again.
+        """Wait until every save is settled, and end the writer of this rank. Idempotent.
 
-        The arenas are given back, unless `keep`, or the last save failed, or nothing was saved and
-        what an earlier run left was never committed: then a later run of the job finds them. Raises
-        what a save has failed of if nobody was told of it. ValueError while another thread is in
-        `save` or `restore`: let it end first.
+        The memory is freed, with three exceptions: `keep`; the last save failed; nothing was saved,
+        and the snapshots of an earlier run were never committed. A later run of the job finds the
+        snapshots then. Raises an error of a save that was not raised yet. ValueError while another
+        thread is in `save` or `restore`: let it end first.
         """
+        self._end(lambda job: job.close(keep=keep))
+
+    def _end(self, end_job: Callable[[Job], None]) -> None:
         if self._is_closed or os.getpid() != self._pid:
             return
-        with self._alone():
+        with self._exclusive():
             self._is_closed = True
             if self._job is not None:
-                self._job.close(keep=keep)
+                end_job(self._job)
 
     if not TYPE_CHECKING:
         __getattr__ = refuse_old_attributes("AsyncSaver", {"leave": "detach"})
@@ -351,7 +345,7 @@ class AsyncSaver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it; after an error what is in memory is kept for the next run."""
+        """Close it. After an error the snapshots stay in memory for the next run."""
         try:
             self.close(keep=error is not None)
         except Exception as failure:
@@ -361,51 +355,51 @@ class AsyncSaver:
 
     @property
     def num_superseded(self) -> int:
-        """How many saves a newer one has superseded."""
+        """The number of saves that a newer save superseded."""
         return 0 if self._job is None else self._job.writer.num_dropped
 
     @property
     def num_restarts(self) -> int:
-        """How many times the writer of this rank was replaced, as it had died."""
+        """The number of times that the writer of this rank died and was replaced."""
         return 0 if self._job is None else self._job.writer.num_restarts
 
     def _open(self) -> None:
-        """Compare the options with the other ranks', and begin the job if it is known."""
+        """Compare the options of all ranks, and begin the job if its name is known."""
         options, channel = self._options, self._ranks.channel
         with channel.exchange("options") as comparing:
             options.check()
-            savers = comparing.gather(options.asked())
+            savers = comparing.gather(options.saver_info())
             if savers is not None:
                 check_savers("AsyncSaver", savers)
-                comparing.decide(options.root_id() or "")
+                comparing.decide(options.make_root_id() or "")
         self._root_id = comparing.result(str) or None
         if (name := options.job_name(self._root_id)) is None:
             return
         try:
             with channel.exchange("job"):
-                self._begin(name)
+                self._job = self._begin_job(name)
         except BaseException:
-            if self._job is not None:  # but another rank has none
+            if self._job is not None:  # another rank has failed
                 self._job.close(keep=True)
             raise
 
-    def _root_id_above(self, path: str | os.PathLike[str]) -> str:
-        """Return the id of the folder that a first save's checkpoint lies in. Collective."""
+    def _agree_on_root_id(self, path: str | os.PathLike[str]) -> str:
+        """Return the id of the folder of a first save's checkpoint. Collective."""
         with self._ranks.channel.exchange("root") as rooting:
-            storage, own = open_storage(path)
-            paths = rooting.gather(own)
+            storage, local_path = open_storage(path)
+            paths = rooting.gather(local_path)
             if paths is not None:
                 rooting.decide(make_root_id(storage, os.path.dirname(paths[0])))
         return rooting.result(str)
 
-    def _job_of(self, path: str | os.PathLike[str]) -> Job:
+    def _ensure_job(self, path: str | os.PathLike[str]) -> Job:
         if self._job is None:
             assert self._root_id is not None
-            self._begin(job_id(os.path.dirname(open_storage(path)[1]), self._root_id))
-        assert self._job is not None
+            root = os.path.dirname(open_storage(path)[1])
+            self._job = self._begin_job(job_id(root, self._root_id))
         return self._job
 
-    def _begin(self, name: str) -> None:
+    def _begin_job(self, name: str) -> Job:
         options, channel = self._options, self._ranks.channel
         hello = Hello(
             name,
@@ -414,13 +408,13 @@ class AsyncSaver:
             replace(self._ranks.config, host=channel.host),
             None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
         )
-        self._job = Job(hello, drain_timeout_s=float(options.drain_timeout_s))
+        return Job(hello, drain_timeout_s=float(options.drain_timeout_s))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads and signal handlers out: two saves at once would mix their states.
+    def _exclusive(self) -> Iterator[None]:
+        """Exclude other threads and signal handlers: two saves at once would mix their states.
 
-        ValueError if one is in, or if the saver is closed, or another process's.
+        ValueError if another call runs, if the saver is closed, or in a forked process.
         """
         if os.getpid() != self._pid:
             raise ValueError(
@@ -429,9 +423,8 @@ class AsyncSaver:
             )
         if not self._is_used.acquire(blocking=False):
             raise ValueError(
-                "this AsyncSaver is in a call already, of another thread or one that this call "
-                "interrupts: let one thread save, restore and close, and not from a signal's "
-                "handler"
+                "this AsyncSaver is in a call already, of another thread, or one that this call "
+                "interrupts: save, restore and close it in one thread, and not in a signal handler"
             )
         try:
             if self._is_closed:

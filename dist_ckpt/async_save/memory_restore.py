@@ -1,4 +1,4 @@
-"""Restore the newest save that is left in memory: of hosts whose trainers have died."""
+"""Restore the newest save in the memory of the hosts, after the trainers have died."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from dist_ckpt import __version__
-from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
@@ -62,45 +61,43 @@ def restore_together(
     saver: SaverInfo,
     history: IncarnationHistory | None = None,
 ) -> tuple[str, LoadReport] | None:
-    """Fill a state from the newest save of a job that memory has. Collective: every rank calls it.
+    """Fill a state from the newest usable save of a job in memory. Collective: every rank calls it.
 
-    `saver` has the options that are alike on all ranks. Each rank holds its trainer's lock in
-    `folder`, its host's, and all of them have settled with the writers that an earlier run has
-    left. Returns the snapshot's id and the report; None, having touched nothing, if no save is left
-    that can be used:
+    `saver` has the options that are equal on all ranks. Each rank has its trainer's lock in
+    `folder`, and no orphan writer lives. Return the snapshot's id and the report. None, with an
+    unchanged state, if no save is usable. A save is usable in two cases:
 
-    - one that was committed, and is still the checkpoint at its path. What the hosts have of it
-      is taken from memory, the rest from the storage;
-    - one that was never committed, if every host has all of it, and nothing is at its path, or a
-      checkpoint that it would have overwritten.
+    - It was committed, and is still the checkpoint at its path. Files that are not in memory are
+      read from the storage.
+    - It was never committed, each host has all of it, and its path has no checkpoint or one that it
+      would overwrite.
 
-    Neither one beside which a checkpoint of a later step has been committed since: this host may
-    have been no part of the run meanwhile. Nor one that is orphaned, by the `history` of the
-    run: on rank 0 that is given, or read in the folder that the checkpoint would lie in. What is
-    orphaned there does not count as committed.
+    It is not usable if a later step was committed in the same folder since: this host may have left
+    the run meanwhile. Nor if it is orphaned, by the `history` of the run. Rank 0 reads the history
+    from the folder of the checkpoint by default. Orphaned checkpoints do not count as committed.
 
-    What was saved by any number of ranks is restored by any number. Raises what `dc.load` raises,
-    on all ranks; StorageError if the storage does not say what is committed.
+    The number of ranks may differ from that of the save. Raises the errors of `dc.load` on all
+    ranks. StorageError if the storage cannot be read.
     """
-    passed_over: set[str] = set()
+    unusable: set[str] = set()
     with ExitStack() as stack:
-        restoring = _Restoring(ranks, folder, stack, saver, history)
-        while (chosen := restoring.choose(passed_over)) is not None:
-            save, kept = chosen
+        restore = _MemoryRestore(ranks, folder, stack, saver, history)
+        while (chosen := restore.choose(unusable)) is not None:
+            save, source = chosen
             try:
-                report = load_together(ranks, state, save.path, options, kept=kept)
+                report = load_together(ranks, state, save.path, options, kept=source)
                 return save.id, report
             except (CorruptError, NotFoundError) as error:
-                # What a load raises it raises on all ranks alike, so that they go on alike.
-                if not kept.is_only_copy and isinstance(error, CorruptError):
-                    raise  # it is damaged on the storage: the load has tried that as well
+                # All ranks get the same error, so that all continue alike.
+                if not source.is_only_copy and isinstance(error, CorruptError):
+                    raise  # the load has tried the storage too: it is damaged there
                 _log.warning("%s is not restored from memory: %s", save.path, error)
-                passed_over.add(save.id)
+                unusable.add(save.id)
     return None
 
 
-class _Seen(Message, frozen=True):
-    """What one host has of a save: see `RecoveredSave`."""
+class _SaveOnHost(Message, frozen=True):
+    """One host's part of a save: see `RecoveredSave`."""
 
     save: SaveIdentity
     attempt: str | None
@@ -108,15 +105,15 @@ class _Seen(Message, frozen=True):
     sealed: frozenset[int]
 
 
-class _HostSnapshots(Message, frozen=True):
-    """What one rank has seen on its host, and what is wrong there."""
+class _HostReport(Message, frozen=True):
+    """The saves on one rank's host, and the problems of arenas."""
 
-    seen: tuple[_Seen, ...]
+    saves: tuple[_SaveOnHost, ...]
     problems: tuple[str, ...]
 
 
 class _RestoreChoice(Message, frozen=True):
-    """The save to restore, "" if there is none; the attempt of its index, "" if it is committed."""
+    """The save to restore, or "". `attempt` is that of its rebuilt index, "" if it is committed."""
 
     id: str
     path: str
@@ -124,10 +121,10 @@ class _RestoreChoice(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _HostReport:
-    """What the ranks say about one save; `sealed` are for each the ranks that its host has.
+class _Candidate:
+    """One save on all hosts. `sealed` has, for each rank, the ranks that are sealed on its host.
 
-    `attempts` are those that it was claimed as, by what the writers have sealed: one or none.
+    `attempts` has the claimed attempt, if a writer received one.
     """
 
     save: SaveIdentity
@@ -136,15 +133,12 @@ class _HostReport:
     sealed: tuple[frozenset[int], ...]
 
     @property
-    def is_everywhere(self) -> bool:
-        """Whether every host has all of it."""
-        return all(len(there) == self.save.world_size for there in self.sealed)
+    def is_on_all_hosts(self) -> bool:
+        """True if each host has all of it."""
+        return all(len(ranks) == self.save.world_size for ranks in self.sealed)
 
     def attempt_above(self, number: int) -> Attempt:
-        """Return the attempt that it was claimed as; else one that it could have been, above that.
-
-        It is of the start of a run that has saved it, as long as such attempts are above.
-        """
+        """Return the claimed attempt; else one above `number`, of its incarnation if possible."""
         for claimed in map(parse_attempt, self.attempts):
             if claimed is not None:
                 return claimed
@@ -152,8 +146,8 @@ class _HostReport:
         return Attempt(max(first, number + 1), self.save.id[:ID_LENGTH])
 
 
-class _Restoring:
-    """One rank's side; its arenas are open until `stack` closes them."""
+class _MemoryRestore:
+    """One rank's side of a restore. Its arenas are open until `stack` closes them."""
 
     def __init__(
         self,
@@ -167,196 +161,199 @@ class _Restoring:
         self._saver = saver
         self._folder = folder
         self._stack = stack
-        self._given = history
-        self._kept: RecoveredSaves | None = None
+        self._history = history
+        self._recovered: RecoveredSaves | None = None
         self._index: bytes | None = None
 
-    def choose(self, passed_over: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
-        """Agree on the newest save that can be used, but for some. Collective."""
+    def choose(self, unusable: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
+        """Agree on the newest usable save. Collective."""
         channel = self._ranks.channel
         with self._ranks.operation(f"restore of job {self._folder.job}"):
-            # When all are here all have settled with their writers: nothing is sealed any more.
+            # After this exchange no rank has an orphan writer, so no snapshot changes any more.
             with channel.exchange("settled") as settling:
                 savers = settling.gather(self._saver)
                 if savers is not None:
                     check_savers("AsyncSaver.restore", savers)
             with channel.exchange("snapshots") as choosing:
-                kept, look = self._look()
-                looks = choosing.gather(look)
-                if looks is not None:
-                    choosing.decide(self._choice(looks, passed_over))
+                recovered, report = self._read_host()
+                reports = choosing.gather(report)
+                if reports is not None:
+                    choosing.decide(self._decide(reports, unusable))
         choice = choosing.result(_RestoreChoice)
         if not choice.id:
             return None
-        save = kept.saves.get(choice.id)
+        save = recovered.saves.get(choice.id)
         if choice.attempt:
-            assert save is not None, "every host has it"
+            assert save is not None, "each host has it"
             return choice, uncommitted_in_memory(save, choice.attempt, self._index)
         return choice, committed_in_memory(save)
 
-    def _choice(self, looks: Sequence[_HostSnapshots], passed_over: set[str]) -> _RestoreChoice:
-        """Choose the newest save that can be used. Coordinator only."""
-        for problem in sorted({problem for look in looks for problem in look.problems}):
+    def _decide(self, reports: Sequence[_HostReport], unusable: set[str]) -> _RestoreChoice:
+        """Choose the newest usable save. Coordinator only."""
+        for problem in sorted({problem for report in reports for problem in report.problems}):
             _log.warning("not restored from memory: %s", problem)
-        for told in _merged([look.seen for look in looks]):
-            if told.save.id in passed_over:
+        for candidate in _merge([report.saves for report in reports]):
+            save = candidate.save
+            if save.id in unusable:
                 continue
             try:
-                attempt = self._attempt_of(told)
+                attempt = self._check_usable(candidate)
             except _UnusableError as error:
-                _log.warning("%s is not restored from memory: %s", told.save.name, error)
+                _log.warning("%s is not restored from memory: %s", save.name, error)
                 continue
-            return _RestoreChoice(told.save.id, told.save.path, attempt or "")
+            return _RestoreChoice(save.id, save.path, attempt or "")
         return _RestoreChoice("", "", "")
 
-    def _look(self) -> tuple[RecoveredSaves, _HostSnapshots]:
-        """See which saves this host has."""
+    def _read_host(self) -> tuple[RecoveredSaves, _HostReport]:
         problems: tuple[str, ...] = ()
-        if self._kept is None:
-            self._kept = self._stack.enter_context(recovered_saves(self._folders()))
-            problems = self._kept.problems
-        seen = tuple(
-            _Seen(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
-            for save in self._kept.saves.values()
+        if self._recovered is None:
+            self._recovered = self._stack.enter_context(recovered_saves(self._folders()))
+            problems = self._recovered.problems
+        saves = tuple(
+            _SaveOnHost(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
+            for save in self._recovered.saves.values()
         )
-        return self._kept, _HostSnapshots(seen, problems)
+        return self._recovered, _HostReport(saves, problems)
 
     def _folders(self) -> Iterator[RankFolder]:
-        """Yield the folders of this run's ranks, and of those whose trainer is gone."""
-        for one in self._folder.present():
-            # The trainer's lock of a rank of this run is held by this run.
-            if one.rank < self._ranks.channel.world_size or one.owner("trainer") is None:
-                yield one
+        """Yield the folders of this run's ranks, and those without a living trainer."""
+        for folder in self._folder.present():
+            # This run has the trainer's locks of its ranks.
+            if folder.rank < self._ranks.channel.world_size or folder.owner("trainer") is None:
+                yield folder
             else:
-                _log.warning("%s is not looked at: its trainer lives", one.path)
+                _log.warning("%s is not read: its trainer lives", folder.path)
 
-    def _attempt_of(self, told: _HostReport) -> str | None:
-        """Return None if a save was committed; else the attempt that its index, made here, is of.
+    def _check_usable(self, candidate: _Candidate) -> str | None:
+        """Return the attempt of the rebuilt index, or None if the save is committed.
 
-        _UnusableError says why it cannot be used, StorageError if the storage cannot tell what is
-        committed: to pass over what may be the newest is no answer.
+        _UnusableError with the reason. StorageError if the storage cannot be read: the save may be
+        the newest, so it must not be skipped.
         """
-        if not any(told.sealed):
-            raise _UnusableError("no rank's part of it is whole")
-        if len(told.attempts) > 1:
-            raise _UnusableError(f"its parts are of several attempts: {sorted(told.attempts)}")
-        storage, _ = open_storage(told.save.path)
-        history = self._given
+        save = candidate.save
+        if not any(candidate.sealed):
+            raise _UnusableError("no rank's part of it is complete")
+        if len(candidate.attempts) > 1:
+            raise _UnusableError(f"its parts are of several attempts: {sorted(candidate.attempts)}")
+        storage, _ = open_storage(save.path)
+        history = self._history
         if history is None:
-            history = read_history(storage, posixpath.dirname(told.save.path))
-        if _is_orphaned(history, told.save.step, told.attempt_above(0)):
-            newest = history.newest
-            raise _UnusableError(
-                f"incarnation {newest} of the run does not go back to it: orphaned"
-            )
-        if (newer := _newer_beside(storage, told, history, self._ranks.config.threads)) is not None:
+            history = read_history(storage, posixpath.dirname(save.path))
+        if _is_orphaned(history, save.step, candidate.attempt_above(0)):
+            raise _UnusableError(f"it is orphaned by incarnation {history.newest} of the run")
+        if newer := _find_newer(storage, save, history, self._ranks.config.threads):
             raise _UnusableError(f"{newer} was committed since")
-        if (attempt := _uncommitted_attempt(storage, told, history)) is None:
-            return None
-        self._index = self._rebuilt(told, attempt)
+        attempt = _uncommitted_attempt(storage, candidate, history)
+        if attempt is not None:
+            self._index = self._rebuild_index(candidate, attempt)
         return attempt
 
-    def _rebuilt(self, told: _HostReport, attempt: str) -> bytes:
-        if not told.is_everywhere:
+    def _rebuild_index(self, candidate: _Candidate, attempt: str) -> bytes:
+        if not candidate.is_on_all_hosts:
             raise _UnusableError("it was not committed, and not every host has all of it")
-        assert self._kept is not None
+        assert self._recovered is not None
         try:
-            return rebuilt_index(self._kept.saves[told.save.id], attempt)
+            return rebuild_index(self._recovered.saves[candidate.save.id], attempt)
         except (CheckpointError, ValueError) as error:
             raise _UnusableError(str(error)) from error
 
 
 def _uncommitted_attempt(
-    storage: Storage, told: _HostReport, history: IncarnationHistory
+    storage: Storage, candidate: _Candidate, history: IncarnationHistory
 ) -> str | None:
-    """Return None if a save was committed; else the attempt that would be the checkpoint now."""
+    """Return the attempt by which a save would be the checkpoint. None if it is committed."""
+    save = candidate.save
     try:
-        found, index = attempts.find(storage, told.save.path)
+        committed, index = attempts.find(storage, save.path)
     except NotFoundError:
-        if told.was_committed:
+        if candidate.was_committed:
             raise _UnusableError("it was committed, and is deleted by now") from None
-        return told.attempt_above(0).name
+        return candidate.attempt_above(0).name
     except (CorruptError, IncompatibleError) as error:
         raise _UnusableError(str(error)) from error
-    if found.name in told.attempts:
+    if committed.name in candidate.attempts:
         return None
-    own = told.attempt_above(found.number)
-    is_above = own.number > found.number and told.save.incarnation in (0, own.incarnation)
-    is_older = told.save.overwrite and index.saved_at < told.save.began_at
-    if told.was_committed or not is_above:
-        raise _UnusableError(f"{found} is the checkpoint there")
-    if not is_older and not _is_orphaned(history, index.step, found):
-        raise _UnusableError(f"{found} is the checkpoint there")
-    return own.name
+    attempt = candidate.attempt_above(committed.number)
+    is_above = attempt.number > committed.number and save.incarnation in (0, attempt.incarnation)
+    would_overwrite = save.overwrite and index.saved_at < save.began_at
+    may_replace = would_overwrite or _is_orphaned(history, index.step, committed)
+    if candidate.was_committed or not is_above or not may_replace:
+        raise _UnusableError(f"{committed} is the checkpoint at its path")
+    return attempt.name
 
 
 def _is_orphaned(history: IncarnationHistory, step: int | None, attempt: Attempt) -> bool:
-    # Without a step nothing tells whether it lies below one that somebody went back to.
+    # A save without a step may be above the restore point of any later incarnation.
     return history.is_orphaned(MAX_STEP if step is None else step, attempt)
 
 
-def _newer_beside(
-    storage: Storage, told: _HostReport, history: IncarnationHistory, threads: int
+def _find_newer(
+    storage: Storage, save: SaveIdentity, history: IncarnationHistory, threads: int
 ) -> str | None:
-    """Return a checkpoint in the same folder of a later step, if one was committed since.
+    """Return a checkpoint in the same folder with a later step and a later commit, if any.
 
-    Later in both: a save that began earlier may be committed later, and who has gone back to an
-    older step saves lower ones than there are.
+    Later in both: a save that began earlier may be committed later, and a run that went back to an
+    older step saves lower steps.
     """
-    folder, _, own = told.save.path.rpartition("/")
-    if told.save.step is None:
+    folder, _, own_name = save.path.rpartition("/")
+    if save.step is None:
         return None
-    step, began_at = told.save.step, told.save.began_at
+    step, began_at = save.step, save.began_at
 
     def is_newer(path: str) -> bool:
         with suppress(NotFoundError, CorruptError, IncompatibleError):
-            found, index = attempts.find(storage, path)
+            attempt, index = attempts.find(storage, path)
             is_later = index.step is not None and index.step > step and index.saved_at > began_at
-            return is_later and not _is_orphaned(history, index.step, found)
+            return is_later and not _is_orphaned(history, index.step, attempt)
         return False
 
     entries = attempts.entries_at(storage, folder)
     names = (entry.name for entry in entries if entry.kind == "folder")
-    paths = [f"{folder}/{name}" for name in names if name != own]
-    # Several at once: a run may keep many checkpoints, on a storage that takes its time.
+    paths = [f"{folder}/{name}" for name in names if name != own_name]
+    # Several threads: a run may have many checkpoints, on slow storage.
     newer = parallel_for(is_newer, paths, threads=threads)
-    return next((path for path, is_one in zip(paths, newer, strict=True) if is_one), None)
+    return next((path for path, is_later in zip(paths, newer, strict=True) if is_later), None)
 
 
 class _UnusableError(Exception):
-    """A save cannot be restored: why."""
+    """A save cannot be restored. The text is the reason."""
 
 
-def _merged(looks: Sequence[Sequence[_Seen]]) -> list[_HostReport]:
-    """Return what the ranks tell about saves, the newest first."""
-    told: dict[SaveIdentity, dict[int, _Seen]] = {}
-    for rank, seen in enumerate(looks):
-        for one in seen:
-            told.setdefault(one.save, {})[rank] = one
-    found = []
-    for save, by_rank in told.items():
-        attempts = {one.attempt for one in by_rank.values() if one.attempt is not None}
-        there = (by_rank.get(rank) for rank in range(len(looks)))
-        sealed = tuple(frozenset() if one is None else one.sealed for one in there)
-        was_committed = any(one.was_committed for one in by_rank.values())
-        found.append(_HostReport(save, frozenset(attempts - {UNCLAIMED}), was_committed, sealed))
-    return sorted(found, key=lambda one: (one.save.began_at, one.save.id), reverse=True)
+def _merge(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_Candidate]:
+    """Merge the saves of all ranks' hosts, the newest first."""
+    by_save: dict[SaveIdentity, dict[int, _SaveOnHost]] = {}
+    for rank, saves in enumerate(host_saves):
+        for part in saves:
+            by_save.setdefault(part.save, {})[rank] = part
+    candidates = [
+        _Candidate(
+            save,
+            frozenset(part.attempt for part in parts.values() if part.attempt),
+            any(part.was_committed for part in parts.values()),
+            tuple(
+                parts[rank].sealed if rank in parts else frozenset()
+                for rank in range(len(host_saves))
+            ),
+        )
+        for save, parts in by_save.items()
+    ]
+    return sorted(candidates, key=lambda item: (item.save.began_at, item.save.id), reverse=True)
 
 
-def rebuilt_index(save: RecoveredSave, attempt: str) -> bytes:
-    """Return the index that a save would have, had it been committed. It is complete here.
+def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
+    """Return the index of a complete save, as a commit would have written it.
 
-    StorageError or ValueError if it could not have been committed, or another version planned it.
+    StorageError or ValueError if it could not be committed, or another version planned it.
     """
     details = [save.details(rank) for rank in range(save.identity.world_size)]
     first = details[0]
     if first.saved_by.get("dist_ckpt") != __version__:
         raise ValueError(f"{first.saved_by} has saved it, and this dist_ckpt is {__version__}")
     receipts = []
-    for rank, one in enumerate(details):
+    for rank, rank_details in enumerate(details):
         seal = save.sealed[rank].seal
         assert seal is not None, "it is sealed"
-        receipts.append(RankWriteResult(seal.files, one.replicas, 0.0).receipt)
+        receipts.append(RankWriteResult(seal.files, rank_details.replicas, 0.0).receipt)
     if mismatched_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.identity.world_size).catalog

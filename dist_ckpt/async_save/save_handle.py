@@ -42,7 +42,7 @@ class SaveHandle:
         """
         if self._order is not None and not self._order.staged.wait(timeout_s):
             raise TimeoutError(
-                f"{self.path}: not staged within {timeout_s:g} s; the save goes on, wait again"
+                f"{self.path}: not staged within {timeout_s:g} s; the save continues, wait again"
             )
 
     def done(self) -> bool:
@@ -74,7 +74,7 @@ class SaveHandle:
             return None
         if not self._writer.wait_for(lambda: order.is_settled, timeout_s):
             raise TimeoutError(
-                f"{self.path}: not durable within {timeout_s:g} s; the save goes on, wait again"
+                f"{self.path}: not durable within {timeout_s:g} s; the save continues, wait again"
             )
-        order.is_told = True
+        order.is_reported = True
         return order.failure

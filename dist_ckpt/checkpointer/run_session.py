@@ -411,7 +411,7 @@ class RunSession:
         if self.requests.outside is not None:
             self.requests.outside.close("the run was dropped", 0.0)
         _log.warning(
-            "a Checkpointer for %s is gone without close(): at_end has saved nothing, and what was "
+            "a Checkpointer for %s was dropped without close(): at_end has saved nothing, and what was "
             "measured last may be lost. Use it in a `with`",
             self.root,
         )

@@ -71,12 +71,12 @@ def test_what_has_a_name_does_not_hide_the_memory_that_has_none(arenas, rank_fol
     Path(rank_folder.arena_path(0)).write_bytes(b"of another version")
     with_free(monkeypatch, 100)
     arena = arenas.fitting(0, 8192)
-    assert list(rank_folder.places(0)) == [arena.place]
+    assert list(rank_folder.open_paths(0)) == [arena.path]
 
 
 def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeypatch):
     small = arenas.fitting(0, 8192)
-    assert small.place == rank_folder.arena_path(0)
+    assert small.path == rank_folder.arena_path(0)
 
     def full(fd: int, start: int, nbytes: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(rank_folder.path):
@@ -85,7 +85,7 @@ def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeyp
 
     monkeypatch.setattr(shared_memory, "_allocate", full)
     large = arenas.fitting(0, arena_nbytes(SNAPSHOT))
-    assert large.place.startswith("/proc/")
+    assert large.path.startswith("/proc/")
     assert os.listdir(rank_folder.path) == ["arena-0.trainer"]
     stage(large)
     assert kept_steps(rank_folder) == [7]
@@ -97,7 +97,7 @@ def test_where_there_is_no_shared_memory_the_folder_says_where_the_memory_is(els
     arenas = ArenaPool(elsewhere)
     arena = arenas.fitting(0, arena_nbytes(SNAPSHOT))
     assert caplog.records == []  # the folder has said it
-    assert list(elsewhere.places(0)) == [arena.place]
+    assert list(elsewhere.open_paths(0)) == [arena.path]
     stage(arena)
     assert kept_steps(elsewhere) == [7]
     arenas.close()
@@ -111,7 +111,7 @@ arena = ArenaPool(rank).fitting(0, arena_nbytes(what))
 for image in arena.begin(what):
     image[:] = b"s" * len(image)
 arena.complete()
-say(arena.place)
+say(arena.path)
 wait()
 """
 
@@ -120,7 +120,7 @@ wait()
 def test_memory_without_a_name_lives_as_long_as_its_writer(tmp_path, elsewhere):
     with program(TRAIN, tmp_path) as trainer:
         writer = ArenaReader(trainer.hear(), "job")
-        elsewhere.tell("writer", 0, writer.fd)
+        elsewhere.publish("writer", 0, writer.fd)
         trainer.kill()
     assert kept_steps(elsewhere) == [7]
     writer.follow(SNAPSHOT.id).seal(Seal("a1", ()))
@@ -193,8 +193,8 @@ for number in (0, 1):  # two do not fit
     for image in arena.begin(what):
         image[:] = b"s" * len(image)
     arena.complete()
-    say(arena.place.split("/")[1])
-say(arenas.fitting(0, 3 << 20).place.split("/")[1])
+    say(arena.path.split("/")[1])
+say(arenas.fitting(0, 3 << 20).path.split("/")[1])
 say(*sorted(os.listdir(rank.path)))
 """
 
@@ -251,7 +251,7 @@ def test_what_is_no_file_in_the_place_of_an_arena_is_named_and_left(
 ):
     path = f"{rank_folder.path}/{name}"
     make(path)
-    with pytest.raises(StorageError, match=f"{path} is {what}, .* left as it is; remove it, or"):
+    with pytest.raises(StorageError, match=f"{path} is {what}, .* remove it, or"):
         arenas.fitting(0, 4096)
     rank_folder.remove()
     assert os.listdir(rank_folder.path) == [name]

@@ -89,7 +89,7 @@ def leave(
     memory.begin(what)
     memory.complete()
     if is_sealed:
-        follower = ArenaReader(memory.place, folder.job)
+        follower = ArenaReader(memory.path, folder.job)
         followed = follower.follow(what.id)
         followed.seal(Seal("a1-0123456789abcdef", (("model.safetensors", 100, 50, "f" * 32),)))
         if is_committed:
@@ -205,7 +205,10 @@ def test_a_run_that_saves_nothing_keeps_what_is_nowhere_else_and_says_where(job,
     only.close(keep=False)
     assert ranks() == [0, 1]
     for rank in range(2):
-        assert f"rank-{rank:05d}: kept in memory, as it may be nowhere else: step 8" in caplog.text
+        assert (
+            f"rank-{rank:05d}: a snapshot stays in memory, as it may be the only copy: step 8"
+            in caplog.text
+        )
 
 
 def test_a_run_that_saves_nothing_keeps_what_another_version_has_left(job):
@@ -244,7 +247,7 @@ def test_who_drops_a_job_lets_go_of_it_and_its_writer_goes_on(job, caplog):
         job(0)
     fake.process.wait(SOON_S)  # it has heard that
     assert isinstance(fake.heard[-1], Close)
-    assert "saves that were not settled (1)" in caplog.text
+    assert "continues with 1 unsettled saves" in caplog.text
     assert "rank 0 (host a): the disk is full" in caplog.text
     memory.release()
     # The writer settles it, and who has the handle is told.

@@ -69,7 +69,7 @@ def test_a_link_in_the_place_of_a_folder_is_refused(level, tmp_path):
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
         StorageError,
-        match=r"is no folder: remove it, or use another root, or another AsyncSaver\(job=",
+        match=r"is not a folder: remove it, or use another root, or another AsyncSaver\(job=",
     ):
         JobFolder("job", roots=[str(tmp_path)]).rank(0)
 
@@ -91,8 +91,8 @@ def take(base: Path, how: str) -> None:
 
 REASONS = {
     "other": "belongs to the user with id 12345, and this is 0: have that user or an administrator",
-    "link": "is no folder: remove it",
-    "file": "is no folder: remove it",
+    "link": "is not a folder: remove it",
+    "file": "is not a folder: remove it",
     "open": "is open to other users",
 }
 TAKEN = [
@@ -238,15 +238,15 @@ def test_a_folder_can_be_looked_for_without_being_made(tmp_path):
 
 def test_memory_without_a_name_is_found_by_what_its_owners_said(folder):
     rank = folder.rank(0)
-    assert list(rank.places(0)) == []
-    assert rank.tell("writer", 0, 7) == f"/proc/{os.getpid()}/fd/7"
-    rank.tell("trainer", 0, 8)
-    rank.tell("trainer", 0, 9)
+    assert list(rank.open_paths(0)) == []
+    assert rank.publish("writer", 0, 7) == f"/proc/{os.getpid()}/fd/7"
+    rank.publish("trainer", 0, 8)
+    rank.publish("trainer", 0, 9)
     proc = f"/proc/{os.getpid()}/fd"
-    assert list(rank.places(0)) == [f"{proc}/9", f"{proc}/7"]
-    assert list(rank.places(1)) == []
+    assert list(rank.open_paths(0)) == [f"{proc}/9", f"{proc}/7"]
+    assert list(rank.open_paths(1)) == []
     Path(rank.arena_path(0)).touch()
-    assert next(rank.places(0)) == rank.arena_path(0)
+    assert next(rank.open_paths(0)) == rank.arena_path(0)
     assert len(os.listdir(rank.path)) == 3
 
 
@@ -256,7 +256,7 @@ def test_memory_without_a_name_is_found_by_what_its_owners_said(folder):
 def test_a_place_that_is_no_descriptor_is_not_looked_at(folder, text):
     rank = folder.rank(0)
     Path(f"{rank.arena_path(0)}.trainer").write_bytes(text)
-    assert list(rank.places(0)) == []
+    assert list(rank.open_paths(0)) == []
 
 
 # --- removal ---------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def filled(folder: JobFolder) -> Path:
     rank = folder.rank(0)
     Path(rank.arena_path(0)).write_bytes(b"x")
     Path(rank.arena_path(1) + ".new").write_bytes(b"x")
-    rank.tell("trainer", 1, 9)
+    rank.publish("trainer", 1, 9)
     return Path(rank.path)
 
 
@@ -350,7 +350,7 @@ def test_what_is_no_file_in_the_place_of_a_lock_is_named_and_left(folder, make, 
     rank = folder.rank(0)
     path = f"{rank.path}/trainer.lock"
     make(path)
-    with pytest.raises(StorageError, match=f"{path} is {what}, .* left as it is; remove it, or"):
+    with pytest.raises(StorageError, match=f"{path} is {what}, .* remove it, or"):
         rank.lock("trainer")
     assert rank.owner("trainer") is None
     assert os.path.lexists(path)

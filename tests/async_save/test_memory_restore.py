@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import dist_ckpt as dc
 import recovered_checkpoints as kept
 from arena_processes import program
-from dist_ckpt.async_save.memory_restore import rebuilt_index
+from dist_ckpt.async_save.memory_restore import rebuild_index
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
@@ -217,7 +217,7 @@ def test_the_index_of_a_save_in_memory_has_its_id(root, folder):
     kept.keep(folder, saved)
     with recovered_saves([folder.rank(0), folder.rank(1)]) as found:
         (save,) = found.saves.values()
-        index = decode(rebuilt_index(save, saved.attempt))
+        index = decode(rebuild_index(save, saved.attempt))
     assert isinstance(index, Index)
     assert index.save == save.identity.id
 
@@ -232,7 +232,7 @@ def test_the_index_of_a_save_in_memory_has_what_is_attached(root, folder):
     kept.keep(folder, saved)
     with recovered_saves([folder.rank(0), folder.rank(1)]) as found:
         (save,) = found.saves.values()
-        index = decode(rebuilt_index(save, saved.attempt))
+        index = decode(rebuild_index(save, saved.attempt))
     assert isinstance(index, Index)
     assert index.attached == attempts.find(*open_storage(saved.path))[1].attached
     assert [one.name for one in index.attached] == ["a.json"]
@@ -311,7 +311,7 @@ def test_a_save_that_was_claimed_before_the_checkpoint_there_is_not_restored(roo
     kept.keep(folder, first, edit=lambda one, _: replace(one, **LATER))
     second = kept.save(root / "latest", 2, 6, overwrite=True)
     assert kept.restore(folder, 2)[0] is None
-    assert told(caplog, f"{second.attempt} is the checkpoint there")
+    assert told(caplog, f"{second.attempt} is the checkpoint at its path")
 
 
 def test_a_save_that_was_never_committed_and_lacks_a_rank_is_not_restored(root, folder, caplog):
@@ -378,7 +378,7 @@ def test_a_save_that_another_attempt_has_replaced_is_not_restored(root, folder, 
     kept.keep(folder, saved, arena=1)
     other = kept.save(root / "ck", 2, 6, overwrite=True)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 6
-    assert told(caplog, "step 7", f"{other.attempt} is the checkpoint there")
+    assert told(caplog, "step 7", f"{other.attempt} is the checkpoint at its path")
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
@@ -459,8 +459,8 @@ def test_what_is_another_jobs_or_versions_is_left_as_it_is(root, folder, caplog)
     Path(folder.rank(1).arena_path(0)).write_bytes(newer)
     before = {str(one): one.read_bytes() for one in Path(folder.path).rglob("arena-*")}
     assert kept.step_in(kept.restore(folder, 1)[1]) == 7
-    assert told(caplog, "is of another job")
-    assert told(caplog, "is of arena version 200")
+    assert told(caplog, "belongs to another job")
+    assert told(caplog, "has arena version 200")
     assert {str(one): one.read_bytes() for one in Path(folder.path).rglob("arena-*")} == before
 
 

@@ -56,7 +56,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     made = arenas.fitting(0, arena_nbytes(what))
     made.begin(what)[0][:] = DATA
     made.complete()
-    follower = ArenaReader(made.place, "job")
+    follower = ArenaReader(made.path, "job")
     follower.follow(what.id).seal(Seal("a1-0123456789abcdef", (("one", len(DATA), 0, "f" * 32),)))
     follower.close()
     yield made
@@ -176,7 +176,7 @@ def test_an_arena_that_is_cut_short_is_read_from_the_storage(kept, arena):
     storage = OverlayStorage(stored(b"x" * len(DATA)))
     storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0)})
     file = storage.open(f"{FOLDER}/one")
-    with open(arena.place, "r+b") as memory:
+    with open(arena.path, "r+b") as memory:
         memory.truncate(9000)
     assert read(file, 0, 9000) == b"x" * 9000
 

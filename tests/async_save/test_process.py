@@ -365,15 +365,17 @@ def test_an_arena_that_holds_something_else_fails_the_save_on_all_ranks(job):
             assert (failure.kind, failure.rank) == ("ConflictError", 1)
         lost = write_of(staged[0], 0, store)
         trainers[0].link.send(lost)
-        trainers[1].link.send(replace(lost, place=f"{job.folder.path}/rank-00001/none", number=1))
+        trainers[1].link.send(
+            replace(lost, arena_path=f"{job.folder.path}/rank-00001/none", number=1)
+        )
         for trainer in trainers:
             failure = failure_of(done(trainer))
             assert (failure.kind, failure.rank) == ("ConflictError", 1)
             assert "is gone" in failure.message
         trainers[0].link.send(lost)
-        trainers[1].link.send(replace(lost, place=staged[1].arena.place, number=7))
+        trainers[1].link.send(replace(lost, arena_path=staged[1].arena.path, number=7))
         for trainer in trainers:
-            assert "there is no arena 7 of rank 1" in failure_of(done(trainer)).message
+            assert "arena 7 of rank 1 does not exist" in failure_of(done(trainer)).message
 
 
 def test_writers_that_were_told_different_saves_commit_neither(job):
@@ -447,7 +449,7 @@ def test_a_writer_that_is_told_to_end_abandons_what_is_under_way(job, rank):
         failure = failure_of(done(trainers[1 - rank]))
         assert failure.rank == rank
         assert "TerminatedError" in failure.message
-        assert "told to end by signal" in trainers[rank].log()
+        assert "it received signal" in trainers[rank].log()
         assert not (job.path / "ck").exists()
         folders = job.ranks(2)
         assert owner_of(f"{folders[rank].path}/writer.lock") is None
@@ -510,7 +512,7 @@ def test_what_is_staged_when_a_writer_is_told_to_end_while_its_storage_hangs_is_
         assert "background writer of rank 0" in failure_of(done(trainers[1])).message
         (folder, _) = job.ranks(2)
         assert [is_sealed(folder, one[0]) for one in (first, second)] == [True, True]
-        assert trainers[0].log().count("ended: it was told to end by signal") == 1
+        assert trainers[0].log().count("ended: it received signal") == 1
 
 
 def test_a_writer_that_is_told_again_and_again_to_end_does_what_it_did_when_told_once(job):
@@ -530,7 +532,7 @@ def test_a_writer_that_is_told_again_and_again_to_end_does_what_it_did_when_told
             time.sleep(0.0005)
         assert trainer.wait() == 128 + signal.SIGTERM
         assert "Traceback" not in trainer.log()
-        assert trainer.log().count("ended: it was told to end by signal") == 1
+        assert trainer.log().count("ended: it received signal") == 1
         assert not (job.path / "ck").exists()
         check(job.path / "first", state)
         assert job.ranks(1)[0].owner("writer") is None
@@ -603,7 +605,7 @@ def test_only_a_writer_that_was_told_to_end_can_be_interrupted():
         [sys.executable, "-c", told], capture_output=True, text=True, timeout=ANSWER_S, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == "[1] it was told to end by signal 15\n"
+    assert ended.stdout == "[1] it received signal 15\n"
 
 
 def test_a_rank_has_one_writer(job):
@@ -672,7 +674,7 @@ def test_memory_without_a_name_outlives_the_trainer_that_made_it(job):
     (folder,) = job.ranks(1)
     with writers([folder]) as (trainer,):
         fd = create_anonymous(1 << 20)
-        arena = Arena(folder.tell("trainer", 0, fd), fd, folder.job)
+        arena = Arena(folder.publish("trainer", 0, fd), fd, folder.job)
         staged = Staged(arena, state, job.path / "ck", name=new_id())
         assert arena.nbytes >= arena_nbytes(staged.snapshot)
         trainer.link.send(write_of(staged))
@@ -681,7 +683,7 @@ def test_memory_without_a_name_outlives_the_trainer_that_made_it(job):
         arena.close()
         assert done(trainer).failure is None
         place = f"/proc/{trainer.process.pid}/fd/"
-        assert [one for one in folder.places(0) if one.startswith(place)]
+        assert [one for one in folder.open_paths(0) if one.startswith(place)]
         with kept_in(folder) as ((kept,), _):
             assert kept.snapshot == staged.snapshot
             assert kept.seal is not None
@@ -696,10 +698,10 @@ def test_an_arena_that_was_made_anew_in_the_same_place_is_opened_anew(job):
         first.complete()
         trainer.link.send(write_of(first))
         assert done(trainer).failure is None
-        os.unlink(first.arena.place)
+        os.unlink(first.arena.path)
         job._arenas.pop(0).close()
         second = job.staged(larger)
-        assert second.arena.place == first.arena.place
+        assert second.arena.path == first.arena.path
         second.complete()
         trainer.link.send(write_of(second))
         assert done(trainer).failure is None

@@ -54,7 +54,7 @@ def keep(
         memory.complete()
         if is_sealed:
             files = tuple((image.name, image.nbytes, 100, "f" * 32) for image in what.images)
-            follower = ArenaReader(memory.place, folder.job)
+            follower = ArenaReader(memory.path, folder.job)
             follower.follow(what.id).seal(seal or Seal(ATTEMPT, files))
             follower.close()
     arenas.close()
@@ -132,7 +132,7 @@ def test_a_snapshot_in_the_folder_of_another_rank_is_left_out(folder):
     keep(folder, snapshot(0), rank=1)
     kept = look(folder)
     assert kept.saves == {}
-    assert "a snapshot of rank 0 lies where those of 1 do" in kept.problems[0]
+    assert "a snapshot of rank 0 is in the folder of rank 1" in kept.problems[0]
 
 
 def test_details_that_make_no_sense_are_told(folder):

@@ -58,9 +58,11 @@ def test_a_save_that_is_durable_has_its_report(writer, fake):
 
 def test_running_out_of_time_says_so_and_tells_nothing_else(writer, fake):
     handle = handle_of(writer, "a")
-    with pytest.raises(TimeoutError, match=r"/ck/a: not durable within 0\.01 s; the save goes on"):
+    with pytest.raises(
+        TimeoutError, match=r"/ck/a: not durable within 0\.01 s; the save continues"
+    ):
         handle.result(0.01)
-    with pytest.raises(TimeoutError, match=r"/ck/a: not staged within 0\.01 s; the save goes on"):
+    with pytest.raises(TimeoutError, match=r"/ck/a: not staged within 0\.01 s; the save continues"):
         handle.wait_staged(0.01)
     fake.settle("a", FULL)
     assert writer.wait_for(lambda: not writer.unsettled, SOON_S)

@@ -164,7 +164,7 @@ def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank
     first = Staged(arenas.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     queued = known.open(write_of(first))
     assert isinstance(queued, ArenaReader)
-    os.unlink(first.arena.place)
+    os.unlink(first.arena.path)
     again = ArenaPool(rank_folder)
     second = Staged(again.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     follower = known.open(write_of(second))
@@ -184,14 +184,14 @@ def test_memory_without_a_name_is_told_and_outlives_who_made_it(rank_folder):
     for turn in range(2):
         fd = create_anonymous(1 << 16)
         arenas = ArenaPool(rank_folder)
-        place = rank_folder.tell("trainer", 1, fd)
+        place = rank_folder.publish("trainer", 1, fd)
         arena = Arena(place, fd, rank_folder.job)
         staged = Staged(arena, STATE, Path(f"/ck{turn}"), name=new_id())
         follower = known.open(write_of(staged, 1))
         assert isinstance(follower, ArenaReader)
         arena.close()
         arenas.close()
-        assert f"/proc/{os.getpid()}/fd/{follower.fd}" in rank_folder.places(1)
+        assert f"/proc/{os.getpid()}/fd/{follower.fd}" in rank_folder.open_paths(1)
         assert follower.follow(staged.snapshot.id).snapshot == staged.snapshot
     known.close()
 
@@ -200,7 +200,7 @@ def test_what_is_no_arena_is_an_error_of_its_save(rank_folder):
     known = OpenArenas(rank_folder)
     path = f"{rank_folder.path}/arena-0"
     write = Write("a", "/ck", path, 0, "", 0, b"")
-    for match in ("is gone", "is no arena"):
+    for match in ("was removed", "is not an arena"):
         failure = saved(write, known.open(write)).settle().failure
         assert failure is not None
         assert match in failure.message

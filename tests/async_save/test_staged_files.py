@@ -52,7 +52,7 @@ class Case:
     def __init__(self, arenas: ArenaPool, state: State = STATE) -> None:
         self.state = state
         self.staged = Staged(arenas.fitting(0, 1 << 16), state, Path("/ck"), name=new_id())
-        self.follower = ArenaReader(self.staged.arena.place, "job")
+        self.follower = ArenaReader(self.staged.arena.path, "job")
         self.followed = self.follower.follow(self.staged.snapshot.id)
         # Its files want memory aligned, as direct I/O does.
         self.storage = Recording({FOLDER: None}, alignment=4096)
@@ -195,8 +195,8 @@ def test_a_snapshot_that_is_overwritten_meanwhile_is_told(arenas):
 def test_a_snapshot_of_other_files_than_planned_is_refused(arenas):
     case = Case(arenas)
     other = State(1, {"large": (2501, 1000)})
-    with pytest.raises(CorruptError, match="has other files than its plan says"):
+    with pytest.raises(CorruptError, match="has other files than its plan"):
         files_of(case.followed, Staging(case.followed, fail), items_of(other.plan, 0))
-    with pytest.raises(CorruptError, match="has other files than its plan says"):
+    with pytest.raises(CorruptError, match="has other files than its plan"):
         files_of(case.followed, Staging(case.followed, fail), ())
     case.follower.close()

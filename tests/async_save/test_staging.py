@@ -66,7 +66,7 @@ def staged(arena: Arena, files: RankFiles) -> dict[str, bytes]:
     snapshot = Snapshot(ID, "/a", 1, 0, 1, images_of(files))
     arena.reserve(arena_nbytes(snapshot))
     stage(arena, arena.begin(snapshot), files)
-    follower = ArenaReader(arena.place, JOB)
+    follower = ArenaReader(arena.path, JOB)
     followed = follower.follow(ID)
     assert followed.is_complete
     found = {
@@ -122,7 +122,7 @@ def test_a_writer_is_told_only_of_what_is_staged_without_a_gap(arena: Arena) -> 
     first, second = files.sources
 
     def read_second(number: int) -> Any:
-        seen.append(ArenaReader(arena.place, JOB).follow(ID).ready)
+        seen.append(ArenaReader(arena.path, JOB).follow(ID).ready)
         may.set()
         return second(number)
 
@@ -140,4 +140,4 @@ def test_a_tensor_that_has_changed_its_size_is_named_and_nothing_is_complete(are
     tensor.resize_(20)
     with pytest.raises(ValueError, match="w: 40 bytes when the save began, and 80 now"):
         staged(arena, files)
-    assert not ArenaReader(arena.place, JOB).follow(ID).is_complete
+    assert not ArenaReader(arena.path, JOB).follow(ID).is_complete

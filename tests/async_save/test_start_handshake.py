@@ -158,7 +158,7 @@ def test_all_failures_are_told(run):
 
 def test_who_has_asked_the_handle_is_not_told_again(run):
     def rank(one: Rank) -> bool:
-        order(one.writer, "a").is_told = True
+        order(one.writer, "a").is_reported = True
         one.fake.settle("a", FULL)
         return one.agree() is not None
 
@@ -260,7 +260,7 @@ def test_writers_that_have_met_meet_there_again(run):
 @pytest.mark.parametrize("what", ["failed", "died"])
 def test_after_a_failure_they_meet_anew(run, what):
     def rank(one: Rank) -> bool:
-        order(one.writer, "a", OLD_STORE).is_told = True
+        order(one.writer, "a", OLD_STORE).is_reported = True
         if one.number == 1 and what == "died":
             one.fake.end()
             one.await_settled()

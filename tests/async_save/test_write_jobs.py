@@ -48,7 +48,7 @@ def settled(
 ) -> Done:
     staged = Staged(arenas.fitting(0, 1 << 16), state, where, name=new_id())
     staged.complete()
-    follower = ArenaReader(staged.arena.place, "job")
+    follower = ArenaReader(staged.arena.path, "job")
     write = replace(write_of(staged), **said)
     saves = WriterSaves(hello, WriterRendezvous(hello), nothing, allowance)
     done = WriterSave(saves, write, follower).settle()
@@ -59,7 +59,7 @@ def settled(
 def test_a_save_that_is_settled_keeps_no_arena(arenas, tmp_path):
     staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "ck", name=new_id())
     staged.complete()
-    follower = ArenaReader(staged.arena.place, "job")
+    follower = ArenaReader(staged.arena.path, "job")
     saves = WriterSaves(ALONE, WriterRendezvous(ALONE), nothing)
     save = WriterSave(saves, write_of(staged), follower)
     assert save.settle().failure is None
@@ -83,7 +83,7 @@ def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
 
 def kept(arenas: ArenaPool) -> RecoveredSnapshot:
     """Return what a restart would find."""
-    found = open_recovered(arenas.fitting(0, 1).place, "job")
+    found = open_recovered(arenas.fitting(0, 1).path, "job")
     assert found is not None
     found.close()
     return found
@@ -134,7 +134,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
     (tmp_path / "file").write_text("no folder")
     for is_aborted in (True, False):
         staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
-        follower = ArenaReader(staged.arena.place, "job")
+        follower = ArenaReader(staged.arena.path, "job")
         calls = count()
 
         def check(
@@ -159,7 +159,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
 def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(arenas, tmp_path):
     (tmp_path / "file").write_text("no folder")
     staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
-    follower = ArenaReader(staged.arena.place, "job")
+    follower = ArenaReader(staged.arena.path, "job")
     calls = count()
 
     def check(write: Write) -> None:

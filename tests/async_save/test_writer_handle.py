@@ -168,7 +168,7 @@ def test_saves_of_which_nothing_is_left_to_say_are_forgotten(writer, fakes):
         fakes.ends[0].send(done(str(number)))
         assert writer.wait_for(lambda one=newest: one.is_settled, SOON_S)
     assert writer.orders == [failed, newest]
-    failed.is_told = True
+    failed.is_reported = True
     order(writer, "last")
     assert [one.snapshot for one in writer.orders] == ["last"]
 

@@ -139,7 +139,7 @@ def keep(
         memory = arenas.fitting(arena, arena_nbytes(what))
         stage(memory, saved, what)
         if seal is None or rank in seal:
-            follower = ArenaReader(memory.place, folder.job)
+            follower = ArenaReader(memory.path, folder.job)
             receipts = tuple(saved.receipts[image.name] for image in what.images)
             followed = follower.follow(what.id)
             followed.seal(Seal(UNCLAIMED if rank in unclaimed else saved.attempt, receipts))

@@ -183,7 +183,7 @@ def write_of(
     staged: Staged, number: int = 0, store: tuple[str, int, bytes] = ("", 0, b"")
 ) -> Write:
     shot = staged.snapshot
-    return Write(shot.id, shot.path, staged.arena.place, number, *store)
+    return Write(shot.id, shot.path, staged.arena.path, number, *store)
 
 
 def new_id() -> str:

@@ -184,4 +184,4 @@ def test_a_folder_of_another_user_in_shared_memory_stops_no_saves(tmp_path: Path
         line for line in done.stderr.splitlines() if "belongs to the user with id 12345" in line
     ]
     assert len(said) == 1, done.stderr
-    assert "they lie in memory without a name" in said[0]
+    assert "they are in memory without a name" in said[0]

@@ -770,14 +770,14 @@ def forget_to_close(rank: int, root: str) -> tuple[list[str], list[str]]:
     os.kill(writer.pid, signal.SIGCONT)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     wait_until_durable(root, 1)
-    return [str(one.message) for one in caught], told.of("is gone without close()")
+    return [str(one.message) for one in caught], told.of("was dropped without close()")
 
 
 def test_a_forgotten_close_says_what_becomes_of_saves_under_way(root: Path) -> None:
     ((caught, told),) = run_ranks(1, forget_to_close, str(root), environ=CALM)
     assert any("unclosed Checkpointer" in text for text in caught)
     assert any("unclosed AsyncSaver" in text for text in caught)
-    assert any("goes on with the saves that were not settled (1)" in line for line in told), told
+    assert any("continues with 1 unsettled saves" in line for line in told), told
     assert len(told) == 2
 
 

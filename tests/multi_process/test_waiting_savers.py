@@ -120,11 +120,11 @@ def drop(rank: int, root: str, job: str) -> tuple[list[str], list[str]]:
         del saver
     os.kill(writer, signal.SIGCONT)
     await_end(job, rank)
-    return [str(one.message) for one in caught], told.of("is gone without close()")
+    return [str(one.message) for one in caught], told.of("was dropped without close()")
 
 
 def test_who_is_dropped_says_what_becomes_of_its_saves(tmp_path: Path, job: str) -> None:
     ((caught, told),) = run_ranks(1, drop, str(tmp_path), job, environ=CALM)
     assert caught[0] == f"unclosed AsyncSaver of job {job}"
-    assert "goes on with the saves that were not settled (1)" in told[0]
+    assert "continues with 1 unsettled saves" in told[0]
     assert dc.verify(folder_of(str(tmp_path), 1), level="full").ok

@@ -1,17 +1,17 @@
-"""An arena: shared memory that a snapshot is staged into, and that its writer writes it from.
+"""An arena: shared memory with a snapshot, and the two arenas of a trainer.
 
-The trainer stages (`Arena`), the writer follows (`ArenaReader`); `recovered_snapshots.py` reads
-what is left. Words tell how far it has come: `sequence`, odd while a snapshot is staged and even
-when it is complete; `ready`, up to where the file is staged; `committed`, the sequence of the last
-one that became a checkpoint.
+The trainer stages a snapshot (`Arena`), and the writer writes it from there (`ArenaReader`).
+`recovered_snapshots.py` reads it after the trainer's end. Three words in the header have the state:
 
-A word is stored whole (an item of a memoryview of words is copied at once, `struct` goes byte by
-byte), and `_fence` keeps it in order with the bytes that it speaks of: the writer digests what it
-sees, so nobody would notice later that it had seen a word before the bytes. x86 shows stores in
-their order anyway. ARM does not, but the release of a lock and then its acquisition are a barrier
-in both directions there; POSIX calls it synchronising memory.
+- `sequence` is odd while a snapshot is staged, and even when it is complete.
+- `ready` is the first byte that is not staged.
+- `committed` is the sequence of the last snapshot that became a checkpoint.
 
-The two arenas of a trainer: found again, made, grown, or had elsewhere when memory is short.
+A word is stored at once: an item of a memoryview of words is, while `struct` copies byte by byte.
+`_fence` orders it with the bytes that it describes. Otherwise the writer could digest bytes before
+they are staged, and no check would detect that. x86 keeps the order of stores anyway. ARM does
+not, but the release and acquisition of a lock are a full barrier there (POSIX: "synchronize
+memory").
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from dist_ckpt.errors import (
     StorageError,
 )
 
-# More saves than anybody makes; a word holds more.
+_log = logging.getLogger("dist_ckpt")
+
+# More than all saves of a job, and less than the largest word.
 _MAX_SEQUENCE = 1 << 62
 
 
@@ -60,14 +62,14 @@ class _Words:
         self._lock.acquire()
 
     def load(self, word: int) -> int:
-        """Return a word, between what was read before and what is read afterwards."""
+        """Return a word, ordered with the reads before and after."""
         self._fence()
         value = self._words[word]
         self._fence()
         return value
 
     def store(self, word: int, value: int) -> None:
-        """Store a word, between what was written before and what is written afterwards."""
+        """Store a word, ordered with the writes before and after."""
         self._fence()
         self._words[word] = value
         self._fence()
@@ -78,7 +80,7 @@ class _Words:
 
 
 class _Mapped:
-    """An arena that is mapped here: its memory, and the words in it."""
+    """The mapped memory of an arena, and its words."""
 
     def __init__(self, fd: int, *, touch: bool) -> None:
         self.memory = map_writable(fd, touch=touch)
@@ -89,70 +91,68 @@ class _Mapped:
         return layout.decode_record(self.view[: layout.HEADER_NBYTES], offset)
 
     def write(self, offset: int, start: int, document: bytes, sequence: int) -> None:
-        """Put a document in its place, then its record."""
+        """Write a document, then its record."""
         self.view[start : start + len(document)] = document
         record = layout.encode_record(layout.record_of(sequence, document))
         self.view[offset : offset + len(record)] = record
 
 
 class Arena:
-    """The trainer's side of an arena, whose lock it holds. One thread stages at a time."""
+    """The trainer's side of an arena. It holds the trainer's lock. One thread stages at a time."""
 
-    def __init__(self, place: str, fd: int, job: str) -> None:
-        """Take over a file of shared memory. What it holds of this job stays, until `begin`.
+    def __init__(self, path: str, fd: int, job: str) -> None:
+        """Open a file of shared memory. A snapshot of this job in it stays until `begin`.
 
-        `place` is where other processes find it.
-
-        CorruptError or IncompatibleError if it is something else than an empty file or an arena
-        of this job; the descriptor is closed by `close`, and by an error here.
+        Other processes open it by `path`. CorruptError or IncompatibleError unless it is empty or
+        an arena of this job. `close` closes the descriptor, and so does an error here.
         """
-        self.place = place
+        self.path = path
         self._fd = fd
         try:
             header = os.pread(fd, layout.HEADER_NBYTES, 0)
             if any(header):
-                layout.check_identity(header, job, place)
+                layout.check_identity(header, job, path)
             else:
                 reserve(fd, layout.HEADER_NBYTES)
                 os.pwrite(fd, layout.encode_identity(job), 0)
             self._mapped = _Mapped(fd, touch=True)
             if self._mapped.words.load(layout.SEQUENCE_WORD) > _MAX_SEQUENCE:
-                raise CorruptError(f"{place}: the header is damaged")
+                raise CorruptError(f"{path}: the header is damaged")
         except BaseException:
             os.close(fd)
             raise
         self._placement: SnapshotSpans | None = None
-        run_after_fork(self.leave)
+        run_after_fork(self.detach_in_child)
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes."""
+        """The size of its memory."""
         return len(self._mapped.view)
 
     @property
     def memory(self) -> memoryview:
-        """All of it, for a driver to pin; it is other memory once `reserve` has made it larger."""
+        """All of its memory, for a driver to pin. `reserve` may replace it by a larger mapping."""
         return self._mapped.view
 
     def reserve(self, nbytes: int) -> None:
-        """Make it as large as this, at least; what is in it stays. OSError if there is no room.
+        """Make it at least this large, with its content. OSError without enough memory.
 
-        A writer that has it mapped keeps what it has, and maps the rest when a snapshot needs it.
+        A writer keeps its mapping, and maps the rest when a snapshot needs it.
         """
         if nbytes > self.nbytes:
             reserve(self._fd, nbytes)
             self._mapped = _Mapped(self._fd, touch=True)
 
     def begin(self, snapshot: Snapshot) -> tuple[memoryview, ...]:
-        """Begin to stage: return the memory of the images, with whatever was in it.
+        """Begin to stage a snapshot that fits. Return the memory of its images, with old bytes.
 
-        From here on the snapshot that lay here is gone. The arena is large enough for this one.
+        The snapshot that was here before is lost now.
         """
         document = typed_msgpack.encode(snapshot)
-        placement = layout.place(snapshot, len(document))
+        placement = layout.snapshot_spans(snapshot, len(document))
         assert placement.nbytes <= self.nbytes, f"{placement.nbytes} bytes into {self.nbytes}"
         mapped = self._mapped
-        # Never a number that was used before: what was sealed then is no seal of this.
+        # A number that was never used, so that no older seal matches.
         odd = (mapped.words.load(layout.SEQUENCE_WORD) + 1) | 1
         mapped.words.store(layout.SEQUENCE_WORD, odd)
         mapped.words.store(layout.READY_WORD, 0)
@@ -162,16 +162,16 @@ class Arena:
 
     @property
     def placement(self) -> SnapshotSpans:
-        """Where the snapshot that is staged lies."""
+        """The layout of the current snapshot."""
         assert self._placement is not None, "nothing was begun"
         return self._placement
 
     def advance(self, stop: int) -> None:
-        """Say that everything before this byte of the arena is staged."""
+        """Publish that all bytes of the arena before `stop` are staged."""
         self._mapped.words.store(layout.READY_WORD, stop)
 
     def complete(self) -> None:
-        """Say that the snapshot is staged, and will not change before the next `begin`."""
+        """Publish that the snapshot is complete. It must not change before the next `begin`."""
         self.advance(self.placement.nbytes)
         words = self._mapped.words
         odd = words.load(layout.SEQUENCE_WORD)
@@ -179,25 +179,22 @@ class Arena:
         words.store(layout.SEQUENCE_WORD, odd + 1)
 
     def close(self) -> None:
-        """Let go of the memory; views of it that are still used keep it mapped."""
+        """Release the memory. Views of it that are still used keep it mapped."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
             self._placement = None
             del self._mapped
 
-    def leave(self) -> None:
-        """In a forked child: let go of the memory, whoever uses it. The child may outlive that."""
+    def detach_in_child(self) -> None:
+        """Release the memory in a forked child, even if it is in use. The child may live longer."""
         if self._fd >= 0:
             detach_in_child(self._mapped.memory, self._fd)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FollowedArena:
-    """One snapshot that is staged, as the writer sees it. Its images may be written from.
-
-    They may also be written to where the trainer does not: in the room of the headers.
-    """
+    """The writer's view of one snapshot. It reads the images, and writes the headers into them."""
 
     snapshot: Snapshot
     placement: SnapshotSpans
@@ -207,9 +204,9 @@ class FollowedArena:
 
     @property
     def ready(self) -> int:
-        """Up to which byte of the arena it is staged.
+        """The first byte of the arena that is not staged.
 
-        ConflictError if the arena holds another one by now: what was read of this is worthless.
+        ConflictError if another snapshot has overwritten it: bytes that were read are invalid then.
         """
         ready = self._mapped.words.load(layout.READY_WORD)
         self.check()
@@ -217,63 +214,62 @@ class FollowedArena:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is staged. ConflictError as above."""
+        """True if it is completely staged. ConflictError as above."""
         return self.check() == self.sequence
 
     def check(self) -> int:
-        """Return where the arena's sequence is. ConflictError if that is another snapshot's."""
-        now = self._mapped.words.load(layout.SEQUENCE_WORD)
-        if now not in (self.sequence - 1, self.sequence):
+        """Return the sequence of the arena. ConflictError if it is another snapshot's."""
+        sequence = self._mapped.words.load(layout.SEQUENCE_WORD)
+        if sequence not in (self.sequence - 1, self.sequence):
             raise ConflictError(
                 f"snapshot {self.snapshot.id} of {self.snapshot.path} was overwritten in memory "
                 f"before it was written: save again"
             )
-        return now
+        return sequence
 
     def seal(self, seal: Seal) -> None:
-        """Say that the headers and digests are in. The snapshot is complete."""
+        """Store the seal of a complete snapshot. Its headers and digests are in the arena."""
         assert self.is_complete, "sealed before it was complete"
         document = typed_msgpack.encode(seal)
-        room = self.placement.seal
-        assert len(document) <= room.nbytes, f"a seal of {len(document)} bytes"
-        self._mapped.write(layout.SEAL_RECORD, room.start, document, self.sequence)
+        span = self.placement.seal
+        assert len(document) <= span.nbytes, f"a seal of {len(document)} bytes"
+        self._mapped.write(layout.SEAL_RECORD, span.start, document, self.sequence)
 
     def mark_committed(self) -> None:
-        """Say that the snapshot became a checkpoint. It is sealed."""
+        """Mark a sealed snapshot as committed."""
         self._mapped.words.store(layout.COMMITTED_WORD, self.sequence)
 
 
 class ArenaReader:
-    """The writer's side of an arena, which it maps once. One thread uses it at a time.
+    """The writer's side of an arena. One thread uses it at a time.
 
-    It is closed with the last reference to it; views of the memory that are still used keep it
-    mapped.
+    It closes with its last reference. Views of the memory that are still used keep it mapped.
     """
 
-    def __init__(self, place: str, job: str) -> None:
-        """Open an arena. CorruptError or IncompatibleError if it is not one of this job."""
-        self.place = place
-        self.fd = open_existing(place, writable=True)  # another process may open it by that
+    def __init__(self, path: str, job: str) -> None:
+        """Open an arena. CorruptError or IncompatibleError unless it belongs to this job."""
+        self.path = path
+        self.fd = open_existing(path, writable=True)  # others may open /proc/PID/fd/FD
         self._close = weakref.finalize(self, os.close, self.fd)
         try:
-            layout.check_identity(os.pread(self.fd, layout.HEADER_NBYTES, 0), job, place)
+            layout.check_identity(os.pread(self.fd, layout.HEADER_NBYTES, 0), job, path)
             self._mapped = _Mapped(self.fd, touch=False)
         except BaseException:
             self._close()
             raise
 
     def follow(self, snapshot_id: str) -> FollowedArena:
-        """Return the snapshot that was begun, of which some or all is staged.
+        """Return the snapshot that is being staged or complete.
 
-        ConflictError if another one lies there, CorruptError if what lies there makes no sense.
+        ConflictError if the arena has another one, CorruptError if its content is invalid.
         """
         record = self._mapped.record(layout.DOCUMENT_RECORD)
         if record is None:
-            raise CorruptError(f"{self.place} holds no snapshot")
-        snapshot, placement = self._document(record)
+            raise CorruptError(f"{self.path} has no snapshot")
+        snapshot, placement = self._read_document(record)
         if snapshot.id != snapshot_id:
             raise ConflictError(
-                f"{self.place} holds snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
+                f"{self.path} has snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
             )
         view = self._mapped.view
         images = tuple(view[span.start : span.stop] for span in placement.images)
@@ -282,37 +278,36 @@ class ArenaReader:
         return followed
 
     def close(self) -> None:
-        """Close it already now. Nothing can be followed any more."""
+        """Close it now. Nothing can be followed any more."""
         if self._close.alive:
             self._close()
             del self._mapped
 
-    def _document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
+    def _read_document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
         nbytes = os.fstat(self.fd).st_size
-        span = layout.document_span(record, self.place)
+        span = layout.document_span(record, self.path)
         document = os.pread(self.fd, span.nbytes, span.start)
-        found = layout.open_document(document, record, nbytes, self.place)
-        if found[1].nbytes > len(self._mapped.view):  # the arena has grown
+        snapshot, placement = layout.open_document(document, record, nbytes, self.path)
+        if placement.nbytes > len(self._mapped.view):  # the arena has grown
             self._mapped = _Mapped(self.fd, touch=False)
-        return found
-
-
-_log = logging.getLogger("dist_ckpt")
+        return snapshot, placement
 
 
 class ArenaPool:
     """A trainer's arenas, by their numbers. It holds the trainer's lock of the folder.
 
-    What an earlier run left in them stays until it is staged into, or until they must be made anew.
+    Snapshots of an earlier run stay until they are overwritten, or their arena is replaced.
+    `newest` is the arena that was staged last, and is overwritten last. `newest_at` is the time of
+    its snapshot, by its coordinator's clock, or 0.
     """
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
-        # The number of the one that was staged last; it is overwritten last.
-        # When that was, by the clock of its coordinator; 0 if there is none.
-        self.newest, self.newest_at = _newest_in(folder)
+        began_at = [0.0 if save is None else save.began_at for save in _complete_saves(folder)]
+        self.newest = max(range(NUM_ARENAS), key=began_at.__getitem__)
+        self.newest_at = began_at[self.newest]
         self._arenas: dict[int, Arena] = {}
-        self._has_warned = not folder.is_shared_memory  # the folder has said so already
+        self._has_warned = not folder.is_shared_memory  # the folder has warned already
 
     def oldest(self, busy: Collection[int]) -> int:
         """Return the number of the arena that is not busy and was staged longest ago."""
@@ -320,82 +315,79 @@ class ArenaPool:
         return min(free, key=lambda number: number == self.newest)
 
     def spare(self, snapshot: str) -> None:
-        """Overwrite the snapshot with this id last: that was restored.
+        """Overwrite the snapshot with this id last. It was restored.
 
         A newer snapshot may be complete here, but not on all ranks.
         """
-        for number in range(NUM_ARENAS):
-            found = _known_in(self._folder, number)
-            if found is not None and found.save.id == snapshot:
+        for number, save in enumerate(_complete_saves(self._folder)):
+            if save is not None and save.id == snapshot:
                 self.newest = number
 
     def fitting(self, number: int, nbytes: int) -> Arena:
-        """Return an arena that is so large, at least. StorageError if there is no memory for it.
+        """Return an arena of at least this size. StorageError without enough memory.
 
-        One that must grow stays what it is, with what is in it, as long as there is room where it
-        lies; else it is replaced by memory without a name. Nobody stages into it now.
+        An arena that must grow keeps its content if its file can grow. Otherwise anonymous memory
+        replaces it. Nothing stages into it during this call.
         """
-        arena = self._arenas.pop(number, None) or self._found(number)
+        arena = self._arenas.pop(number, None) or self._reopen(number)
         if arena is not None:
             try:
                 arena.reserve(nbytes)
             except OSError as error:
                 arena.close()
                 if not is_out_of_space(error):
-                    raise self._failed(nbytes, error) from error
+                    raise self._memory_error(nbytes, error) from error
                 arena = None
-        self._arenas[number] = arena or self._made(number, nbytes)
+        self._arenas[number] = arena or self._create(number, nbytes)
         return self._arenas[number]
 
     def close(self) -> None:
-        """Let go of all memory. What has a name stays, for a later run."""
+        """Release all memory. Named arenas stay for a later run."""
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
-    def _found(self, number: int) -> Arena | None:
-        """Return what an earlier run of the job left, if it is an arena that we understand."""
-        for place in self._folder.places(number):
+    def _reopen(self, number: int) -> Arena | None:
+        """Return the arena of an earlier run of the job, if it is valid."""
+        for path in self._folder.open_paths(number):
             with suppress(CheckpointError, OSError):
-                fd = open_existing(place, writable=True)
-                is_nameless = place.startswith("/proc/")
-                here = self._told(number, fd) if is_nameless else place
-                return Arena(here, fd, self._folder.job)
+                fd = open_existing(path, writable=True)
+                is_anonymous = path.startswith("/proc/")
+                own_path = self._publish(number, fd) if is_anonymous else path
+                return Arena(own_path, fd, self._folder.job)
         return None
 
-    def _made(self, number: int, nbytes: int) -> Arena:
+    def _create(self, number: int, nbytes: int) -> Arena:
         try:
-            return Arena(*self._memory(number, nbytes), self._folder.job)
+            return Arena(*self._allocate(number, nbytes), self._folder.job)
         except OSError as error:
-            raise self._failed(nbytes, error) from error
+            raise self._memory_error(nbytes, error) from error
 
-    def _memory(self, number: int, nbytes: int) -> tuple[str, int]:
+    def _allocate(self, number: int, nbytes: int) -> tuple[str, int]:
         path = self._folder.arena_path(number)
-        for one in (path, f"{path}.new"):  # what `create_named` replaces
-            check_file(one)
-        has_nameless = hasattr(os, "memfd_create")
-        if self._folder.is_shared_memory or not has_nameless:
+        for replaced in (path, f"{path}.new"):  # by `create_named`
+            check_file(replaced)
+        has_anonymous = hasattr(os, "memfd_create")
+        if self._folder.is_shared_memory or not has_anonymous:
             try:
                 return path, create_named(path, nbytes)
             except OSError as error:
-                if not has_nameless or not is_out_of_space(error):
+                if not has_anonymous or not is_out_of_space(error):
                     raise
                 self._warn(nbytes, error)
-        self._forget(number)  # it would be found first, and its room is needed
+        # The named arena would be opened first, and its memory is needed.
+        with suppress(FileNotFoundError):
+            os.unlink(path)
         fd = create_anonymous(nbytes)
-        return self._told(number, fd), fd
+        return self._publish(number, fd), fd
 
-    def _told(self, number: int, fd: int) -> str:
-        """Say where memory without a name is; the descriptor is closed by an error."""
+    def _publish(self, number: int, fd: int) -> str:
+        """Publish anonymous memory. An error closes the descriptor."""
         try:
-            return self._folder.tell("trainer", number, fd)
+            return self._folder.publish("trainer", number, fd)
         except BaseException:
             os.close(fd)
             raise
-
-    def _forget(self, number: int) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._folder.arena_path(number))
 
     def _warn(self, nbytes: int, error: OSError) -> None:
         if not self._has_warned:
@@ -408,7 +400,7 @@ class ArenaPool:
                 *(self._folder.path, nbytes, error.strerror),
             )
 
-    def _failed(self, nbytes: int, error: OSError) -> StorageError:
+    def _memory_error(self, nbytes: int, error: OSError) -> StorageError:
         return StorageError(
             f"no memory for a snapshot of {nbytes:,} bytes: {error.strerror}; save without "
             f"background, use more ranks, or give the job more memory",
@@ -417,59 +409,55 @@ class ArenaPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _FoundSnapshot:
-    """A complete snapshot that an earlier run has left; `is_whole` if it is sealed as well."""
+class _CompleteSnapshot:
+    """A complete snapshot of an earlier run."""
 
     save: SaveIdentity
-    is_whole: bool
+    is_sealed: bool
     is_committed: bool
 
 
-def only_copy_in(folder: RankFolder) -> str:
-    """Say what may be nowhere but in the arenas of a rank, "" if that is nothing.
+def find_only_copy(folder: RankFolder) -> str:
+    """Return the name of a save that may exist only in the arenas of a rank, or "".
 
-    That is the newest snapshot which could be restored, if it never became a checkpoint.
+    It is the newest restorable snapshot, if it was never committed. For an arena of another version
+    of dist_ckpt, return the problem.
     """
     try:
-        found = [_found_in(folder, number) for number in range(NUM_ARENAS)]
+        snapshots = [_read_complete(folder, number) for number in range(NUM_ARENAS)]
     except IncompatibleError as error:
         return str(error)
     newest = max(
-        (one for one in found if one is not None and one.is_whole),
-        key=lambda one: one.save.began_at,
+        (snapshot for snapshot in snapshots if snapshot is not None and snapshot.is_sealed),
+        key=lambda snapshot: snapshot.save.began_at,
         default=None,
     )
     return "" if newest is None or newest.is_committed else newest.save.name
 
 
-def _newest_in(folder: RankFolder) -> tuple[int, float]:
-    """Return which arena holds the newest complete snapshot of an earlier run, and its time."""
-    found = [_known_in(folder, number) for number in range(NUM_ARENAS)]
-    began_at = [0.0 if one is None else one.save.began_at for one in found]
-    newest = max(range(NUM_ARENAS), key=began_at.__getitem__)
-    return newest, began_at[newest]
+def _complete_saves(folder: RankFolder) -> list[SaveIdentity | None]:
+    """Return the save of the complete snapshot in each arena, if this version can read it."""
+    saves: list[SaveIdentity | None] = [None] * NUM_ARENAS
+    for number in range(NUM_ARENAS):
+        with suppress(IncompatibleError):
+            if (snapshot := _read_complete(folder, number)) is not None:
+                saves[number] = snapshot.save
+    return saves
 
 
-def _known_in(folder: RankFolder, number: int) -> _FoundSnapshot | None:
-    """Return the complete snapshot in an arena, if this version knows of one."""
-    with suppress(IncompatibleError):
-        return _found_in(folder, number)
-    return None
+def _read_complete(folder: RankFolder, number: int) -> _CompleteSnapshot | None:
+    """Return the complete snapshot in an arena, if it has one.
 
-
-def _found_in(folder: RankFolder, number: int) -> _FoundSnapshot | None:
-    """Return the complete snapshot in an arena, if there is one.
-
-    IncompatibleError if another version of dist_ckpt has left what is there.
+    IncompatibleError if another version of dist_ckpt made the arena.
     """
-    kept, problems = open_first(folder, number)
-    for problem in problems:  # the others are damaged, or no arenas
+    recovered, problems = open_first(folder, number)
+    for problem in problems:  # other problems: damaged arenas, or other files
         if isinstance(problem, IncompatibleError):
             raise problem
-    if kept is None:
+    if recovered is None:
         return None
-    with closing(kept), suppress(ValueError):
-        if kept.is_complete:
-            identity = SaveIdentity.of(kept.snapshot)
-            return _FoundSnapshot(identity, kept.seal is not None, kept.is_committed)
+    with closing(recovered), suppress(ValueError):
+        if recovered.is_complete:
+            identity = SaveIdentity.of(recovered.snapshot)
+            return _CompleteSnapshot(identity, recovered.seal is not None, recovered.is_committed)
     return None

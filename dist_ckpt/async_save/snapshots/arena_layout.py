@@ -1,14 +1,12 @@
-"""What lies in an arena: a header, two documents about the snapshot, and its files' images.
+"""The layout of an arena: a header, two documents about the snapshot, and the images of its files.
 
     0       header     identity; words: sequence, ready, committed; a record of each document
-    4096    document   the `Snapshot`, by the trainer that stages it
-    ...     seal       the `Seal`, by the writer that has digested it
-    ...     images     the whole files, in order, each on a multiple of 4096
+    4096    document   the `Snapshot`, from the trainer that stages it
+    ...     seal       the `Seal`, from the writer that digested it
+    ...     images     the complete files, in order, each at a multiple of 4096
 
-A document is msgpack. Its record holds the sequence that it is of, its size and its digest, and a
-checksum of all that: who finds them right may believe the document. Nothing here touches memory.
-
-What a snapshot says of the save that it is a part of, for its writer and for a restore.
+A document is msgpack. Its record has the sequence of its snapshot, its size, its digest, and a
+checksum of these: a document with a matching record is valid. This module is pure.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
-# Changes with any change of this module: an arena of another version is never read.
+# Increase it with any change of this module: an arena of another version is never read.
 VERSION = 3
 
 PAGE_NBYTES = 4096
 HEADER_NBYTES = PAGE_NBYTES
 
-# The places of the words, counted in words, and of the records.
+# The offsets of the words, in words, and of the records, in bytes.
 SEQUENCE_WORD = 8
 READY_WORD = 9
 COMMITTED_WORD = 10
@@ -53,7 +51,7 @@ _RECORD = struct.Struct("<QQ16s")
 _CHECK_NBYTES = 8
 RECORD_NBYTES = _RECORD.size + _CHECK_NBYTES
 
-# In a seal: a file's name, two sizes and a digest, and the attempt, with msgpack's own bytes.
+# The msgpack size of a file in a seal (name, two sizes, digest), or of the attempt.
 _SEALED_FILE_NBYTES = 192
 _MAX_NAME_NBYTES = 96
 
@@ -61,16 +59,16 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Image(Message, frozen=True):
-    """One file of a snapshot, whole, with the room of its header."""
+    """One complete file of a snapshot. Its header is included, but not staged."""
 
     name: str
     nbytes: int
 
 
 class Snapshot(Message, frozen=True):
-    """What one rank stages for one save. `id` is the save's, the same on all of its ranks.
+    """The files of one rank for one save. `id` is the id of the save, equal on all its ranks.
 
-    `details` is for those who write and restore it; nothing here looks into it.
+    `details` is an encoded `SnapshotMetadata`.
     """
 
     id: str
@@ -93,13 +91,13 @@ class Snapshot(Message, frozen=True):
             or not all(_is_name(name) for name in names)
             or any(image.nbytes < 0 for image in self.images)
         ):
-            raise ValueError(f"no snapshot: {self}")
+            raise ValueError(f"invalid snapshot: {self}")
 
 
 class Seal(Message, frozen=True):
-    """What the writer made of a snapshot: its attempt, and what `plan.Receipt.files` says.
+    """The result of the writer: the attempt, and the files as in `plan.Receipt.files`.
 
-    The attempt is `UNCLAIMED` if the save came to none, or the writer was not told which.
+    The attempt is `UNCLAIMED` if none was claimed, or the writer did not receive it.
     """
 
     attempt: str
@@ -107,7 +105,7 @@ class Seal(Message, frozen=True):
 
 
 class Record(NamedTuple):
-    """Which document lies in an arena. `sequence` is that of the complete snapshot."""
+    """The record of a document. `sequence` is that of the complete snapshot."""
 
     sequence: int
     nbytes: int
@@ -116,7 +114,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSpans:
-    """Where everything of a snapshot lies in its arena, which has `nbytes` at least."""
+    """The layout of a snapshot in an arena of at least `nbytes`."""
 
     document: ByteRange
     seal: ByteRange
@@ -124,8 +122,8 @@ class SnapshotSpans:
     nbytes: int
 
 
-def place(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
-    """Say where a snapshot's parts lie: it follows from their sizes."""
+def snapshot_spans(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
+    """Compute the layout of a snapshot from the sizes of its parts."""
     document = ByteRange(HEADER_NBYTES, HEADER_NBYTES + document_nbytes)
     start = _on_page(document.stop)
     seal = ByteRange(start, start + _SEALED_FILE_NBYTES * (len(snapshot.images) + 1))
@@ -138,8 +136,8 @@ def place(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
 
 
 def arena_nbytes(snapshot: Snapshot) -> int:
-    """Return the size of an arena into which a snapshot fits."""
-    return place(snapshot, len(typed_msgpack.encode(snapshot))).nbytes
+    """Return the size of an arena for a snapshot."""
+    return snapshot_spans(snapshot, len(typed_msgpack.encode(snapshot))).nbytes
 
 
 # --- header ----------------------------------------------------------------------------------
@@ -151,73 +149,73 @@ def record_of(sequence: int, document: bytes) -> Record:
 
 
 def encode_record(record: Record) -> bytes:
-    """Return the bytes of a record, with their checksum."""
+    """Return the bytes of a record, with a checksum."""
     return _with_check(_RECORD.pack(*record))
 
 
 def decode_record(header: Buffer, offset: int) -> Record | None:
-    """Return the record at a place of the header, or None: none is there, or half of one."""
-    body = _checked(bytes(header[offset : offset + RECORD_NBYTES]))
+    """Return the record at an offset of the header. None if it is absent or half written."""
+    body = _without_check(bytes(header[offset : offset + RECORD_NBYTES]))
     return None if body is None else Record(*_RECORD.unpack(body))
 
 
-def document_span(record: Record, what: str) -> ByteRange:
-    """Return where a snapshot's document lies. CorruptError if nobody makes one of that size."""
+def document_span(record: Record, path: str) -> ByteRange:
+    """Return the position of a snapshot's document. CorruptError if it is too large."""
     if record.nbytes > MAX_DOCUMENT_NBYTES:
-        raise CorruptError(f"{what}: a document of {record.nbytes} bytes")
+        raise CorruptError(f"{path}: a document of {record.nbytes} bytes")
     return ByteRange(HEADER_NBYTES, HEADER_NBYTES + record.nbytes)
 
 
 def open_document(
-    data: Buffer, record: Record, nbytes: int, what: str
+    data: Buffer, record: Record, nbytes: int, path: str
 ) -> tuple[Snapshot, SnapshotSpans]:
-    """Return the snapshot in an arena of `nbytes`, and where its parts are: all are in it.
+    """Return the snapshot in an arena of `nbytes`, and its layout, which fits.
 
-    CorruptError if the document is not the one that the record tells of.
+    CorruptError if the document does not match the record.
     """
-    check_document(data, record, what)
+    check_document(data, record, path)
     try:
         snapshot = typed_msgpack.decode(data, Snapshot)
     except ValueError as error:
-        raise CorruptError(f"{what}: {error}") from error
-    placement = place(snapshot, record.nbytes)
+        raise CorruptError(f"{path}: {error}") from error
+    placement = snapshot_spans(snapshot, record.nbytes)
     if placement.nbytes > nbytes:
-        raise CorruptError(f"{what}: a snapshot of {placement.nbytes} bytes in {nbytes}")
+        raise CorruptError(f"{path}: a snapshot of {placement.nbytes} bytes in {nbytes}")
     return snapshot, placement
 
 
-def check_document(data: Buffer, record: Record, what: str) -> None:
-    """Check that a document is the one that a record tells of. CorruptError if not."""
+def check_document(data: Buffer, record: Record, path: str) -> None:
+    """Raise CorruptError if a document does not match its record."""
     if len(data) != record.nbytes or bytes.fromhex(document_digest(data)) != record.digest:
-        raise CorruptError(f"{what}: a document is half written, or damaged")
+        raise CorruptError(f"{path}: a document is half written, or damaged")
 
 
 def encode_identity(job: str) -> bytes:
-    """Return the first bytes of every arena of a job."""
-    return _with_check(_IDENTITY.pack(_MAGIC, VERSION, _digest_of(job)))
+    """Return the first bytes of each arena of a job."""
+    return _with_check(_IDENTITY.pack(_MAGIC, VERSION, _job_digest(job)))
 
 
-def check_identity(header: Buffer, job: str, what: str) -> None:
-    """Check whose arena this is.
+def check_identity(header: Buffer, job: str, path: str) -> None:
+    """Check that an arena belongs to a job.
 
-    CorruptError if it is none, or another job's, IncompatibleError if it is one of another version.
+    CorruptError for another file or job, IncompatibleError for another version.
     """
     body = bytes(header[: _IDENTITY.size])
     if len(header) < HEADER_NBYTES or not body.startswith(_MAGIC):
-        raise CorruptError(f"{what} is no arena: it is left as it is")
+        raise CorruptError(f"{path} is not an arena: it is left unchanged")
     _, version, owner = _IDENTITY.unpack(body)
     if version != VERSION:
         raise IncompatibleError(
-            f"{what} is of arena version {version}, and this dist_ckpt knows {VERSION}: it is not "
+            f"{path} has arena version {version}, and this dist_ckpt reads {VERSION}: it is not "
             f"read"
         )
-    if _checked(bytes(header[: _IDENTITY.size + _CHECK_NBYTES])) is None:
-        raise CorruptError(f"{what}: the header is damaged")
-    if owner != _digest_of(job):
-        raise CorruptError(f"{what} is of another job than {job!r}: it is not read")
+    if _without_check(bytes(header[: _IDENTITY.size + _CHECK_NBYTES])) is None:
+        raise CorruptError(f"{path}: the header is damaged")
+    if owner != _job_digest(job):
+        raise CorruptError(f"{path} belongs to another job than {job!r}: it is not read")
 
 
-def _digest_of(job: str) -> bytes:
+def _job_digest(job: str) -> bytes:
     return bytes.fromhex(document_digest(job.encode()))
 
 
@@ -225,7 +223,7 @@ def _with_check(body: bytes) -> bytes:
     return body + bytes.fromhex(block_digest(body))
 
 
-def _checked(data: bytes) -> bytes | None:
+def _without_check(data: bytes) -> bytes | None:
     body = data[:-_CHECK_NBYTES]
     return body if _with_check(body) == data else None
 
@@ -239,12 +237,12 @@ def _on_page(offset: int) -> int:
 
 
 class SnapshotMetadata(Message, frozen=True):
-    """What is the same on all ranks of a save, but for `replicas`.
+    """The metadata of a save. All but `replicas` is equal on all ranks.
 
-    `mirrored` and `saved_by` go into the index. `began_at` is the coordinator's wall clock, or
-    a little later than the save before: of two snapshots of a job the later is the newer. `bodies`
-    are the inventories of all ranks, packed: the plan follows from them. `run` is the start of a
-    run that saves, if one does: an attempt's number tells it, but a snapshot may be of none yet.
+    `mirrored` and `saved_by` are for the index. `began_at` is the coordinator's wall clock, but
+    later than the save before: it orders the snapshots of a job. `bodies` are the packed
+    inventories of all ranks, from which the plan is computed. `run` is the incarnation that saves,
+    if any: the number of an attempt has it too, but a snapshot may have no attempt yet.
     """
 
     overwrite: bool

@@ -1,9 +1,7 @@
-"""What is left in arenas when their trainers are gone: snapshots, and the saves that they make up.
+"""Snapshots in the arenas of earlier trainers, their saves, and their files as input of a load.
 
-They are read like files, not mapped: an arena that somebody cuts short meanwhile is then an error,
-and not the end of this process.
-
-Which files of a checkpoint a load reads from snapshots in memory, and not from the storage.
+They are read like files, not mapped: if another process truncates an arena, the read fails, and
+this process gets no SIGBUS.
 """
 
 from __future__ import annotations
@@ -38,19 +36,20 @@ from dist_ckpt.core.storage.local.direct_io import Descriptor
 from dist_ckpt.core.storage.virtual_files import ServedFile
 from dist_ckpt.errors import CheckpointError, CorruptError
 
+_log = logging.getLogger("dist_ckpt")
+
 _WORD_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSnapshot:
-    """A snapshot in an arena. Its bytes are to be checked by the digests in it.
+    """A snapshot in an arena, open until `close`. Its digests were not checked yet.
 
-    Not complete: it is being staged, or its trainer died over it. Not sealed: digests and headers
-    are not all in. Committed: it became a checkpoint, whatever has become of that. `close` ends the
-    use of it.
+    Not complete: it is being staged, or its trainer died meanwhile. Without a seal: headers and
+    digests may be missing. Committed: it became a checkpoint, which may be deleted since.
     """
 
-    place: str
+    path: str
     snapshot: Snapshot
     placement: SnapshotSpans
     is_complete: bool
@@ -60,134 +59,130 @@ class RecoveredSnapshot:
     descriptor: Descriptor
 
     def read_into(self, image: int, start: int, target: memoryview) -> None:
-        """Fill memory with the bytes of a file from `start` on. Threads may call it at once.
+        """Fill memory with the bytes of a file from `start` on. Thread-safe.
 
-        CorruptError if the arena has been cut short, StorageError after `close`.
+        CorruptError if the arena was truncated, StorageError after `close`.
         """
         span = self.placement.images[image]
         assert 0 <= start <= start + len(target) <= span.nbytes, "beyond the file"
         with self.descriptor.lend() as (fd,):
-            _read(fd, span.start + start, target, self.place)
+            _read(fd, span.start + start, target, self.path)
 
     def check(self) -> None:
-        """Check that it is still there, so that what was read is of it. CorruptError if not."""
+        """Raise CorruptError if it was overwritten: bytes that were read are invalid then."""
         with self.descriptor.lend() as (fd,):
-            sequence = _word(fd, layout.SEQUENCE_WORD, self.place)
+            sequence = _word(fd, layout.SEQUENCE_WORD, self.path)
         if sequence != self.sequence - (not self.is_complete):
-            raise CorruptError(f"{self.place}: the snapshot was overwritten while it was read")
+            raise CorruptError(f"{self.path}: the snapshot was overwritten while it was read")
 
     def close(self) -> None:
-        """End the use of it. The arena stays."""
+        """Release it. The arena stays."""
         self.descriptor.release()
 
 
-def open_recovered(place: str, job: str) -> RecoveredSnapshot | None:
-    """Open the snapshot in an arena; None if there never was one. Nothing in it is believed.
+def open_recovered(path: str, job: str) -> RecoveredSnapshot | None:
+    """Open the snapshot in an arena. None if it never had one. All content is checked.
 
-    FileNotFoundError if there is no arena; IncompatibleError if it is of another version,
-    CorruptError if it is another job's, damaged, torn before it said what it holds, or nonsense.
+    FileNotFoundError without an arena. IncompatibleError for another version. CorruptError for
+    another job, damage, or a snapshot whose document is incomplete.
     """
-    fd = open_existing(place, writable=False)
+    fd = open_existing(path, writable=False)
     try:
-        kept = _opened(fd, place, job)
+        recovered = _read_snapshot(fd, path, job)
     except BaseException:
         os.close(fd)
         raise
-    if kept is None:
+    if recovered is None:
         os.close(fd)
-    return kept
+    return recovered
 
 
 def open_first(
     folder: RankFolder, number: int
 ) -> tuple[RecoveredSnapshot | None, list[CheckpointError]]:
-    """Open the snapshot in an arena of a rank, wherever that is, if there is one.
+    """Open the snapshot in an arena of a rank, if it has one, by its first valid path.
 
-    Besides returns what is wrong with the places that were looked at before.
+    Also return the problems of the paths before it.
     """
     problems: list[CheckpointError] = []
-    for place in folder.places(number):
+    for path in folder.open_paths(number):
         try:
-            return open_recovered(place, folder.job), problems
+            return open_recovered(path, folder.job), problems
         except OSError:
-            continue  # it went with its process
+            continue  # the process that had it open has ended
         except CheckpointError as error:
             problems.append(error)
     return None, problems
 
 
-def _opened(fd: int, place: str, job: str) -> RecoveredSnapshot | None:
+def _read_snapshot(fd: int, path: str, job: str) -> RecoveredSnapshot | None:
     nbytes = os.fstat(fd).st_size
     header = os.pread(fd, layout.HEADER_NBYTES, 0)
-    layout.check_identity(header, job, place)
-    sequence = _word(fd, layout.SEQUENCE_WORD, place)
+    layout.check_identity(header, job, path)
+    sequence = _word(fd, layout.SEQUENCE_WORD, path)
     if sequence == 0:
         return None
     record = layout.decode_record(header, layout.DOCUMENT_RECORD)
     if record is None or sequence not in (record.sequence - 1, record.sequence):
-        raise CorruptError(f"{place} was left half staged: there is no snapshot in it")
-    document = _bytes(fd, layout.document_span(record, place), place)
-    snapshot, placement = layout.open_document(document, record, nbytes, place)
+        raise CorruptError(f"{path} has no snapshot: its staging was not finished")
+    document = _bytes(fd, layout.document_span(record, path), path)
+    snapshot, placement = layout.open_document(document, record, nbytes, path)
     is_complete = sequence == record.sequence
-    seal = _seal(fd, header, placement, sequence, place) if is_complete else None
-    is_committed = is_complete and _word(fd, layout.COMMITTED_WORD, place) == sequence
-    if sequence != _word(fd, layout.SEQUENCE_WORD, place):
-        raise CorruptError(f"{place} is being staged into: there is no snapshot in it")
+    seal = _read_seal(fd, header, placement, sequence, path) if is_complete else None
+    is_committed = is_complete and _word(fd, layout.COMMITTED_WORD, path) == sequence
+    if sequence != _word(fd, layout.SEQUENCE_WORD, path):
+        raise CorruptError(f"{path} has no snapshot: one is being staged")
     return RecoveredSnapshot(
-        place=place,
+        path=path,
         snapshot=snapshot,
         placement=placement,
         is_complete=is_complete,
         is_committed=is_committed,
         seal=seal,
         sequence=record.sequence,
-        descriptor=Descriptor(place, fd),
+        descriptor=Descriptor(path, fd),
     )
 
 
-def _seal(
-    fd: int, header: bytes, placement: SnapshotSpans, sequence: int, place: str
+def _read_seal(
+    fd: int, header: bytes, placement: SnapshotSpans, sequence: int, path: str
 ) -> Seal | None:
     record = layout.decode_record(header, layout.SEAL_RECORD)
     if record is None or record.sequence != sequence:
-        return None  # not yet, or half of one, or that of an earlier snapshot
-    room = placement.seal
-    if record.nbytes > room.nbytes:
-        raise CorruptError(f"{place}: a seal of {record.nbytes} bytes in {room.nbytes}")
-    document = _bytes(fd, ByteRange(room.start, room.start + record.nbytes), place)
-    layout.check_document(document, record, place)
+        return None  # absent, half written, or of an earlier snapshot
+    span = placement.seal
+    if record.nbytes > span.nbytes:
+        raise CorruptError(f"{path}: a seal of {record.nbytes} bytes in {span.nbytes}")
+    document = _bytes(fd, ByteRange(span.start, span.start + record.nbytes), path)
+    layout.check_document(document, record, path)
     try:
         return typed_msgpack.decode(document, Seal)
     except ValueError as error:
-        raise CorruptError(f"{place}: {error}") from error
+        raise CorruptError(f"{path}: {error}") from error
 
 
-def _word(fd: int, number: int, place: str) -> int:
+def _word(fd: int, number: int, path: str) -> int:
     start = number * _WORD_NBYTES
-    return int.from_bytes(_bytes(fd, ByteRange(start, start + _WORD_NBYTES), place), sys.byteorder)
+    return int.from_bytes(_bytes(fd, ByteRange(start, start + _WORD_NBYTES), path), sys.byteorder)
 
 
-def _bytes(fd: int, span: ByteRange, place: str) -> bytearray:
+def _bytes(fd: int, span: ByteRange, path: str) -> bytearray:
     data = bytearray(span.nbytes)
-    _read(fd, span.start, memoryview(data), place)
+    _read(fd, span.start, memoryview(data), path)
     return data
 
 
-def _read(fd: int, start: int, target: memoryview, place: str) -> None:
+def _read(fd: int, start: int, target: memoryview, path: str) -> None:
     done = 0
     while done < len(target):
         count = os.preadv(fd, [target[done:]], start + done)
         if not count:
-            raise CorruptError(f"{place} ends at byte {start + done}: it was cut short")
+            raise CorruptError(f"{path} ends at byte {start + done}: it was truncated")
         done += count
 
 
 class SaveIdentity(Message, frozen=True):
-    """What all who have a part of a save tell of it alike.
-
-    `overwrite`: it was to replace a checkpoint at its path. `start` is that of the run that saved
-    it, 0 for none.
-    """
+    """The fields of a save that are equal on all ranks. `incarnation` is 0 without a run."""
 
     id: str
     path: str
@@ -199,26 +194,31 @@ class SaveIdentity(Message, frozen=True):
 
     @staticmethod
     def of(snapshot: Snapshot) -> SaveIdentity:
-        """Return which save a snapshot is a part of. ValueError if its details make no sense."""
+        """Return the save of a snapshot. ValueError if its metadata is invalid."""
         details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
-        told = snapshot.id, snapshot.path, snapshot.step, snapshot.world_size
-        incarnation = 0 if details.run is None else details.run.number
-        return SaveIdentity(*told, details.began_at, details.overwrite, incarnation)
+        return SaveIdentity(
+            snapshot.id,
+            snapshot.path,
+            snapshot.step,
+            snapshot.world_size,
+            details.began_at,
+            details.overwrite,
+            0 if details.run is None else details.run.number,
+        )
 
     @property
     def name(self) -> str:
-        """What users know it by."""
+        """Its step and path, for messages."""
         return self.path if self.step is None else f"step {self.step} ({self.path})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecoveredSave:
-    """One save of a job. `sealed` are the ranks whose part is here, with digests and headers.
+    """One save of a job. `sealed` has the complete and sealed snapshots on this host, by rank.
 
-    `attempt` is the one that they were written into, `UNCLAIMED` if the writers here knew of none;
-    None if nothing of it is sealed here. `was_committed` says that it became a checkpoint, which
-    may have been deleted since. The digests tell whether the bytes are still what was saved: nobody
-    has looked yet.
+    `attempt` is `UNCLAIMED` if the writers here received none, and None if no snapshot is sealed.
+    `was_committed`: it became a checkpoint, which may be deleted since. The digests were not
+    checked yet.
     """
 
     identity: SaveIdentity
@@ -227,15 +227,15 @@ class RecoveredSave:
     sealed: Mapping[int, RecoveredSnapshot] = field(default_factory=dict)
 
     def details(self, rank: int) -> SnapshotMetadata:
-        """Return what a rank's snapshot says of the save."""
+        """Return the metadata in a rank's snapshot."""
         return typed_msgpack.decode(self.sealed[rank].snapshot.details, SnapshotMetadata)
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSaves:
-    """The saves that are kept on this host, by their ids, and what is wrong with other arenas.
+    """The saves in the memory of this host, by id, and the problems of other arenas.
 
-    What is wrong is left as it is: it may be another's, or a newer version's.
+    Those arenas are left unchanged: they may belong to another job or a newer version.
     """
 
     saves: Mapping[str, RecoveredSave]
@@ -244,81 +244,78 @@ class RecoveredSaves:
 
 @contextmanager
 def recovered_saves(folders: Iterable[RankFolder]) -> Iterator[RecoveredSaves]:
-    """Give the saves that the arenas of some ranks hold; they can be read until the block ends."""
+    """Open the saves in the arenas of some ranks until the block ends."""
     saves: dict[str, RecoveredSave] = {}
     problems: list[str] = []
     with ExitStack() as stack:
         for folder in folders:
             for number in range(NUM_ARENAS):
-                kept, wrong = open_first(folder, number)
-                problems += map(str, wrong)
-                if kept is None:
+                recovered, errors = open_first(folder, number)
+                problems += map(str, errors)
+                if recovered is None:
                     continue
-                stack.callback(kept.close)
+                stack.callback(recovered.close)
                 try:
-                    _add(saves, kept, folder.rank)
+                    _add(saves, recovered, folder.rank)
                 except ValueError as error:
-                    problems.append(f"{kept.place}: {error}")
+                    problems.append(f"{recovered.path}: {error}")
         yield RecoveredSaves(saves, tuple(problems))
 
 
-def _add(saves: dict[str, RecoveredSave], kept: RecoveredSnapshot, rank: int) -> None:
-    """Add a rank's part to its save. ValueError if it does not belong there."""
-    snapshot, seal = kept.snapshot, kept.seal
+def _add(saves: dict[str, RecoveredSave], recovered: RecoveredSnapshot, rank: int) -> None:
+    """Add a rank's snapshot to its save. ValueError if they contradict each other."""
+    snapshot, seal = recovered.snapshot, recovered.seal
     if snapshot.rank != rank:
-        raise ValueError(f"a snapshot of rank {snapshot.rank} lies where those of {rank} do")
+        raise ValueError(f"a snapshot of rank {snapshot.rank} is in the folder of rank {rank}")
     identity = SaveIdentity.of(snapshot)
-    there = saves.get(snapshot.id, RecoveredSave(identity))
-    if there.identity != identity:
+    save = saves.get(snapshot.id, RecoveredSave(identity))
+    if save.identity != identity:
         raise ValueError(f"snapshot {snapshot.id} is of another save on another rank")
     if seal is None:
-        saves[snapshot.id] = there
+        saves[snapshot.id] = save
         return
     sizes = {image.name: image.nbytes for image in snapshot.images}
     if {name: nbytes for name, nbytes, _, _ in seal.files} != sizes:
         raise ValueError(f"snapshot {snapshot.id} is sealed with other files than it has")
-    if there.attempt and seal.attempt and there.attempt != seal.attempt:
+    if save.attempt and seal.attempt and save.attempt != seal.attempt:
         raise ValueError(f"snapshot {snapshot.id} is sealed as {seal.attempt}, and as another")
     saves[snapshot.id] = replace(
-        there,
-        attempt=there.attempt or seal.attempt,
-        was_committed=there.was_committed or kept.is_committed,
-        sealed={**there.sealed, rank: kept},
+        save,
+        attempt=save.attempt or seal.attempt,
+        was_committed=save.was_committed or recovered.is_committed,
+        sealed={**save.sealed, rank: recovered},
     )
-
-
-_log = logging.getLogger("dist_ckpt")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryFile:
-    """One file of a snapshot that is kept: the image with this number."""
+    """One file of a recovered snapshot: the image with this number."""
 
-    kept: RecoveredSnapshot
+    recovered: RecoveredSnapshot
     image: int
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self.kept.snapshot.images[self.image].nbytes
+        return self.recovered.snapshot.images[self.image].nbytes
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file, which has so many.
+        """Fill memory with bytes of the file.
 
-        CorruptError if the snapshot is not there any more: what is in the memory then is nothing.
+        CorruptError if the snapshot was overwritten: the bytes are invalid then.
         """
         try:
-            self.kept.read_into(self.image, offset, target)
+            self.recovered.read_into(self.image, offset, target)
         except OSError as error:
-            raise CorruptError(f"{self.kept.place} cannot be read: {error.strerror}") from error
-        # After each read, and not once at the end: no byte that may be another snapshot's is
-        # handed on, also where the digests are not checked. It is a read of 8 bytes.
-        self.kept.check()
+            raise CorruptError(f"{self.recovered.path} cannot be read: {error.strerror}") from error
+        # After each read, not once at the end: bytes of another snapshot must never be used, even
+        # if digests are not checked. It reads 8 bytes.
+        self.recovered.check()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDocument:
-    """A file whose bytes are here: it was made of what some snapshots say."""
+    """A file that was made from snapshots: the index."""
 
     data: bytes
 
@@ -328,108 +325,107 @@ class MemoryDocument:
         return len(self.data)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file, which has so many."""
+        """Fill memory with bytes of the file."""
         target[:] = self.data[offset : offset + len(target)]
 
 
 def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, ServedFile]:
-    """Return what the job that saves into the checkpoint's folder has left on this host.
+    """Return the files of a checkpoint that its job has in the memory of this host.
 
-    If it is dead, or alive in this very process: the arenas of other trainers are theirs. If there
-    is no such job, to look costs a few calls of the system. Whatever is wrong with the memory,
-    there is the storage.
+    The trainer of a snapshot is dead, or is this process. Without a job this costs a few system
+    calls. Problems are logged: the storage has the files too.
     """
     try:
-        job = _job_of(os.path.dirname(path))
+        job = _find_job(os.path.dirname(path))
         if job is None:
             return {}
         owners = ((folder, folder.owner("trainer")) for folder in job.present())
-        mine = [folder for folder, owner in owners if owner is None or owner.is_this_process]
-        kept = stack.enter_context(recovered_saves(mine))
+        usable = [folder for folder, owner in owners if owner is None or owner.is_this_process]
+        recovered = stack.enter_context(recovered_saves(usable))
     except (CheckpointError, OSError) as error:
-        _log.warning("%s: what is left in memory cannot be looked at: %s", path, error)
+        _log.warning("%s: snapshots in memory cannot be read: %s", path, error)
         return {}
-    for problem in kept.problems:
+    for problem in recovered.problems:
         _log.info("%s: not used: %s", path, problem)
     return {
         name: file
-        for save in kept.saves.values()
+        for save in recovered.saves.values()
         for name, file in files_of(save, path, index).items()
     }
 
 
 def committed_in_memory(save: RecoveredSave | None) -> MemorySource:
-    """Return what there is of a save that was committed; None where nothing is on this host."""
+    """Return the files of a committed save on this host. None: this host has none."""
     if save is None:
         return NOTHING_IN_MEMORY
     return MemorySource(lambda path, index, stack: files_of(save, path, index))
 
 
 def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
-    """Return a save that is complete here, and was never committed: with the index of `attempt`.
+    """Return the files of a save that is complete here and was never committed.
 
-    That is the one that it would have. Only the coordinator has it; all others are told. Nothing
-    is found of the save if it was committed or superseded meanwhile.
+    They include `index`, which is rebuilt for `attempt`. Only the coordinator has it, and sends it
+    to the others. If the save was committed or superseded meanwhile, the source is empty.
     """
     folder = f"{save.identity.path}/{attempt}"
     files: dict[str, ServedFile] = {f"{folder}/{n}": file for n, file, _ in _sealed_files(save)}
     if index is not None:
         files[f"{folder}/{INDEX}"] = MemoryDocument(index)
     return MemorySource(
-        lambda path, found, stack: files if found.attempt == attempt else {}, unfound=files
+        lambda path, stored, stack: files if stored.attempt == attempt else {}, unfound=files
     )
 
 
 def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFile]:
     """Return the files of a checkpoint that a save has in memory, byte for byte.
 
-    An attempt's name is random, so that it is no other's; and every block of what is read is
-    checked by the digests in the file's header, which is the one that the index means.
+    The random name of the attempt identifies the save. A load checks each block by the digests in
+    the file's header, and this function checks the header by the index.
     """
     if save.attempt != index.attempt:
         return {}
     listed = set(records_of(index))
-    found: dict[str, ServedFile] = {}
+    files: dict[str, ServedFile] = {}
     for name, file, receipt in _sealed_files(save):
         if receipt not in listed:
             continue
-        if (problem := _problem(file, receipt)) is None:
-            found[f"{path}/{index.attempt}/{name}"] = file
+        if (problem := _check_header(file, receipt)) is None:
+            files[f"{path}/{index.attempt}/{name}"] = file
         else:
             _log.warning("%s: %s is damaged in memory (%s)", path, name, problem)
-    return found
+    return files
 
 
-def _job_of(root: str) -> JobFolder | None:
-    """Return what the job that saves into a folder has on this host; None if there is no such."""
-    if not has_jobs():  # the storage is not asked
+def _find_job(root: str) -> JobFolder | None:
+    """Return the folder on this host of the job that saves into `root`, if it has one."""
+    if not has_jobs():  # saves a call of the storage
         return None
     root_id = find_root_id(*open_storage(root))
     return None if root_id is None else JobFolder.find(job_id(root, root_id))
 
 
 def _sealed_files(save: RecoveredSave) -> Iterator[tuple[str, MemoryFile, FileReceipt]]:
-    for _, kept in sorted(save.sealed.items()):
-        assert kept.seal is not None, "it is sealed"
-        receipts = {receipt[0]: receipt for receipt in kept.seal.files}
-        for number, image in enumerate(kept.snapshot.images):
-            yield image.name, MemoryFile(kept, number), receipts[image.name]
+    for _, recovered in sorted(save.sealed.items()):
+        assert recovered.seal is not None, "it is sealed"
+        receipts = {receipt[0]: receipt for receipt in recovered.seal.files}
+        for number, image in enumerate(recovered.snapshot.images):
+            yield image.name, MemoryFile(recovered, number), receipts[image.name]
 
 
 def records_of(index: Index) -> Iterator[FileReceipt]:
-    """Yield what the index says of each file, as its rank's receipt said it."""
+    """Yield the record of each file in an index, in the form of a receipt."""
     for file in index.files:
         yield index.file_name(file), file.nbytes, file.header_nbytes, file.digest
-    for one in index.objects:
-        yield one.name, one.nbytes, 0, one.digest
+    for objects in index.objects:
+        yield objects.name, objects.nbytes, 0, objects.digest
     for attached in index.attached:
         yield attached.file_name, attached.nbytes, 0, attached.digest
 
 
-def _problem(file: MemoryFile, receipt: FileReceipt) -> str | None:
-    """Say what is wrong with what is read before any block is: the header, or all of a small file.
+def _check_header(file: MemoryFile, receipt: FileReceipt) -> str | None:
+    """Return the problem of a file's header, or of a complete file without header.
 
-    Were that found later, the load could not go back to the storage for this file alone.
+    Later the load could not use the storage instead for this file alone.
     """
     _, nbytes, header_nbytes, digest = receipt
     head = bytearray(min(header_nbytes or nbytes, file.nbytes))

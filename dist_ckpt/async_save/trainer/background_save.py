@@ -1,10 +1,8 @@
-"""One background save, until it is staged: agree, plan, copy. The rest is the writers'.
+"""One background save until it is staged: agree, plan, copy. Then the writers continue.
 
-Staging: a rank's files are copied, in their order, into the arena that a writer writes from.
-
-This is what training pays for a background save: one copy. CUDA devices copy what only optimizers
-change beside the next step: `stage_beside`, over `shard_io/memory/cuda.py`. What the writer can do
-as well (headers, digests) it does.
+Staging copies a rank's files, in order, into an arena. This copy is the only cost for training: the
+writer adds headers and digests. CUDA devices copy tensors that only optimizers change during the
+next step: see `stage_overlapped`, and `shard_io/memory/cuda.py`.
 """
 
 from __future__ import annotations
@@ -52,18 +50,18 @@ from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import Phases, SaveReport
 
-# What a thread copies at once: so much that to hand it over does not count.
+# One unit of a copy thread. It is so large that the handover costs nothing.
 _UNIT_NBYTES = 16 << 20
 
-# Of what devices copy the writer is told in steps of this size, each about a millisecond.
-_BESIDE_NBYTES = 64 << 20
+# The progress of device copies is published in steps of this size, each about a millisecond.
+_DEVICE_UNIT_NBYTES = 64 << 20
 
-# Two keep the memory of most hosts busy; more would take cores from other ranks.
+# Two threads saturate the memory of most hosts. More would take cores from other ranks.
 _THREADS = 2
 
 
 def images_of(files: RankFiles) -> tuple[Image, ...]:
-    """Return the files of a rank as a snapshot has them: shard files, then objects files."""
+    """Return the images of a rank's files: shard files, then objects files."""
     return (
         *(Image(plan.name, plan.nbytes) for plan in files.plans),
         *(Image(name, len(data)) for name, data in sorted(files.objects.items())),
@@ -71,47 +69,46 @@ def images_of(files: RankFiles) -> tuple[Image, ...]:
 
 
 def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
-    """Copy all but the headers into the images that `arena.begin` has returned; complete it.
+    """Copy all but the headers into the images of `arena.begin`, and complete the snapshot.
 
-    On return the state may change. Whatever is raised instead leaves the snapshot incomplete:
-    ValueError if a tensor has another size than when the save began.
+    On return the state may change. An error leaves the snapshot incomplete. ValueError if the size
+    of a tensor has changed since the save began.
     """
     units = list(_units(arena, images, files, _UNIT_NBYTES))
     with closing(results_of(_CopyUnit.copy, units, threads=_THREADS)) as copied:
-        for unit, _ in zip(units, copied, strict=True):  # in order: up to here all is staged
+        for unit, _ in zip(units, copied, strict=True):  # in order: no gap before `stop`
             arena.advance(unit.stop)
     _copy_objects(images, files)
     arena.complete()
 
 
-def stage_beside(
+def stage_overlapped(
     arena: Arena,
     images: Sequence[memoryview],
     files: RankFiles,
-    beside: SideStreamCopies,
+    device_copies: SideStreamCopies,
     late: Container[str],
 ) -> Callable[[], None]:
-    """Do what `stage` does, but for what is on some devices: have these copy it.
+    """Stage like `stage`, but CUDA devices copy their own tensors.
 
-    On return what the host has may change, and, in what is asked of the devices from now on, what
-    they have, but for the tensors `late`: those only after a mark that is made now. What this
-    returns is called then, in any thread: it tells the arena how far the copies have come, and
-    returns when the snapshot is complete.
+    On return, tensors on the host may change. Later device work may change tensors on the devices,
+    except those in `late`: they may change only after a mark that is made now. Call the returned
+    function in any thread: it publishes the progress, and returns when the snapshot is complete.
     """
-    units = list(_units(arena, images, files, _BESIDE_NBYTES))
-    sent = [[part for part in unit.parts() if beside.takes(part.source)] for unit in units]
-    others = [part for parts in sent for part in parts if part.fqn not in late]
-    for part in others:
-        beside.send(part.source, part.start, part.stop, part.room)
-    if others:
-        beside.hold_training()
+    units = list(_units(arena, images, files, _DEVICE_UNIT_NBYTES))
+    sent = [[part for part in unit.parts() if device_copies.takes(part.source)] for unit in units]
+    early = [part for parts in sent for part in parts if part.fqn not in late]
+    for part in early:
+        device_copies.send(part.source, part.start, part.stop, part.target)
+    if early:
+        device_copies.hold_training()
     marks = []
     for parts in sent:
         for part in parts:
             if part.fqn in late:
-                beside.send(part.source, part.start, part.stop, part.room)
-        marks.append(beside.mark())
-    parallel_for(partial(_CopyUnit.copy, beside=beside), units, threads=_THREADS)
+                device_copies.send(part.source, part.start, part.stop, part.target)
+        marks.append(device_copies.mark())
+    parallel_for(partial(_CopyUnit.copy, device_copies=device_copies), units, threads=_THREADS)
     _copy_objects(images, files)
 
     def follow() -> None:
@@ -130,18 +127,18 @@ def _copy_objects(images: Sequence[memoryview], files: RankFiles) -> None:
 
 
 class _PlacedPart(NamedTuple):
-    """A part of a tensor, and its room in the image."""
+    """A part of a tensor, and its memory in the image."""
 
     fqn: str
     source: CellSource
     start: int
     stop: int
-    room: memoryview
+    target: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class _CopyUnit:
-    """Batches of a file that one thread copies: `memory` is their room, which ends at `stop`."""
+    """Batches of a file that one thread copies into `memory`, which ends at byte `stop`."""
 
     plan: FilePlan
     source_of: SourceOf
@@ -149,22 +146,23 @@ class _CopyUnit:
     memory: memoryview
     stop: int
 
-    def copy(self, beside: SideStreamCopies | None = None) -> None:
-        """Copy it, but for what others take."""
+    def copy(self, device_copies: SideStreamCopies | None = None) -> None:
+        """Copy all parts but those that the devices copy."""
         first = self.batches[0].start
         for batch in self.batches:
-            self._copy(batch, self.memory[batch.start - first :], beside)
+            self._copy(batch, self.memory[batch.start - first :], device_copies)
 
     def parts(self) -> Iterator[_PlacedPart]:
-        """Yield everything in it, in order: each tensor's blocks as one, for one copy."""
+        """Yield all parts in order. The blocks of a tensor are one part, for one copy."""
         filled = 0
         parts = (part for batch in self.batches for part in batch.parts)
         for item, group in groupby(parts, attrgetter("item")):
-            own = [*group]
-            start, stop = own[0].start, own[-1].stop
-            room = self.memory[filled : filled + stop - start]
-            yield _PlacedPart(self.plan.items[item].fqn, self._source(own[0]), start, stop, room)
-            filled += room.nbytes
+            blocks = [*group]
+            start, stop = blocks[0].start, blocks[-1].stop
+            target = self.memory[filled : filled + stop - start]
+            fqn, source = self.plan.items[item].fqn, self._source(blocks[0])
+            yield _PlacedPart(fqn, source, start, stop, target)
+            filled += target.nbytes
 
     def _source(self, part: BatchPart) -> CellSource:
         source = self.source_of(part.item)
@@ -175,19 +173,21 @@ class _CopyUnit:
             )
         return source
 
-    def _copy(self, batch: Batch, room: memoryview, beside: SideStreamCopies | None) -> None:
-        to, filled = address_of(room), 0
+    def _copy(
+        self, batch: Batch, target: memoryview, device_copies: SideStreamCopies | None
+    ) -> None:
+        target_address, filled = address_of(target), 0
         for part in batch.parts:
             source, start, stop = self._source(part), part.start, part.stop
             size = stop - start
-            if beside is not None and beside.takes(source):
+            if device_copies is not None and device_copies.takes(source):
                 pass
             elif len(batch.parts) > 1 and (address := source.address()) is not None:
-                move(to + filled, address + start, size)
+                move(target_address + filled, address + start, size)
             else:
-                data = source.read(start, stop, room[filled : filled + size])
-                if data.obj is not room.obj:
-                    copy(room[filled : filled + size], data)
+                data = source.read(start, stop, target[filled : filled + size])
+                if data.obj is not target.obj:
+                    copy(target[filled : filled + size], data)
             filled += size
 
 
@@ -198,34 +198,34 @@ def _units(
     for plan, source_of, image, span in zip(
         files.plans, files.sources, images, spans, strict=False
     ):
-        for batches in _runs(plan.batches, nbytes):
+        for batches in _group(plan.batches, nbytes):
             last = batches[-1]
             start = plan.header.nbytes + batches[0].start
             stop = plan.header.nbytes + last.start + _nbytes(last)
             yield _CopyUnit(plan, source_of, batches, image[start:stop], span.start + stop)
 
 
-def _runs(batches: Sequence[Batch], most: int) -> Iterator[tuple[Batch, ...]]:
-    """Cut the batches of a file into runs that reach `most` bytes; an empty file has none."""
-    run: list[Batch] = []
+def _group(batches: Sequence[Batch], min_nbytes: int) -> Iterator[tuple[Batch, ...]]:
+    """Cut the batches of a file into groups of at least `min_nbytes`. An empty file has none."""
+    group: list[Batch] = []
     nbytes = 0
     for batch in batches:
         if not batch.parts:
             continue
-        run.append(batch)
+        group.append(batch)
         nbytes += _nbytes(batch)
-        if nbytes >= most:
-            yield tuple(run)
-            run, nbytes = [], 0
-    if run:
-        yield tuple(run)
+        if nbytes >= min_nbytes:
+            yield tuple(group)
+            group, nbytes = [], 0
+    if group:
+        yield tuple(group)
 
 
 def _nbytes(batch: Batch) -> int:
     return sum(part.stop - part.start for part in batch.parts)
 
 
-# As long as the real one, which is not known before all ranks have agreed.
+# As long as the real id, which is known when all ranks have agreed.
 _NO_ID = "0" * 32
 
 
@@ -237,10 +237,10 @@ def save_in_background(
     options: SaveOptions,
     saver: SaverInfo,
 ) -> SaveHandle:
-    """Return a handle of a save that is staged, or skipped. Collective.
+    """Stage a save, or skip it. Return its handle. Collective.
 
-    What lies on a CUDA device is still copied. `job_of` returns what this rank has of the job,
-    which the first save has to begin.
+    On return, CUDA devices may still copy. `job_of` returns this rank's job. The first save begins
+    the job.
     """
     phases = Phases("background save", str(path), quiet=ranks.channel.rank != COORDINATOR)
 
@@ -260,7 +260,7 @@ def save_in_background(
             name, room = _agree(_BegunSave(ranks, job, start, options), state, path)
         is_agreed = True
     finally:
-        # A save that waits to be written is superseded only by one that is agreed.
+        # A queued save is superseded only if all ranks have agreed on this one.
         if start.queued:
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
@@ -271,7 +271,7 @@ def save_in_background(
 
 @dataclass(frozen=True, slots=True)
 class _BegunSave:
-    """A save that has begun: whose it is, and how."""
+    """A save that has begun."""
 
     ranks: Session
     job: Job
@@ -280,17 +280,14 @@ class _BegunSave:
 
     @property
     def busy(self) -> set[int]:
-        """The arenas that are written from, but for that of a save which will be superseded."""
+        """The arenas of unsettled saves, except a save that will be superseded."""
         unsettled = self.job.writer.unsettled
         return {order.arena for order in unsettled if order.snapshot != self.start.queued}
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """What this rank holds, what of it is to be staged, and an arena that has room for that.
-
-    The snapshot lacks the save's name.
-    """
+    """The local state, the files to stage, and an arena for them. The snapshot has no id yet."""
 
     local_state: LocalSaveState
     files: RankFiles
@@ -301,7 +298,7 @@ class _Room:
 
 @dataclass(slots=True)
 class _BackgroundPreparation:
-    """A rank's part of a save, before the ranks agree on it; `room` once there is a plan."""
+    """A rank's part of a save before the ranks agree on it. `room` is set with the plan."""
 
     call: _BegunSave
     request: SaveRequest
@@ -324,11 +321,11 @@ class _BackgroundPreparation:
         self.room = _make_room(self, plan)
 
 
-def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tuple[str, _Room]:
-    """Agree on the save and its name, and make room. All ranks raise the error of any rank."""
+def _agree(call: _BegunSave, state: State, path: str | os.PathLike[str]) -> tuple[str, _Room]:
+    """Agree on the save and its id, and find an arena. All ranks raise the error of any rank."""
     prepared, name, _ = agree(
         call.ranks,
-        partial(_prepare, call, state, where),
+        partial(_prepare, call, state, path),
         lambda _: secrets.token_hex(16),
         SaveAgreement[str],
     )
@@ -337,18 +334,18 @@ def _agree(call: _BegunSave, state: State, where: str | os.PathLike[str]) -> tup
 
 
 def _prepare(
-    call: _BegunSave, state: State, where: str | os.PathLike[str]
+    call: _BegunSave, state: State, path: str | os.PathLike[str]
 ) -> _BackgroundPreparation:
     options = call.options
     options.check()
     check_no_capture()
     attached = read_attached(options.attach)
-    request = options.request(open_storage(where)[1], attached)
+    request = options.request(open_storage(path)[1], attached)
     return _BackgroundPreparation(call, request, options.local_state(call.ranks, state), attached)
 
 
 def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
-    """Find an arena that nobody writes from, and make it as large as it needs to be."""
+    """Wait for an arena that is not busy, and make it large enough."""
     call, request, local_state = prepared.call, prepared.request, prepared.local_state
     job, options, channel = call.job, call.options, call.ranks.channel
     files = local_state.files(planned.plan, options.step, options.all_metadata(), prepared.attached)
@@ -371,7 +368,7 @@ def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
         images=images_of(files),
         details=typed_msgpack.encode(details),
     )
-    # Both are busy still if no save could be superseded on all ranks.
+    # Both arenas are still busy if the ranks could not all supersede a save.
     job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)
     number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
     job.pinned.release(number, nbytes)
@@ -379,52 +376,52 @@ def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
 
 
 def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
-    """Copy, while the writer follows. If that fails here, the save fails on all ranks."""
+    """Copy, while the writer follows. An error here makes the save fail on all ranks."""
     arena, local_state = room.arena, room.local_state
     order = WriteJob(name, room.number)
-    write = Write(name, room.snapshot.path, arena.place, room.number, *start.store)
+    write = Write(name, room.snapshot.path, arena.path, room.number, *start.store)
     try:
         images = arena.begin(structs.replace(room.snapshot, id=name))
         job.writer.order(order, write)
         if devices := local_state.cuda_devices:
-            _copy_beside(job, room, order, images, devices)
+            _copy_overlapped(job, room, order, images, devices)
         else:
             local_state.local.synchronize()
             _copy(job, order, lambda: stage(arena, images, room.files))
     except BaseException as error:
-        if order not in job.writer.orders:  # the other writers wait for this one
+        if order not in job.writer.orders:  # other writers wait for it
             job.writer.order(order, write)
-        order.is_told = True
+        order.is_reported = True
         _abort(job, order, error)
         raise
     return order
 
 
-def _copy_beside(
+def _copy_overlapped(
     job: Job,
     room: _Room,
     order: WriteJob,
     images: Sequence[memoryview],
     devices: Sequence[torch.device],
 ) -> None:
-    """Have CUDA devices copy what they have, and copy the rest. A thread sees the end of it."""
+    """Start the copies of CUDA devices, and copy the rest. A thread waits for the devices."""
     job.pinned.pin(room.number, room.arena.memory, devices[0])
-    with job.streams.beside(devices) as beside:
+    with job.streams.beside(devices) as device_copies:
         late = room.local_state.local.changed_in_steps()
-        follow = stage_beside(room.arena, images, room.files, beside, late)
+        follow = stage_overlapped(room.arena, images, room.files, device_copies, late)
 
         def copy() -> None:
             try:
                 _copy(job, order, follow)
-            except Exception as error:  # noqa: BLE001 - a thread's outer edge: the writers tell it
+            except Exception as error:  # noqa: BLE001 - a thread's outer edge: writers report it
                 _abort(job, order, error)
 
-        job.fence.run(beside.mark(), copy)
+        job.fence.run(device_copies.mark(), copy)
 
 
-def _copy(job: Job, order: WriteJob, stage_it: Callable[[], None]) -> None:
+def _copy(job: Job, order: WriteJob, stage_files: Callable[[], None]) -> None:
     try:
-        stage_it()
+        stage_files()
         job.arenas.newest = order.arena
     finally:
         order.staged.set()

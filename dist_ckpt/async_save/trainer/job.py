@@ -8,10 +8,10 @@ import warnings
 from contextlib import suppress
 from weakref import finalize
 
-from dist_ckpt.async_save.snapshots.arena import ArenaPool, only_copy_in
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, find_only_copy
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.orphan_writers import end_orphan_writers
-from dist_ckpt.async_save.trainer.writer_handle import WriterHandle, first_error
+from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.runtime.lock_files import LockFile
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas, SideStreams
@@ -48,8 +48,8 @@ class Job:
         self._world_size = hello.world_size
         self._has_reclaimed = False
         self._resources = self._lock, self.arenas, self.pinned, self.fence, self.writer
-        self._dropped = finalize(self, _let_go, *self._resources, hello.job)
-        # At exit the process releases all of it.
+        self._dropped = finalize(self, _leave_unclosed, *self._resources, hello.job)
+        # The exit of the process releases the resources.
         self._dropped.atexit = False
 
     def reclaim(self, *, all_are_here: bool) -> None:
@@ -77,11 +77,7 @@ class Job:
             raise TimeoutError(
                 f"saves are not settled within {timeout_s:g} s ({paths}): they continue, wait again"
             )
-        failed = writer.failed
-        for order in failed:
-            order.is_told = True
-        if errors := [order.failure for order in failed if order.failure]:
-            raise first_error(errors)
+        writer.raise_failed()
 
     def detach(self) -> None:
         """Let the writer finish staged saves and end. Another process may become the trainer."""
@@ -105,29 +101,25 @@ class Job:
             self.pinned.close()
             self.arenas.close()
             self._lock.release()
-        failed = writer.failed
-        for order in failed:
-            order.is_told = True
         try:
             if not keep:
-                self._give_back()
+                self._free_memory()
         finally:
-            if errors := [order.failure for order in failed if order.failure]:
-                raise first_error(errors)
+            writer.raise_failed()
 
-    def _give_back(self) -> None:
+    def _free_memory(self) -> None:
         if self.writer.is_last_committed is not None:  # something was saved
             if self.writer.is_last_committed or self._rank_folder.is_empty:
                 _remove(self._rank_folder)
         else:
-            gone = [folder for folder in self._ownerless() if folder.rank >= self._world_size]
-            for folder in (self._rank_folder, *gone):
-                if not (name := only_copy_in(folder)):
+            removed = [folder for folder in self._ownerless() if folder.rank >= self._world_size]
+            for folder in (self._rank_folder, *removed):
+                if not (name := find_only_copy(folder)):
                     _remove(folder)
                 else:
                     _log.warning(
-                        "%s: kept in memory, as it may be nowhere else: %s. A later run of the job "
-                        "may restore and save it; else remove that folder",
+                        "%s: a snapshot stays in memory, as it may be the only copy: %s. A later "
+                        "run of the job may restore and save it; else remove that folder",
                         *(folder.path, name),
                     )
         self.folder.discard()
@@ -146,7 +138,7 @@ def _leave(
         lock.release()
 
 
-def _let_go(
+def _leave_unclosed(
     lock: LockFile,
     arenas: ArenaPool,
     pinned: PinnedArenas,
@@ -154,7 +146,7 @@ def _let_go(
     writer: WriterHandle,
     job: str,
 ) -> None:
-    """Leave a job that was not closed; log the state of its saves."""
+    """Leave a job that was not closed. Log the state of its saves."""
     if not lock.is_locked:  # a forked child has no part in it
         return
     # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
@@ -162,8 +154,8 @@ def _let_go(
     _leave(lock, arenas, pinned, fence, writer)
     if unsettled := writer.unsettled:
         _log.warning(
-            "an AsyncSaver of job %s is gone without close(): its background writer goes on "
-            "with the saves that were not settled (%d), and only its log says how they end",
+            "an AsyncSaver of job %s was dropped without close(): its background writer continues "
+            "with %d unsettled saves, and only its log has their outcome",
             *(job, len(unsettled)),
         )
     for order in writer.failed:
@@ -195,4 +187,4 @@ def _remove(folder: RankFolder) -> None:
     """Remove a rank's folder, unless another process was faster or uses it now."""
     with suppress(CheckpointError, OSError):
         folder.remove()
-        _log.info("%s: what was left there is removed", folder.path)
+        _log.info("%s: removed", folder.path)

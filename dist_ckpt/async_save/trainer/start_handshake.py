@@ -129,7 +129,7 @@ def _await_readiness(
     writer: WriterHandle, ranks: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
 ) -> None:
     # A save that failed on another rank will fail here too: wait for that.
-    reported = [order for order in writer.unsettled if order.is_told]
+    reported = [order for order in writer.unsettled if order.is_reported]
     settled_s = 2 * ranks.config.heartbeat_timeout_s + ranks.config.join_timeout_s
     writer.wait_for(lambda: all(order.is_settled for order in reported), settled_s)
     writer.look()
@@ -193,7 +193,7 @@ def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
     # Committed saves whose writer here died before it reported them.
     mistaken = [order for order in writer.failed if order.snapshot in start.committed]
     for order in mistaken:
-        order.is_told = True
+        order.is_reported = True
         _log.warning("a background save is committed according to other ranks: %s", order.failure)
     if start.failed:
         _raise(start.failed, writer)
@@ -210,8 +210,8 @@ def _raise(failed: Mapping[str, Failure], writer: WriterHandle) -> None:
     """Raise the failures. They count as reported on this rank, even if it has not seen them."""
     for order in writer.orders:
         if order.snapshot in failed:
-            order.is_told = True
-    writer.forget_told()
+            order.is_reported = True
+    writer.forget_reported()
     error = first_error([error_of(failure) for failure in failed.values()])
     error.add_note("The failure is of an earlier save. This save was not begun: save again.")
     raise error

@@ -39,31 +39,44 @@ from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError
 
-# The program of a writer, by which it is told from any other process as well.
+_log = logging.getLogger("dist_ckpt")
+
+# The program of a writer. It also identifies the process as a writer.
 PROGRAM = "dist_ckpt.async_save.writer"
 # A job that was upgraded while it ran may have left a writer of the old name.
 PROGRAMS = (PROGRAM, "dist_ckpt.writer")
 
-# To start takes a quarter of a second; on a host where all ranks start at once, some more.
+# A start takes a quarter of a second, and longer if all ranks of a host start at once.
 START_S = 60.0
 _END_S = 5.0
+
+# The deadline of answers that a writer sends at once. Later it counts as dead.
+ANSWER_S = 60.0
+
+# The time of a wait after which a ping checks that the writer is not frozen.
+PING_S = 30.0
+
+# The longest time that one thread keeps others from receiving messages.
+_SLICE_S = 0.05
+
+T = TypeVar("T")
 
 
 def start(
     folder: RankFolder, hello: Hello, *, timeout_s: float = START_S
 ) -> tuple[Link, Popen[bytes]]:
-    """Start the writer of a rank, which logs into its folder; return it once it is ready.
+    """Start the writer of a rank, and return it when it is ready. It logs into its folder.
 
-    Raises what the writer cannot begin with: ConflictError if the rank has a living one already,
-    ValueError for settings that make no sense. RankError if it does not start.
+    Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
+    invalid settings. RankError if it does not start.
     """
     check_file(folder.log_path)
-    ours, theirs = socket.socketpair()
-    link = Link(ours)
+    trainer_end, writer_end = socket.socketpair()
+    link = Link(trainer_end)
     process: Popen[bytes] | None = None
     try:
-        with theirs:
-            process = _started(folder.log_path, theirs.fileno())
+        with writer_end:
+            process = _start_process(folder.log_path, writer_end.fileno())
         link.send(hello)
         answer = link.receive(timeout_s)
         if isinstance(answer, Ready):
@@ -91,12 +104,12 @@ def start(
     )
 
 
-def _started(log_path: str, fd: int) -> Popen[bytes]:
+def _start_process(log_path: str, fd: int) -> Popen[bytes]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     log = os.open(log_path, flags, 0o600)
     try:
         return Popen(  # noqa: S603 - our own module
-            # -P: a module of the user's that lies in this folder is not taken for one of Python's.
+            # -P: a module of the user in the current folder must not shadow one of Python.
             [sys.executable, "-P", "-m", PROGRAM, str(fd)],
             stdin=DEVNULL,
             stdout=DEVNULL,
@@ -110,12 +123,12 @@ def _started(log_path: str, fd: int) -> Popen[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment in which Python finds this dist_ckpt, also if it is not installed."""
+    """Return an environment where Python finds this dist_ckpt, even if it is not installed."""
     environment = dict(os.environ)
     root = os.path.abspath(f"{__file__}/../../../..")
     if os.path.basename(root) not in ("site-packages", "dist-packages"):
-        others = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{others}" if others else root
+        paths = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{root}{os.pathsep}{paths}" if paths else root
     return environment
 
 
@@ -129,46 +142,34 @@ def _end(link: Link, process: Popen[bytes] | None) -> None:
             process.wait(_END_S)
 
 
-_log = logging.getLogger("dist_ckpt")
-
-# What a writer answers at once, it answers within this, or it is taken for dead.
-ANSWER_S = 60.0
-
-# How long to wait for a writer before asking whether it is frozen.
-PING_S = 30.0
-
-# So long one thread keeps others from looking for messages.
-_SLICE_S = 0.05
-
-T = TypeVar("T")
-
-
 @dataclass(slots=True)
 class WriteJob:
-    """A save that the writer was told to write: `done`, or `lost` and why, or neither yet."""
+    """A save that was sent to the writer. It is settled if it is `done`, `lost` or dropped.
+
+    `is_reported`: its failure was raised somewhere.
+    """
 
     snapshot: str
     arena: int
     staged: threading.Event = field(default_factory=threading.Event)
     done: Done | None = None
     lost: Failure | None = None
-    # Whether its failure has been raised somewhere.
-    is_told: bool = False
+    is_reported: bool = False
     is_dropped: bool = False
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more will come of it."""
+        """True if its outcome is final."""
         return self.done is not None or self.lost is not None or self.is_dropped
 
     @property
     def is_committed(self) -> bool:
-        """Whether it has become a checkpoint, as far as this rank knows."""
+        """True if this rank's writer reported a commit."""
         return self.done is not None and self.done.report is not None
 
     @property
     def failure(self) -> Exception | None:
-        """Return what it failed of, anew each time."""
+        """Its error, a new object each time."""
         if self.lost is not None:
             return error_of(self.lost)
         if self.done is None or self.done.failure is None:
@@ -177,7 +178,7 @@ class WriteJob:
 
 
 class WriterHandle:
-    """One rank's writer; a new process takes the place of one that has died. Threads share it."""
+    """One rank's writer. A new process replaces one that has died. Threads may share it."""
 
     def __init__(self, folder: RankFolder, hello: Hello) -> None:
         self._folder = folder
@@ -189,18 +190,17 @@ class WriterHandle:
         self._answer: WriterMessage | None = None
         self.num_restarts = 0
         self.num_dropped = 0
-        # Whether a save has been committed, and whether the one that was settled last was; None: no
-        # save was settled.
         self.has_committed = False
+        # None until a save is settled.
         self.is_last_committed: bool | None = None
-        # When the newest save of this job that is known here was begun, by a coordinator's clock.
+        # The start of the newest save of this job, by its coordinator's clock.
         self.newest_at = 0.0
-        # The store in which it meets the other writers; None until it was told one.
+        # The store where it meets the other writers.
         self.joined: tuple[str, int, bytes] | None = None
-        run_after_fork(self._forget)
+        run_after_fork(self._detach_in_child)
 
     def ensure(self) -> None:
-        """See that there is a living writer: start one, or another. Raises what `start` raises."""
+        """Start a writer if none lives. Raises the errors of `start`."""
         with self._lock:
             self.look()
             if self._link is not None:
@@ -214,8 +214,8 @@ class WriterHandle:
             self._link, self._process = start(self._folder, self._hello)
 
     def look(self, timeout_s: float = 0.0) -> None:
-        """Take in what the writer has said, and wait that long for something new."""
-        # Without the lock: who has it again and again lets no other thread in, and one may save.
+        """Receive messages of the writer. Wait up to `timeout_s` for the first."""
+        # Wait without the lock: a thread that takes it again and again would starve the others.
         if timeout_s > 0 and (link := self._link) is not None:
             link.wait(timeout_s)
         with self._lock:
@@ -223,25 +223,25 @@ class WriterHandle:
                 return
             try:
                 while (message := self._link.receive(0.0)) is not None:
-                    self._take(message)
+                    self._process_message(message)
             except LinkClosedError:
                 self._lose()
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Take in what the writer says until a condition holds; False if time runs out."""
+        """Receive messages of the writer until a condition is true. False after `timeout_s`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         ping_at = time.monotonic() + PING_S
         while not condition():
-            left = _SLICE_S if until is None else until - time.monotonic()
-            if left <= 0:
+            remaining_s = _SLICE_S if until is None else until - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            if self._link is None:  # nothing more will come
+            if self._link is None:  # no message can follow
                 return condition()
-            self.look(min(left, _SLICE_S))
+            self.look(min(remaining_s, _SLICE_S))
             if time.monotonic() > ping_at:
-                # One that is frozen would be waited for without end: now it is lost instead.
+                # A frozen writer is lost now. Otherwise this would wait without end.
                 with suppress(RankError):
-                    self._asked(Ping(), Pong)
+                    self._request(Ping(), Pong)
                 ping_at = time.monotonic() + PING_S
         return True
 
@@ -249,7 +249,7 @@ class WriterHandle:
 
     @property
     def orders(self) -> list[WriteJob]:
-        """The saves that something may still be said of, the oldest first."""
+        """The saves that are unsettled or not reported, the oldest first."""
         with self._lock:
             return [*self._orders.values()]
 
@@ -260,65 +260,72 @@ class WriterHandle:
 
     @property
     def failed(self) -> list[WriteJob]:
-        """The saves whose failure nobody was told of."""
-        return [order for order in self.orders if not order.is_told and order.failure]
+        """The saves whose failure was not reported."""
+        return [order for order in self.orders if not order.is_reported and order.failure]
 
-    def forget_told(self) -> None:
-        """Forget the saves of which there is nothing more to tell."""
+    def raise_failed(self) -> None:
+        """Raise the errors that were not reported: the first, with notes about the others."""
+        errors = []
+        for order in self.failed:
+            order.is_reported = True
+            if error := order.failure:
+                errors.append(error)
+        if errors:
+            raise first_error(errors)
+
+    def forget_reported(self) -> None:
+        """Remove the saves that are settled and have no failure left to report."""
         with self._lock:
             for order in self.orders:
-                if order.is_settled and (order.is_told or not order.failure):
+                if order.is_settled and (order.is_reported or not order.failure):
                     del self._orders[order.snapshot]
 
     def order(self, order: WriteJob, write: Write) -> None:
-        """Have a snapshot written; if the writer is gone, the save is lost, which is no error here.
+        """Send a snapshot to the writer. If the writer is dead, the save is lost, without an error.
 
-        So it is with the writer if this is interrupted. What was settled, and told, is forgotten.
+        An interrupt of this call kills the writer.
         """
         with self._lock:
-            self.forget_told()
+            self.forget_reported()
             self._orders[order.snapshot] = order
             self.joined = write.host, write.port, write.token
             try:
                 self._send(write)
             except BaseException:
-                # An interrupt: nobody knows whether the writer has heard of it, nor would it say.
+                # An interrupt: it is unknown if the writer has received the message.
                 self.kill()
                 raise
-            if self._link is None:  # since before: nobody else would say so
+            if self._link is None:  # it was lost before this order
                 self._lose_orders()
 
     def abort(self, order: WriteJob, reason: str) -> None:
-        """Have a save fail that could not be staged."""
+        """Make a save fail that could not be staged."""
         self._send(Abort(order.snapshot, reason))
 
     def serve(self, towards: str) -> tuple[str, int, bytes]:
-        """Have the writer serve a new store; return where it is, and its token."""
+        """Make the writer serve a new store. Return its host, port and token."""
         token = secrets.token_bytes(32)
-        answer = self._asked(Serve(token, towards), Serving)
+        answer = self._request(Serve(token, towards), Serving)
         return answer.host, answer.port, token
 
     def pause(self, snapshot: str) -> bool:
-        """Keep a save from beginning; say whether it had not begun."""
-        return self._asked(Pause(snapshot), Paused).is_paused
+        """Pause a save. Return False if it has begun."""
+        return self._request(Pause(snapshot), Paused).is_paused
 
     def go(self, snapshot: str, *, drop: bool) -> None:
-        """Let a save that is paused begin, or drop it."""
+        """Continue a paused save, or drop it."""
         order = self._orders.get(snapshot)
-        if drop and order is not None and not order.is_settled:  # else its writer has died over it
+        if drop and order is not None and not order.is_settled:  # settled: its writer died
             order.is_dropped = True
             self.num_dropped += 1
         self._send(Go(snapshot, drop))
 
     def detach(self) -> None:
-        """Let the writer end by itself when everything is settled; who has handles is told still.
-
-        Waits for nothing.
-        """
+        """Let the writer end when all saves are settled. Handles still get results. No wait."""
         self._send(Close())
 
     def close(self, timeout_s: float) -> None:
-        """End the writer when everything is settled; kill it if that takes too long."""
+        """End the writer when all saves are settled. Kill it after `timeout_s`."""
         with self._lock:
             self._send(Close())
             if self._process is not None:
@@ -333,18 +340,18 @@ class WriterHandle:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _asked(self, question: WriterMessage, kind: type[T]) -> T:
-        """Return the answer, which comes at once; a writer that gives none is ended."""
+    def _request(self, request: WriterMessage, answer_type: type[T]) -> T:
+        """Return the writer's answer. RankError if it sends none: it is killed then."""
         with self._lock:
             self._answer = None
-            self._send(question)
+            self._send(request)
             until = time.monotonic() + ANSWER_S
             while self._answer is None and self._link is not None and time.monotonic() < until:
                 self.look(_SLICE_S)
             answer = self._answer
             if isinstance(answer, Refused):
                 raise error_of(answer.failure)
-            if not isinstance(answer, kind):
+            if not isinstance(answer, answer_type):
                 self.kill()
                 raise RankError(
                     f"the background writer of rank {self._hello.rank} gives no answer: it is "
@@ -354,7 +361,7 @@ class WriterHandle:
             return answer
 
     def kill(self) -> None:
-        """End the writer at once; what it had not settled has failed."""
+        """Kill the writer. Its unsettled saves have failed."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -366,21 +373,20 @@ class WriterHandle:
                 try:
                     self._link.send(message)
                 except LinkClosedError:
-                    self.look()  # what it said last
+                    self.look()  # its last messages
 
-    def _take(self, message: WriterMessage) -> None:
-        if isinstance(message, Done):
-            if (order := self._orders.get(message.snapshot)) is not None:
-                order.done = message
-                self.is_last_committed = message.report is not None
-                if message.failure is not None:
-                    self.joined = None  # after it the writers may not be in step
-                self.has_committed = self.has_committed or self.is_last_committed
-        else:
+    def _process_message(self, message: WriterMessage) -> None:
+        if not isinstance(message, Done):
             self._answer = message
+        elif (order := self._orders.get(message.snapshot)) is not None:
+            order.done = message
+            self.is_last_committed = message.report is not None
+            if message.failure is not None:
+                self.joined = None  # the writers may be out of step after a failure
+            self.has_committed = self.has_committed or self.is_last_committed
 
     def _lose(self) -> None:
-        """Take note that the writer is gone: what it had not settled is lost."""
+        """Close the link to a dead writer. Its unsettled saves are lost."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -406,20 +412,20 @@ class WriterHandle:
             return "it hangs"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
-    def _forget(self) -> None:
-        """In a forked child: let go of the link, which would keep the writer waiting."""
+    def _detach_in_child(self) -> None:
+        """Close the link in a forked child. Otherwise the writer would wait for the child too."""
         self._lock = threading.RLock()  # another thread may have held it
         if self._link is not None:
             self._link.close()
             self._link = None
-        message = "the save is its parent's business, and this is a forked process: ask there"
+        message = "this process was forked from the one that made the save: ask there"
         for order in self.unsettled:
             order.lost = Failure("ValueError", message, None, None)
 
 
 def first_error(errors: Sequence[Exception]) -> Exception:
-    """Return the first error of some saves, which tells of the others: nobody else does."""
-    first, *others = errors
-    for other in others:
-        first.add_note(f"Another background save has failed as well: {other}")
+    """Return the first error, with a note for each of the others."""
+    first, *later = errors
+    for error in later:
+        first.add_note(f"Another background save has failed as well: {error}")
     return first

@@ -1,7 +1,7 @@
-"""What a trainer and its background writer say to each other, over a socket of their own.
+"""The messages between a trainer and its background writer, over a socket pair.
 
 A message is its length and a msgpack array: the name of its class, and its fields. The end of the
-stream means that the other process is gone, however it ended.
+stream means that the other process has ended.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport
 
-# A writer that is told to stop abandons its save, and seals what is staged, which it digests for
-# that at a low priority. One that has not ended by then ends itself.
+# After SIGTERM a writer abandons its save, and seals staged snapshots: it digests them at a low
+# priority. After this time it ends in any case.
 WRITER_END_S = 60.0
-
 
 _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 16
 
-# Who does not take messages for so long, with the system's buffers full, is as good as gone.
+# A process that receives nothing for this time, while the buffers are full, counts as dead.
 SEND_S = 60
 
 
@@ -43,10 +42,7 @@ class _Kind(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, ta
 
 
 class Hello(_Kind, frozen=True):
-    """The first message: whose writer this is.
-
-    Answered by `Ready` or `Refused`.
-    """
+    """The first message: the rank of this writer. Answered by `Ready` or `Refused`."""
 
     job: str
     rank: int
@@ -55,16 +51,16 @@ class Hello(_Kind, frozen=True):
     max_bytes_per_s: float | None
 
     def check(self) -> None:
-        """Raise ValueError if this is no rank. Not when it is decoded: the trainer is told why."""
+        """Raise ValueError for an invalid rank. Not in the decoder: the trainer gets the reason."""
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
 
 
 class Serve(_Kind, frozen=True):
-    """Serve a store to the writers; answered by `Serving` or `Refused`.
+    """Serve a store to the writers. Answered by `Serving` or `Refused`.
 
-    `towards` is a host from which it must be reached, "" if all ranks are on this one. The one
-    before is served for as long as a save needs it that was to be written already.
+    `towards` is a host that must reach it, or "" if all ranks are on this host. The store before it
+    is served until no earlier `Write` needs it.
     """
 
     token: bytes
@@ -72,15 +68,15 @@ class Serve(_Kind, frozen=True):
 
 
 class Write(_Kind, frozen=True):
-    """Write the snapshot that is staged in an arena, and commit it with the other writers.
+    """Write the snapshot in an arena, and commit it with the other writers. Answered by `Done`.
 
-    `path` is the snapshot's; `number` is the arena's, of those that the rank has. The writers meet
-    in the store at `host` and `port`; one that is alone meets nobody. Answered by `Done`.
+    `path` is the path of the checkpoint, and `number` that of the arena in its rank. The writers
+    meet in the store at `host` and `port`, if there are several.
     """
 
     snapshot: str
     path: str
-    place: str
+    arena_path: str
     number: int
     host: str
     port: int
@@ -88,31 +84,31 @@ class Write(_Kind, frozen=True):
 
 
 class Abort(_Kind, frozen=True):
-    """Fail a save that was to be written, if it is not complete: the trainer could not stage it."""
+    """Fail a save that the trainer could not stage, unless it is complete."""
 
     snapshot: str
     reason: str
 
 
 class Pause(_Kind, frozen=True):
-    """Do not begin a save, if it has not begun; answered by `Paused`."""
+    """Pause a save that has not begun. Answered by `Paused`."""
 
     snapshot: str
 
 
 class Go(_Kind, frozen=True):
-    """Go on with a save that is paused, or drop it: it is not even begun, and nobody answers."""
+    """Continue a paused save, or drop it. No answer."""
 
     snapshot: str
     drop: bool
 
 
 class Ping(_Kind, frozen=True):
-    """Answer with `Pong`, whatever is under way."""
+    """Answer with `Pong`, even during a save."""
 
 
 class Close(_Kind, frozen=True):
-    """End when everything that was to be written is settled."""
+    """End when all saves are settled."""
 
 
 # --- from the writer ---------------------------------------------------------------------------
@@ -129,30 +125,27 @@ class Ready(_Kind, frozen=True):
 
 
 class Refused(_Kind, frozen=True):
-    """What was asked for cannot be had."""
+    """The request has failed."""
 
     failure: Failure
 
 
 class Serving(_Kind, frozen=True):
-    """Where the store is that the writer serves."""
+    """The address of the store that the writer serves."""
 
     host: str
     port: int
 
 
 class Paused(_Kind, frozen=True):
-    """Whether a save is paused; else it had begun, or is settled."""
+    """A save is paused. If not `is_paused`, it has begun or is settled."""
 
     snapshot: str
     is_paused: bool
 
 
 class Done(_Kind, frozen=True):
-    """A save is settled.
-
-    It has a `report` of the writer's part, or a `failure`.
-    """
+    """A save is settled, with a `report` of the writer's part or a `failure`."""
 
     snapshot: str
     report: SaveReport | None
@@ -179,11 +172,11 @@ _DECODER: msgpack.Decoder[WriterMessage] = msgpack.Decoder(WriterMessage)
 
 
 class LinkClosedError(CheckpointError):
-    """The process at the other end is gone."""
+    """The process at the other end has ended."""
 
 
 class ProtocolError(LinkClosedError):
-    """The process at the other end says what none of ours does."""
+    """The process at the other end sent an invalid message."""
 
 
 class Link:
@@ -191,33 +184,33 @@ class Link:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        # Whoever sends may be interrupted by the end of an AsyncSaver, which sends as well.
+        # Reentrant: the end of an AsyncSaver may interrupt a send, and sends too.
         self._lock = threading.RLock()
         self._data = bytearray()
-        # Not a timeout of Python's: that would make the socket one that does not block.
+        # Not `settimeout`: that would make the socket non-blocking.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         weakref.finalize(self, end.close).atexit = False
-        # Else a data loader would keep a dead trainer looking alive.
+        # Otherwise a data loader would keep the link of a dead trainer open.
         run_after_fork(self.close)
 
     def send(self, message: WriterMessage) -> None:
-        """Send a message. LinkClosedError if nobody is there to read it."""
+        """Send a message. LinkClosedError if the other process has ended."""
         body = msgpack.encode(message)
         assert len(body) <= MAX_MESSAGE_NBYTES, f"a message of {len(body)} bytes"
         with self._lock:
             try:
                 self._end.sendall(_LENGTH.pack(len(body)) + body)
             except OSError as error:
-                # Half a message may be on its way: nothing sensible can follow.
+                # Half a message may have been sent, so no other can follow.
                 with suppress(OSError):
                     self._end.shutdown(socket.SHUT_RDWR)
                 raise LinkClosedError(f"the other process is gone: {error.strerror}") from error
 
     def receive(self, timeout_s: float | None) -> WriterMessage | None:
-        """Return the next message, None if there is none in time. LinkClosedError at the end."""
+        """Return the next message, or None after `timeout_s`. LinkClosedError at the end."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while (message := self._taken()) is None:
-            # Not a timeout of the socket: that would hold for who sends meanwhile as well.
+        while (message := self._decode_next()) is None:
+            # Not a timeout of the socket: that would also apply to sends of other threads.
             if not self.wait(None if until is None else max(0.0, until - time.monotonic())):
                 return None
             try:
@@ -230,24 +223,24 @@ class Link:
         return message
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Say when there is something to receive; False if the time is up. Any thread may wait."""
-        poll = select.poll()  # one for each wait: two threads cannot use one at once
+        """Wait until there is something to receive. False after `timeout_s`. Thread-safe."""
+        poll = select.poll()  # a new one: two threads cannot share it
         try:
             poll.register(self._end, select.POLLIN)
             return bool(poll.poll(None if timeout_s is None else 1e3 * timeout_s))
-        except (OSError, ValueError):  # it was closed meanwhile: `receive` says so
+        except (OSError, ValueError):  # closed meanwhile: `receive` raises that
             return True
 
     def close(self) -> None:
-        """Close this end; the other one sees the end of the stream."""
+        """Close this end. The other process sees the end of the stream."""
         self._end.close()
 
-    def _taken(self) -> WriterMessage | None:
+    def _decode_next(self) -> WriterMessage | None:
         if len(self._data) < _LENGTH.size:
             return None
         (nbytes,) = _LENGTH.unpack_from(self._data)
         if nbytes > MAX_MESSAGE_NBYTES:
-            raise ProtocolError(f"the other process talks nonsense: a message of {nbytes} bytes")
+            raise ProtocolError(f"the other process sent a message of {nbytes} bytes: invalid")
         stop = _LENGTH.size + nbytes
         if len(self._data) < stop:
             return None
@@ -256,4 +249,4 @@ class Link:
         try:
             return _DECODER.decode(body)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the other process talks nonsense: {error}") from error
+            raise ProtocolError(f"the other process sent an invalid message: {error}") from error

@@ -1,8 +1,8 @@
-"""The process that writes a rank's snapshots in the background: `python -m` runs it.
+"""The writer process of a rank: it writes snapshots in the background. `python -m` runs it.
 
-Its argument is a descriptor, the link to its trainer. It runs in a session of its own, and outlives
-its trainer until what that has staged is settled. It cannot outlive its container, or the step or
-control group that it runs in.
+Its argument is a file descriptor, the link to its trainer. It runs in a new session, and outlives
+its trainer until all staged saves are settled. It cannot outlive its container, Slurm step or
+cgroup.
 """
 
 from __future__ import annotations
@@ -59,31 +59,30 @@ from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
 
-_BY_HAND = (
+_USAGE = (
     "dist_ckpt.async_save.writer: dc.AsyncSaver starts it, and gives it a socket "
     "to a rank's trainer; "
     "to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
 )
 
-# How long the trainer may take to say whose writer this is.
+# The deadline of the trainer's first message.
 HELLO_S = 60.0
 
-# Training comes first, but not so much that heartbeats are late.
+# Training has priority, but heartbeats must not be late.
 _NICENESS = 19
 
-# ioprio_set, which the C library does not have: its number, by the machine.
+# The number of the system call ioprio_set, by machine. The C library has no function for it.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "riscv64": 30}
-# Best effort, the lowest level of it: the idle class may wait for ever.
+# The lowest level of the class "best effort": the class "idle" may wait forever.
 _IOPRIO = 2 << 13 | 7
 
-# When all is sealed, who was told to end has so long to abandon its save: what takes longer hangs,
-# in a storage that does not answer, or at a lock, which an interrupt may have left held. A call of
-# the storage that is interrupted may take half of it.
+# The time to abandon the save after all is sealed. An interrupted storage call may take half of it.
+# After it the process hangs: in a storage that does not answer, or at a lock of interrupted code.
 _ABANDON_S = 10.0
 
-# What the thread that ends the process interrupts the main one with.
+# The termination thread interrupts the main thread with it.
 _INTERRUPT = signal.SIGUSR1
-_TOLD = f"it was told to end by signal {signal.SIGTERM:d}"
+_REASON = f"it received signal {signal.SIGTERM:d}"
 EXIT_CODE = 128 + signal.SIGTERM
 
 # Some thousand saves.
@@ -91,59 +90,59 @@ MAX_LOG_NBYTES = 4 << 20
 
 
 class TerminatedError(SystemExit):
-    """This process was told to end."""
+    """This process received SIGTERM."""
 
 
 class Termination:
-    """Whether this process was told to end, by SIGTERM. A thread of its own waits for that.
+    """The end of this process by SIGTERM. A separate thread waits for the signal.
 
-    It interrupts the main thread, seals what is staged, and ends the process if the main thread
-    does not: that may hang in the storage. If the process has not ended `end_s` later, it does so
-    then, and says on stderr where it hung.
+    The thread interrupts the main thread, seals staged snapshots, and ends the process if the main
+    thread hangs in the storage. After `end_s` the process ends in any case, with a traceback of the
+    hang on stderr.
     """
 
     def __init__(self, end_s: float = WRITER_END_S) -> None:
         self._end_s = end_s
-        self._is_told = False
+        self._is_signalled = False
         self._is_raised = False
         self._seal: Callable[[], None] = lambda: None
         self._sealed = threading.Event()
 
     def begin(self) -> None:
-        """Wait for the signal from now on. The main thread calls it, before there are others."""
-        # Blocked in all threads, as those to come inherit it, so that the one which waits gets it.
-        # More of them change nothing: each rank of a new run on this host tells all writers that
-        # are left, maybe while Python ends.
+        """Start to wait for the signal. The main thread calls it before it starts others."""
+        # All later threads inherit the blocked signal, so only the waiting thread gets it. Repeated
+        # signals change nothing: each rank of a new run on this host signals all orphan writers,
+        # maybe while Python shuts down.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.signal(_INTERRUPT, self._interrupt)
         threading.Thread(target=self._end, name="dist_ckpt end", daemon=True).start()
 
     def set_seal(self, seal: Callable[[], None]) -> None:
-        """Say what seals all that is staged. It does not count on the main thread."""
+        """Set the function that seals all staged snapshots, without the main thread."""
         self._seal = seal
 
     def check(self) -> None:
-        """Raise if it was told to end."""
-        if self._is_told:
-            raise CheckpointError("the background writer was told to end")
+        """Raise CheckpointError after the signal."""
+        if self._is_signalled:
+            raise CheckpointError("the background writer received SIGTERM")
 
     def finish(self) -> None:
-        """Raise if it was told to end, once all is sealed. The main thread calls it."""
-        if self._is_told:
+        """Raise after the signal, when all is sealed. The main thread calls it."""
+        if self._is_signalled:
             self._sealed.wait(self._end_s)
-            raise TerminatedError(_TOLD)
+            raise TerminatedError(_REASON)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        # Anybody may send it, a job's scheduler for one.
-        if self._is_told and not self._is_raised:
+        # Other processes may send this signal too, for example a scheduler.
+        if self._is_signalled and not self._is_raised:
             self._is_raised = True
-            raise TerminatedError(_TOLD)
+            raise TerminatedError(_REASON)
 
     def _end(self) -> None:
         signal.sigwait({signal.SIGTERM})
-        # First, so that no thread that the main one waits for waits on.
-        self._is_told = True
-        # A watch that takes no lock of Python's.
+        # First of all: it ends the waits of threads that the main thread waits for.
+        self._is_signalled = True
+        # A watchdog without Python locks.
         faulthandler.dump_traceback_later(self._end_s, exit=True)
         main = threading.main_thread().ident
         assert main is not None
@@ -151,15 +150,15 @@ class Termination:
         try:
             self._seal()
         except Exception:  # noqa: BLE001 - a thread's outer edge
-            _log.exception("not all that is staged is sealed")
+            _log.exception("not all staged snapshots are sealed")
         self._sealed.set()
         time.sleep(_ABANDON_S)
-        _log.warning("ended: %s, and hangs; what it wrote may still lie there", _TOLD)
+        _log.warning("ended: %s, and hangs; files of its save may remain", _REASON)
         os._exit(EXIT_CODE)
 
 
 class Stores:
-    """The stores that this writer serves: the newest, and older ones that a save still needs."""
+    """The stores of this writer: the newest, and older ones that a save still needs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -167,17 +166,17 @@ class Stores:
         self._newest = b""
 
     def serve(self, message: Serve) -> Serving:
-        """Serve one more. OSError or ValueError if that cannot be."""
+        """Serve another store. OSError or ValueError if that fails."""
         host = "" if message.towards else "127.0.0.1"
         server = KeyServer(message.token, host=host)
         with self._lock:
             self._servers[message.token] = server
             self._newest = message.token
-        seen_at = reachable_host(message.towards) if message.towards else host
-        return Serving(seen_at, server.address[1])
+        public_host = reachable_host(message.towards) if message.towards else host
+        return Serving(public_host, server.address[1])
 
     def close_unused(self, needed: set[bytes]) -> None:
-        """Close those that have been replaced, but for the ones with these tokens."""
+        """Close all stores but the newest and those with the `needed` tokens."""
         with self._lock:
             unused = self._servers.keys() - needed - {self._newest}
             servers = [self._servers.pop(token) for token in unused]
@@ -197,7 +196,7 @@ class BackgroundWriter:
         self,
         link: Link,
         hello: Hello,
-        allowance: RateLimit | None,
+        rate_limit: RateLimit | None,
         arenas: OpenArenas,
         termination: Termination,
     ) -> None:
@@ -206,15 +205,15 @@ class BackgroundWriter:
         self._arenas = arenas
         self._queue = WriterQueue(hello.rank)
         self._stores = Stores()
-        self._meetings = WriterRendezvous(hello)
-        self._saves = WriterSaves(hello, self._meetings, self._check, allowance)
+        self._rendezvous = WriterRendezvous(hello)
+        self._saves = WriterSaves(hello, self._rendezvous, self._check, rate_limit)
         self._hello = hello
         self._problem = ""
 
     def run(self) -> str:
-        """Do what the trainer says until it is gone and all is settled.
+        """Process the trainer's messages until it has ended and all saves are settled.
 
-        Returns what has gone wrong with this process itself, "" if nothing has.
+        Returns the problem of this process, or "".
         """
         self._termination.set_seal(self._seal)
         listener = threading.Thread(target=self._listen, name="dist_ckpt listener", daemon=True)
@@ -223,19 +222,19 @@ class BackgroundWriter:
             while (save := self._queue.take()) is not None:
                 _bound_log()
                 done = save.settle()
-                # Who is told of it stages over it: not while it is being sealed.
+                # After `done` the trainer may overwrite the snapshot, so it must be sealed before.
                 self._termination.finish()
                 with suppress(LinkClosedError):
                     self._link.send(done)
                 if done.failure is not None:
-                    gc.collect()  # what a traceback refers to: the memory of an arena
+                    gc.collect()  # the traceback refers to the memory of an arena
                 self._close_unused_stores()
-            self._meetings.linger()
+            self._rendezvous.linger()
         except TerminatedError:
             self._termination.finish()
             raise
         finally:
-            self._meetings.close()
+            self._rendezvous.close()
             self._stores.close()
         return self._problem
 
@@ -245,7 +244,7 @@ class BackgroundWriter:
 
     def _close_unused_stores(self) -> None:
         needed = {save.write.token for save in self._queue.unsettled}
-        self._stores.close_unused(needed | {self._meetings.token or b""})
+        self._stores.close_unused(needed | {self._rendezvous.token or b""})
 
     def _check(self, write: Write) -> None:
         self._termination.check()
@@ -254,26 +253,26 @@ class BackgroundWriter:
     def _listen(self) -> None:
         try:
             while (message := self._link.receive(None)) is not None:
-                self._take(message)
+                self._process_message(message)
         except ProtocolError as error:
             _log.error("%s", error)
             self._problem = str(error)
         except LinkClosedError as error:
-            _log.info("the trainer is gone (%s): what is staged is written, then this ends", error)
+            _log.info("the trainer has ended (%s): staged saves are written, then this ends", error)
         except Exception as error:  # noqa: BLE001 - a thread's outer edge
-            _log.exception("the link to the trainer is given up")
+            _log.exception("the link to the trainer has failed")
             self._problem = f"{type(error).__name__}: {error}"
         finally:
             self._queue.end(is_trainer_gone=True)
-            self._meetings.hurry()
+            self._rendezvous.hurry()
 
-    def _take(self, message: WriterMessage) -> None:
+    def _process_message(self, message: WriterMessage) -> None:
         queue = self._queue
         match message:
             case Write():
                 queue.put(WriterSave(self._saves, message, self._arenas.open(message)))
             case Serve():
-                self._link.send(self._served(message))
+                self._link.send(self._serve(message))
             case Abort(snapshot, reason):
                 queue.abort(snapshot, reason)
             case Pause(snapshot):
@@ -287,11 +286,11 @@ class BackgroundWriter:
             case _:
                 raise ProtocolError(f"the trainer sent a {type(message).__name__}")
 
-    def _served(self, message: Serve) -> Serving | Refused:
+    def _serve(self, message: Serve) -> Serving | Refused:
         _allow_many_connections()
         try:
             serving = self._stores.serve(message)
-            # Those that no save was ordered in: nobody else would close them if none ever is.
+            # Stores without a save are closed only here.
             self._close_unused_stores()
             return serving
         except (OSError, ValueError) as error:
@@ -300,13 +299,13 @@ class BackgroundWriter:
 
 
 def _ignore_signals() -> None:
-    # Who stops the trainer from a terminal does not mean its writer.
+    # A signal of the terminal is for the trainer, not for its writer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def _step_back() -> None:
-    """Leave processors and disks to who is in more of a hurry; threads to come do so too."""
+def _lower_priority() -> None:
+    """Lower the CPU and I/O priority of this process and its later threads."""
     with suppress(OSError):
         os.nice(_NICENESS)
     number = _IOPRIO_SET.get(platform.machine())
@@ -315,7 +314,7 @@ def _step_back() -> None:
 
 
 def _bound_log() -> None:
-    """Begin the log anew when it is long: it lies in shared memory, and nobody else rotates it."""
+    """Truncate a long log. It is in shared memory, and nothing else rotates it."""
     with suppress(OSError):
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_NBYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
@@ -333,29 +332,29 @@ def _log_to_stderr(rank: int | str) -> None:
 def _allow_many_connections() -> None:
     """Raise the limit of open files: each rank's writer has a connection."""
     with suppress(OSError, ValueError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def main(arguments: list[str]) -> int:
-    """Be the background writer at the end of a link; return the process's exit code."""
+    """Run the background writer of a trainer. Return the exit code."""
     faulthandler.enable()
     termination = Termination()
     _ignore_signals()
     _log_to_stderr("?")
     try:
         termination.begin()
-        if (end := _link_of(arguments)) is None:
-            print(_BY_HAND, file=sys.stderr)
+        if (link := _open_link(arguments)) is None:
+            print(_USAGE, file=sys.stderr)
             return 2
-        problem = _serve_trainer(end, termination)
+        problem = _serve_trainer(link, termination)
     except TerminatedError as error:
-        _log.warning("ended: %s; what was not committed is abandoned", error)
+        _log.warning("ended: %s; uncommitted saves are abandoned", error)
         return EXIT_CODE
     except LinkClosedError as error:
         problem = str(error)
     except Exception:  # noqa: BLE001 - the process's outer edge
-        _log.exception("ended by an error of its own")
+        _log.exception("ended by an internal error")
         return 1
     if problem:
         _log.error("ended: %s", problem)
@@ -364,8 +363,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _link_of(arguments: list[str]) -> Link | None:
-    """Return the link whose end a trainer hands over; None if this was started otherwise."""
+def _open_link(arguments: list[str]) -> Link | None:
+    """Return the link to the trainer, or None if no trainer started this process."""
     try:
         (number,) = arguments
         return Link(socket.socket(fileno=int(number)))
@@ -376,25 +375,24 @@ def _link_of(arguments: list[str]) -> Link | None:
 def _serve_trainer(link: Link, termination: Termination) -> str:
     hello = link.receive(HELLO_S)
     if not isinstance(hello, Hello):
-        return f"a trainer says hello first, within {HELLO_S:g} s; this one said {hello}"
+        return f"the first message must be Hello, within {HELLO_S:g} s; the trainer sent {hello}"
     _log_to_stderr(hello.rank)
-    _step_back()
+    _lower_priority()
     try:
         hello.check()
-        cap = hello.max_bytes_per_s
-        allowance = None if cap is None else RateLimit(cap, termination.check)
+        rate = hello.max_bytes_per_s
+        rate_limit = None if rate is None else RateLimit(rate, termination.check)
         folder = JobFolder(hello.job).rank(hello.rank)
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
-        host = socket.gethostname()
-        failure = failure_of(error, "start of a writer", hello.rank, host)
+        failure = failure_of(error, "start of a writer", hello.rank, socket.gethostname())
         link.send(Refused(failure))
         return f"it cannot begin: {error}"
     arenas = OpenArenas(folder)
     try:
         link.send(Ready(os.getpid()))
         _log.info("the writer of rank %d of %d has started", hello.rank, hello.world_size)
-        return BackgroundWriter(link, hello, allowance, arenas, termination).run()
+        return BackgroundWriter(link, hello, rate_limit, arenas, termination).run()
     finally:
         arenas.close()
         lock.release()

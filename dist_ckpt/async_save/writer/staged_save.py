@@ -1,9 +1,7 @@
-"""What a writer writes of a snapshot that may still be staged: the files in its arena's images.
+"""One save in the arena of its writer: its files, which may still be staged, and its seal.
 
-What is written is waited for; blocks go from the arena to the storage as they lie there. The
-headers, which the trainer does not stage, are put into the arena as well when they are written.
-
-One save as its writer finds it in an arena: what it is, what is written of it, its seal.
+The writer waits for staged bytes, and writes blocks from the arena without a copy. The trainer does
+not stage headers: the writer stores them in the arena when it writes them.
 """
 
 # ruff: noqa: D102  # the protocols document the methods
@@ -25,30 +23,24 @@ from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
 from dist_ckpt.core.saving.transaction import IndexFields
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedPart, write_or_link
-from dist_ckpt.core.shard_io.write.shard_writer import (
-    NullStorage,
-    RankFiles,
-    WritableStorage,
-    write_all,
-)
+from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError
 
-# How rarely a wait looks whether more is staged: after this share of the time that it has waited.
+# The interval of a polling wait: this share of the time waited so far.
 _SHARE = 0.05
-_LEAST_S = 0.0005
-_MOST_S = 0.02
+_MIN_S = 0.0005
+_MAX_S = 0.02
 
-# So long the trainer has the memory and the processors for itself: it waits for its copy, and
-# nobody waits for what is written. What takes longer to stage is followed as it comes.
+# At first the trainer has the memory and the processors for itself: training waits for its copy,
+# and nothing waits for the writer. A longer copy is followed.
 _HEAD_START_S = 0.25
 
 
 class Staging:
-    """How far a snapshot is staged. Threads may share it.
+    """The progress of staging a snapshot. Threads may share it.
 
-    `check` raises a CheckpointError if no more will be staged than is now; it is called whenever
-    something is waited for.
+    Each wait calls `check`, which raises a CheckpointError if no more will be staged.
     """
 
     def __init__(self, followed: FollowedArena, check: Callable[[], None]) -> None:
@@ -57,20 +49,20 @@ class Staging:
         self._ready = 0
 
     def await_ready(self, stop: int) -> None:
-        """Return when everything before this byte of the arena is staged.
+        """Wait until all bytes before `stop` of the arena are staged.
 
-        Raises what `check` raises; ConflictError if the arena holds another snapshot by now.
+        Raises the error of `check`. ConflictError if another snapshot has overwritten it.
         """
         if stop > self._ready:
-            self._wait(lambda: self._look() >= stop)
+            self._wait(lambda: self._read_ready() >= stop)
 
-    def give_way(self) -> None:
-        """Return when all is staged, or the trainer has had its head start. Raises as above."""
+    def await_head_start(self) -> None:
+        """Wait until all is staged, or the trainer's head start is over. Raises as above."""
         until = time.monotonic() + _HEAD_START_S
         self._wait(lambda: self._followed.is_complete or time.monotonic() > until)
 
     def await_complete(self) -> None:
-        """Return when all of it is staged. Raises as above, also if it has gone since."""
+        """Wait until all is staged. Raises as above, even if it was complete before."""
         self._wait(lambda: self._followed.is_complete)
 
     def check(self) -> None:
@@ -82,33 +74,33 @@ class Staging:
             if not self._followed.is_complete:
                 raise
 
-    def _look(self) -> int:
+    def _read_ready(self) -> int:
         self._ready = self._followed.ready
         return self._ready
 
-    def _wait(self, is_there: Callable[[], bool]) -> None:
+    def _wait(self, condition: Callable[[], bool]) -> None:
         began_at = time.monotonic()
-        while not is_there():
+        while not condition():
             self.check()
             waited_s = time.monotonic() - began_at
-            time.sleep(min(max(_LEAST_S, _SHARE * waited_s), _MOST_S))
+            time.sleep(min(max(_MIN_S, _SHARE * waited_s), _MAX_S))
 
 
 def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan]) -> RankFiles:
-    """Return what the rank of a snapshot writes by its plans, out of the arena.
+    """Return the planned files of a snapshot, read from the arena.
 
-    CorruptError unless the images are the files of the plans, and objects files and attached ones
-    after them.
+    CorruptError unless the images are the files of the plans, then objects files and attached
+    files.
     """
     snapshot = followed.snapshot
     num = len(plans)
     planned = [(plan.name, plan.nbytes) for plan in plans]
-    named = [(image.name, image.nbytes) for image in snapshot.images[:num]]
-    others = [image.name for image in snapshot.images[num:]]
-    if named != planned or not all(_is_whole_file(name) for name in others):
+    staged = [(image.name, image.nbytes) for image in snapshot.images[:num]]
+    encoded = [image.name for image in snapshot.images[num:]]
+    if staged != planned or not all(map(_is_encoded_file, encoded)):
         raise CorruptError(
-            f"snapshot {snapshot.id} of {snapshot.path} has other files than its plan says: "
-            "do trainer and writer run one version of dist_ckpt?"
+            f"snapshot {snapshot.id} of {snapshot.path} has other files than its plan: use the "
+            f"same version of dist_ckpt in trainer and writer"
         )
     mapped = [
         _MappedImage(image, span.start, staging)
@@ -121,18 +113,18 @@ def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan
         plan.name: image[: plan.header.nbytes]
         for plan, image in zip(plans, followed.images, strict=False)
     }
-    objects = _Objects(dict(zip(others, mapped[num:], strict=True)))
+    objects = _Objects(dict(zip(encoded, mapped[num:], strict=True)))
     return RankFiles(snapshot.step, tuple(plans), sources, objects, headers)
 
 
-def _is_whole_file(name: str) -> bool:
-    """Say whether a file is one that is encoded when the save begins: of objects, or attached."""
+def _is_encoded_file(name: str) -> bool:
+    """Return True for an objects file or an attached file: they are encoded before staging."""
     is_attached = filenames.parse_attached_file(name) is not None
     return is_attached or filenames.parse_objects_file(name) is not None
 
 
 class _MappedImage:
-    """The memory of one file, which begins at byte `start` of the arena."""
+    """The memory of one file, from byte `start` of the arena on."""
 
     def __init__(self, memory: memoryview, start: int, staging: Staging) -> None:
         self._memory = memory
@@ -140,18 +132,16 @@ class _MappedImage:
         self._staging = staging
         self._address = address_of(memory) if memory else 0
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the file."""
-        return len(self._memory)
+    def all_bytes(self) -> bytes:
+        return bytes(self.view(0, len(self._memory)))
 
-    def bytes(self, start: int, stop: int) -> memoryview:
-        """Return bytes of the file, once they are staged."""
+    def view(self, start: int, stop: int) -> memoryview:
+        """Return bytes of the file when they are staged."""
         self._staging.await_ready(self._start + stop)
         return self._memory[start:stop]
 
     def address(self, start: int, stop: int) -> int:
-        """Return where bytes of the file begin, once they are staged."""
+        """Return the address of the first byte when all are staged."""
         self._staging.await_ready(self._start + stop)
         return self._address + start
 
@@ -175,18 +165,17 @@ class StagedSource:
         return self._image.address(self._start, self._stop)
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
-        return self._image.bytes(self._start + start, self._start + stop)
+        return self._image.view(self._start + start, self._start + stop)
 
 
 class _Objects(Mapping[str, bytes]):
-    """The objects files: read when they are asked for, after the shard files."""
+    """The objects files. They are read on access, after the shard files."""
 
     def __init__(self, images: Mapping[str, _MappedImage]) -> None:
         self._images = images
 
     def __getitem__(self, name: str) -> bytes:
-        image = self._images[name]
-        return bytes(image.bytes(0, image.nbytes))
+        return self._images[name].all_bytes()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._images)
@@ -198,7 +187,7 @@ class _Objects(Mapping[str, bytes]):
 class StagedSave:
     """A rank's part of one save. One thread writes it, and another one may seal it meanwhile.
 
-    Whatever is in the arena is the same then, whoever comes first: both put the same bytes there.
+    Both write the same bytes into the arena, so their order does not matter.
     """
 
     def __init__(
@@ -207,10 +196,9 @@ class StagedSave:
         check: Callable[[], None],
         plan: Callable[[Bodies], tuple[SavePlan, EncodedCatalog]],
     ) -> None:
-        """Read what the arena says of it, by the `plan` of all ranks' inventories.
+        """Read its metadata from the arena. `plan` returns the plan of all ranks' inventories.
 
-        `check` raises if it is not complete and never will be. CorruptError if the arena makes no
-        sense.
+        `check` raises if no more will be staged. CorruptError if the arena is invalid.
         """
         self.snapshot = snapshot = followed.snapshot
         try:
@@ -225,32 +213,15 @@ class StagedSave:
         self._is_sealed = False
 
     def index_fields(self) -> IndexFields:
-        """Return the fields of the index, as the trainer gave them."""
+        """Return the fields of the index, from the trainer."""
         return IndexFields(
             step=self.snapshot.step,
             metadata=self.details.mirrored,
             saved_by=self.details.saved_by,
-            # The state is of then; and who restores compares the times of saves.
+            # The time of the state, not of the commit. A restore compares the times of saves.
             saved_at=self.details.began_at,
             save=self.snapshot.id,
         )
-
-    def write(
-        self,
-        storage: WritableStorage,
-        folder: str,
-        attempt: str,
-        *,
-        threads: int,
-        slots: BufferPool,
-    ) -> tuple[FileReceipt, ...]:
-        """Write its files as they are staged, as `write_all` does; seal it as this attempt.
-
-        So whoever is told that it is written finds the seal.
-        """
-        written = write_all(storage, folder, self._files, threads=threads, slots=slots)
-        self._seal_as(attempt, written)
-        return written
 
     def write_or_link(
         self,
@@ -262,22 +233,23 @@ class StagedSave:
         threads: int,
         slots: BufferPool,
     ) -> SavedPart:
-        """Do so, but link what an earlier save has, as `write_or_link` does."""
+        """Write or link the files as they are staged: see `write_or_link`. Seal them on return."""
         part = write_or_link(storage, folder, self._files, earlier, threads=threads, slots=slots)
         self._seal_as(attempt, part.receipts)
         return part
 
-    def _seal_as(self, attempt: str, written: tuple[FileReceipt, ...]) -> None:
-        self.staging.await_complete()
-        self.followed.seal(Seal(attempt, written))
-        self._is_sealed = True
-
     def seal(self, attempt: str, *, threads: int, slots: BufferPool) -> None:
-        """Seal it once it is complete, though it was not written.
+        """Seal it when it is complete, without a write to storage.
 
-        Only its bytes are digested: what is in memory is as good as before, and who restores it
-        asks whether anything else was committed. Raises if it is not complete and never will be.
+        This computes only digests: the memory is still valid, and a restore checks what was
+        committed meanwhile. Raises if no more will be staged.
         """
         if not self._is_sealed:
             self.staging.await_complete()
-            self.write(NullStorage(), "", attempt, threads=threads, slots=slots)
+            files = write_all(NullStorage(), "", self._files, threads=threads, slots=slots)
+            self._seal_as(attempt, files)
+
+    def _seal_as(self, attempt: str, files: tuple[FileReceipt, ...]) -> None:
+        self.staging.await_complete()
+        self.followed.seal(Seal(attempt, files))
+        self._is_sealed = True

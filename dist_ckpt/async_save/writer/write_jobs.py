@@ -1,9 +1,8 @@
-"""One save after another by a background writer: claim, write out of the arena, commit, report.
+"""The saves of a background writer, and their queue.
 
-All that a writer knows of a save lies in the arena. Whatever is wrong with it is raised within an
-exchange, so that the writers of all ranks count the same operations and are told the same.
-
-What a background writer has to do: saves in order, which its trainer may pause, drop, abort.
+A save is claimed, written from the arena, committed and reported. All its metadata is in the arena.
+Each error is raised inside an exchange, so that the writers of all ranks get the same errors and
+count the same operations. The trainer may pause, drop or abort a save in the queue.
 """
 
 from __future__ import annotations
@@ -43,22 +42,28 @@ from dist_ckpt.reports import Phases, SaveReport
 
 _log = logging.getLogger("dist_ckpt")
 
-# How many silences to wait for a writer that was never seen, as long as the trainer lives.
+# The wait for a writer that was never seen while the trainer lives, in heartbeat timeouts.
 _PATIENCE = 3
+
+# More than the arenas of a trainer, which it stages into in turns.
+MAX_SAVES = 8
+
+# The interval of a waiting thread's checks without a notification.
+_STEP_S = 60.0
 
 WRITER_STORE_TEXTS = StoreErrorTexts(
     gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
     "into that writer's log, then save again",
     lost="This is about background writers: look into that one's log, then save again. Training "
-    "can go on.",
+    "can continue.",
     absent="Its trainer may have ended, or be late: look into that rank's log, then save again.",
     mixed="Their trainers are out of step: look into the logs of these ranks, then save again.",
-    strange="Let all ranks have the same version of dist_ckpt, then save again.",
+    strange="Use the same version of dist_ckpt on all ranks, then save again.",
 )
 
 
 class WriterRendezvous:
-    """The channel to the other writers, for as long as saves name one and the same store."""
+    """The channel to the other writers. It is kept while the saves name the same store."""
 
     def __init__(self, hello: Hello) -> None:
         self._hello = hello
@@ -68,26 +73,26 @@ class WriterRendezvous:
         self._patience = _PATIENCE
 
     def hurry(self) -> None:
-        """Wait less long for others that may never come: the trainer is gone. Any thread's."""
+        """Wait less for the other writers: the trainer has ended. Any thread may call it."""
         self._patience = 1
         self._set_patience()
 
     def _set_patience(self) -> None:
-        # All trainers tell their writers at once: one that was never seen was not told, or is dead.
+        # All trainers send at once: a writer that was never seen got no message, or is dead.
         if isinstance(channel := self._channel, StoreChannel):
             channel.hurry(self._patience * self._hello.config.heartbeat_timeout_s)
 
     def linger(self) -> None:
-        """Keep the store that this writer may serve until the others know how the last save ended.
+        """Keep the store of this writer until the others have the outcome of the last save.
 
-        They may still be writing, and nobody is kept waiting: the trainer is gone.
+        They may still be writing. The trainer has ended, so nothing waits for this process.
         """
         if isinstance(channel := self._channel, StoreChannel):
             channel.linger(self._hello.config.join_timeout_s)
 
     @property
     def token(self) -> bytes | None:
-        """The token of the store in which they meet now."""
+        """The token of the current store."""
         return None if self._store is None else self._store[2]
 
     def channel(self, write: Write) -> Channel:
@@ -95,28 +100,26 @@ class WriterRendezvous:
         store = (write.host, write.port, write.token)
         if self._channel is None or self._store != store:
             self.close()
-            self._channel = self._connected(write)
+            self._channel = self._connect(write)
             self._store = store
             self._set_patience()
         return self._channel
 
     def close(self) -> None:
-        """Leave: the others know at once."""
+        """Leave the store. The other writers see it at once."""
         if self._channel is not None:
             self._channel.close()
         if self._client is not None:
             self._client.close()
         self._channel = self._client = self._store = None
 
-    def _connected(self, write: Write) -> Channel:
-        hello = self._hello
+    def _connect(self, write: Write) -> Channel:
+        hello, config = self._hello, self._hello.config
         if hello.world_size == 1:
             return SingleProcessChannel()
-        config = hello.config
-        address = write.host, write.port
         try:
             self._client = KeyClient(
-                address,
+                (write.host, write.port),
                 write.token,
                 connect_s=config.heartbeat_timeout_s,
                 timeout_s=config.heartbeat_timeout_s,
@@ -134,46 +137,45 @@ class WriterRendezvous:
 
 
 def host_of(config: Config) -> str:
-    """Return what a writer calls its host: errors tell it apart from the trainer of its rank."""
+    """Return the host name of a writer in errors. It differs from that of its trainer."""
     return f"{config.host or socket.gethostname()}, background writer"
 
 
 class WriterSaves:
-    """What the saves of one writer have in common.
+    """The state that the saves of one writer share.
 
-    `check` raises if a save that is not complete never will be; it is called by other threads too.
-    `allowance` limits how fast they write.
+    `check` raises if no more of a save will be staged. Several threads call it.
     """
 
     def __init__(
         self,
         hello: Hello,
-        meetings: WriterRendezvous,
+        rendezvous: WriterRendezvous,
         check: Callable[[Write], None],
-        allowance: RateLimit | None = None,
+        rate_limit: RateLimit | None = None,
     ) -> None:
         self.hello = hello
-        self.meetings = meetings
+        self.rendezvous = rendezvous
         self.check = check
-        self.allowance = allowance
-        self.slots = BufferPool()  # scratch memory that is used again
+        self.rate_limit = rate_limit
+        self.slots = BufferPool()  # reused scratch memory
         self.earlier = LinkableSaves()
-        # In one, for who seals may ask while another thread finds out.
-        self._planned: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
+        # One attribute: the thread that seals may read it while another one sets it.
+        self._cached_plan: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
 
     def plan(self, bodies: Bodies) -> tuple[SavePlan, EncodedCatalog]:
-        """Return the plan of a save, which is kept for as long as the inventories are the same."""
-        planned = self._planned
-        if planned is None or planned[0] != bodies:
+        """Return the plan of a save. It is cached while the inventories are the same."""
+        cached = self._cached_plan
+        if cached is None or cached[0] != bodies:
             plan = plan_of(bodies, self.hello.world_size)
-            self._planned = planned = bodies, (plan, EncodedCatalog(plan.catalog))
-        return planned[1]
+            self._cached_plan = cached = bodies, (plan, EncodedCatalog(plan.catalog))
+        return cached[1]
 
 
 class WriterSave:
     """One rank's side of one save. One thread settles it, and another one may seal it.
 
-    `arena` is where it is staged, or why that cannot be opened.
+    `arena` is its arena, or the error of opening it.
     """
 
     def __init__(
@@ -183,22 +185,21 @@ class WriterSave:
         self._arena = arena
         self._saves = saves
         self._phases = Phases("background save", write.path, quiet=saves.hello.rank != COORDINATOR)
-        # What it has come to so far.
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
         self._storage: CountingStorage | None = None
         self._saved: SavedFiles | None = None
 
     def settle(self) -> Done:
-        """Write it and settle with the others whether it is committed.
+        """Write it, and commit it together with the other writers.
 
-        Collective: the writer of every rank calls this. Raises only interrupts. Whatever the save
-        failed of, what is staged here is sealed on return: then the trainer may stage over it.
+        Collective: the writer of every rank calls this. Raises only interrupts. After a failure,
+        the staged snapshot is sealed on return: then the trainer may overwrite it.
         """
         path, hello = self.write.path, self._saves.hello
         try:
-            report = self._commit(self._saves.meetings.channel(self.write))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer is told
+            report = self._commit(self._saves.rendezvous.channel(self.write))
+        except Exception as error:  # noqa: BLE001 - the trainer gets any error
             _log.error("background save to %s failed: %s", path, error, exc_info=error)
             self.seal()
             host = host_of(hello.config)
@@ -228,28 +229,28 @@ class WriterSave:
             channel.leave()
 
     def seal(self) -> None:
-        """Seal what is staged of a save that failed, or will not be settled: a restart can use it.
+        """Seal the snapshot of a save that failed or will not be settled, for the next run.
 
-        Any thread may do that, also while the one that settles hangs. Touches no storage.
+        Any thread may call it, even while `settle` hangs. It does not use the storage.
         """
         path = self.write.path
         try:
-            self._staged = staged = self._staged or self._look()
+            self._staged = staged = self._staged or self._open_staged()
             threads = self._saves.hello.config.threads
             staged.seal(self._attempt, threads=threads, slots=self._saves.slots)
-        except Exception as error:  # noqa: BLE001 - what the trainer is told is the first error
-            _log.warning("what was staged for %s is not sealed: %s", path, error)
+        except Exception as error:  # noqa: BLE001 - the trainer gets the first error, not this one
+            _log.warning("the snapshot of %s is not sealed: %s", path, error)
         else:
-            _log.info("what was staged for %s is sealed, and stays in memory", path)
+            _log.info("the snapshot of %s is sealed, and stays in memory", path)
 
     def _claim(
         self, channel: Channel, transaction: Transaction
     ) -> tuple[CountingStorage, StagedSave]:
-        """Agree with the other writers that all write the same, and claim an attempt."""
+        """Check that all writers have the same save, and claim an attempt."""
         with channel.exchange("claim") as claiming:
-            self._staged = staged = self._look()
-            own, path = open_storage(staged.snapshot.path)
-            self._storage = storage = CountingStorage(own)
+            self._staged = staged = self._open_staged()
+            opened, path = open_storage(staged.snapshot.path)
+            self._storage = storage = CountingStorage(opened)
             staged.staging.check()
             snapshots = claiming.gather(staged.snapshot.id)
             if snapshots is not None:
@@ -264,29 +265,28 @@ class WriterSave:
         self._attempt = transaction.attempt.name
         return storage, staged
 
-    def _look(self) -> StagedSave:
-        """Find out what is to be written. Raises what is wrong with it."""
+    def _open_staged(self) -> StagedSave:
         if isinstance(self._arena, CheckpointError):
             raise self._arena
         followed = self._arena.follow(self.write.snapshot)
         snapshot, saves = followed.snapshot, self._saves
-        said = snapshot.path, snapshot.rank, snapshot.world_size
-        if said != (self.write.path, saves.hello.rank, saves.hello.world_size):
-            raise CorruptError(f"snapshot {snapshot.id} is of another save: {said}")
-        # Without `self`: what is settled lets go of its arena, and no cycle keeps that.
+        save = snapshot.path, snapshot.rank, snapshot.world_size
+        if save != (self.write.path, saves.hello.rank, saves.hello.world_size):
+            raise CorruptError(f"snapshot {snapshot.id} is of another save: {save}")
+        # Without `self`: a cycle would keep the arena of a settled save alive.
         return StagedSave(followed, partial(saves.check, self.write), saves.plan)
 
     def _write(self, storage: CountingStorage, staged: StagedSave, folder: str) -> RankWriteResult:
         start = time.monotonic()
-        allowance = self._saves.allowance
-        staged.staging.give_way()
+        saves = self._saves
+        staged.staging.await_head_start()
         part = staged.write_or_link(
-            RateLimitedStorage(storage, allowance) if allowance else storage,
+            RateLimitedStorage(storage, saves.rate_limit) if saves.rate_limit else storage,
             folder,
             self._attempt,
-            self._saves.earlier,
-            threads=self._saves.hello.config.threads,
-            slots=self._saves.slots,
+            saves.earlier,
+            threads=saves.hello.config.threads,
+            slots=saves.slots,
         )
         self._saved = part.saved
         seconds = time.monotonic() - start
@@ -294,29 +294,22 @@ class WriterSave:
 
 
 def _check_same_save(snapshots: Sequence[str]) -> None:
-    """Raise ConflictError if the writers have different snapshots before them."""
-    found = {snapshot: rank for rank, snapshot in enumerate(snapshots)}
-    if len(found) > 1:
+    """Raise ConflictError if the writers have different snapshots."""
+    ranks = {snapshot: rank for rank, snapshot in enumerate(snapshots)}
+    if len(ranks) > 1:
         raise ConflictError(
-            f"the background writers do not write the same save: {found}; save again"
+            f"the background writers do not write the same save: {ranks}; save again"
         )
 
 
-# More than a trainer has arenas, which it stages into one after the other.
-MAX_SAVES = 8
-
-# How long at most nobody looks whether there is still something to wait for.
-_STEP_S = 60.0
-
-
 class WriterQueue:
-    """The saves of one writer. One thread puts them in and changes them, another takes them."""
+    """The queue of one writer. One thread adds and changes saves, another one takes them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._changed = threading.Condition()
         self._saves: deque[WriterSave] = deque()
-        # Snapshots: those that wait, and why some fail.
+        # The snapshots that are paused, and the reasons of aborted ones.
         self._paused: set[str] = set()
         self._aborted: dict[str, str] = {}
         self._is_ended = False
@@ -327,25 +320,25 @@ class WriterQueue:
         """Add a save."""
         with self._changed:
             if self._is_ended or len(self._saves) >= MAX_SAVES:
-                raise ProtocolError("more saves than there may be are to be written")
+                raise ProtocolError(f"the trainer sent more than {MAX_SAVES} saves")
             self._saves.append(save)
             self._changed.notify_all()
 
     def abort(self, snapshot: str, reason: str) -> None:
-        """Have a save fail, unless it is complete."""
+        """Make a save fail, unless it is complete."""
         with self._changed:
             if snapshot in _names(self.unsettled):
                 self._aborted[snapshot] = reason or "no reason was given"
 
     def pause(self, snapshot: str) -> bool:
-        """Keep a save from being taken; say whether it had not been."""
+        """Pause a save. Return False if it is not in the queue any more."""
         with self._changed:
-            if is_there := snapshot in _names(self._saves):
+            if is_queued := snapshot in _names(self._saves):
                 self._paused.add(snapshot)
-            return is_there
+            return is_queued
 
     def go(self, snapshot: str, *, drop: bool) -> None:
-        """Let a save that is paused be taken, or drop it."""
+        """Continue a paused save, or drop it."""
         with self._changed:
             if drop and snapshot in self._paused:
                 del self._saves[_names(self._saves).index(snapshot)]
@@ -353,7 +346,7 @@ class WriterQueue:
             self._changed.notify_all()
 
     def end(self, *, is_trainer_gone: bool) -> None:
-        """Take nothing more in. A save that is paused can be taken: nobody will say so."""
+        """Accept no more saves. Paused saves continue, as no `Go` can come."""
         with self._changed:
             self._is_ended = True
             self._is_trainer_gone = self._is_trainer_gone or is_trainer_gone
@@ -361,7 +354,7 @@ class WriterQueue:
             self._changed.notify_all()
 
     def take(self) -> WriterSave | None:
-        """Return the next save, once there is one not paused; None when there is no more."""
+        """Wait for the next save that is not paused, and return it. None at the end."""
         with self._changed:
             if self._current is not None:
                 self._aborted.pop(self._current.write.snapshot, None)
@@ -370,21 +363,18 @@ class WriterQueue:
                 if self._is_ended and not self._saves:
                     return None
                 self._changed.wait(_STEP_S)
-            self._current = self._saves[0]  # first: `unsettled` misses none
+            self._current = self._saves[0]  # before the removal: `unsettled` must not miss it
             self._saves.popleft()
             return self._current
 
     @property
     def unsettled(self) -> list[WriterSave]:
-        """The save taken last, and those to be taken.
-
-        Takes no lock: an interrupt, which may come at any moment, may have left it held.
-        """
+        """The current save and the queued ones. No lock: an interrupt may have left it locked."""
         saves = (self._current, *self._saves)
         return list(dict.fromkeys(save for save in saves if save is not None))
 
     def check(self, write: Write) -> None:
-        """Raise the error of a save that is not complete and will never be."""
+        """Raise an error if no more of a save will be staged."""
         if (reason := self._aborted.get(write.snapshot)) is not None:
             raise CheckpointError(
                 f"a snapshot of {write.path} could not be staged: {reason}",
@@ -404,41 +394,41 @@ def _names(saves: Iterable[WriterSave]) -> list[str]:
 
 
 class OpenArenas:
-    """The arenas of a rank, opened once, so that they outlive the trainer.
+    """The arenas of a rank. They stay open, so that they outlive the trainer.
 
-    One that another has replaced is closed as soon as no save needs it.
+    A replaced arena is closed with its last save.
     """
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
-        self._known: dict[int, ArenaReader] = {}
+        self._readers: dict[int, ArenaReader] = {}
 
     def open(self, write: Write) -> ArenaReader | CheckpointError:
-        """Return the arena of a save, or why there is none; others are told where it is."""
-        number, place = write.number, write.place
+        """Return the arena of a save, or the error. Publish an anonymous arena."""
+        number, path = write.number, write.arena_path
         try:
             if not 0 <= number < NUM_ARENAS:
-                raise CorruptError(f"there is no arena {number} of rank {self._folder.rank}")
-            known = self._known.get(number)
+                raise CorruptError(f"arena {number} of rank {self._folder.rank} does not exist")
+            reader = self._readers.get(number)
             if (
-                known is not None
-                and known.place == place
-                and os.path.samestat(os.stat(place), os.fstat(known.fd))
+                reader is not None
+                and reader.path == path
+                and os.path.samestat(os.stat(path), os.fstat(reader.fd))
             ):
-                return known
-            reader = ArenaReader(place, self._folder.job)
-            if place.startswith("/proc/"):
-                self._folder.tell("writer", number, reader.fd)
-            self._known[number] = reader
+                return reader
+            reader = ArenaReader(path, self._folder.job)
+            if path.startswith("/proc/"):
+                self._folder.publish("writer", number, reader.fd)
+            self._readers[number] = reader
         except FileNotFoundError:
-            return ConflictError(f"{place} is gone: who has removed it? Save again")
+            return ConflictError(f"{path} was removed. Find out what removed it, and save again")
         except OSError as error:
-            return CorruptError(f"{place} cannot be opened: {error.strerror}")
+            return CorruptError(f"{path} cannot be opened: {error.strerror}")
         except CheckpointError as error:
             return error
         return reader
 
     def close(self) -> None:
-        """Close all. No thread uses them any more."""
-        for reader in self._known.values():
+        """Close all arenas. No thread uses them any more."""
+        for reader in self._readers.values():
             reader.close()
