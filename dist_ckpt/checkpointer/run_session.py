@@ -411,8 +411,8 @@ class RunSession:
         if self.requests.outside is not None:
             self.requests.outside.close("the run was dropped", 0.0)
         _log.warning(
-            "a Checkpointer for %s was dropped without close(): at_end has saved nothing, and what was "
-            "measured last may be lost. Use it in a `with`",
+            "a Checkpointer for %s was dropped without close(): at_end has saved nothing, and the "
+            "newest metrics may be lost. Use it in a `with`",
             self.root,
         )
         warnings.warn(f"unclosed Checkpointer for {self.root}", ResourceWarning, stacklevel=2)

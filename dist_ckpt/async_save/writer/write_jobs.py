@@ -184,10 +184,8 @@ class WriterSave:
         self.write = write
         self._arena = arena
         self._saves = saves
-        self._phases = Phases("background save", write.path, quiet=saves.hello.rank != COORDINATOR)
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
-        self._storage: CountingStorage | None = None
         self._saved: SavedFiles | None = None
 
     def settle(self) -> Done:
@@ -209,8 +207,9 @@ class WriterSave:
         return Done(self.write.snapshot, report, None)
 
     def _commit(self, channel: Channel) -> SaveReport:
-        phases = self._phases
-        channel.enter(f"background save to {self.write.path}")
+        path, is_quiet = self.write.path, self._saves.hello.rank != COORDINATOR
+        phases = Phases("background save", path, quiet=is_quiet)
+        channel.enter(f"background save to {path}")
         try:
             with Transaction(channel, self._saves.hello.config) as transaction:
                 with phases.phase("claim"):
@@ -250,7 +249,7 @@ class WriterSave:
         with channel.exchange("claim") as claiming:
             self._staged = staged = self._open_staged()
             opened, path = open_storage(staged.snapshot.path)
-            self._storage = storage = CountingStorage(opened)
+            storage = CountingStorage(opened)
             staged.staging.check()
             snapshots = claiming.gather(staged.snapshot.id)
             if snapshots is not None:
