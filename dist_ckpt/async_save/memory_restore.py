@@ -121,7 +121,7 @@ class _RestoreChoice(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _SaveOnAllHosts:
     """One save on all hosts. `sealed` has, for each rank, the ranks that are sealed on its host.
 
     `attempts` has the claimed attempt, if a writer received one.
@@ -224,7 +224,7 @@ class _MemoryRestore:
             else:
                 _log.warning("%s is not read: its trainer lives", folder.path)
 
-    def _check_usable(self, candidate: _Candidate) -> str | None:
+    def _check_usable(self, candidate: _SaveOnAllHosts) -> str | None:
         """Return the attempt of the rebuilt index, or None if the save is committed.
 
         _UnusableError with the reason. StorageError if the storage cannot be read: the save may be
@@ -248,7 +248,7 @@ class _MemoryRestore:
             self._index = self._rebuild_index(candidate, attempt)
         return attempt
 
-    def _rebuild_index(self, candidate: _Candidate, attempt: str) -> bytes:
+    def _rebuild_index(self, candidate: _SaveOnAllHosts, attempt: str) -> bytes:
         if not candidate.is_on_all_hosts:
             raise _UnusableError("it was not committed, and not every host has all of it")
         assert self._recovered is not None
@@ -259,7 +259,7 @@ class _MemoryRestore:
 
 
 def _uncommitted_attempt(
-    storage: Storage, candidate: _Candidate, history: IncarnationHistory
+    storage: Storage, candidate: _SaveOnAllHosts, history: IncarnationHistory
 ) -> str | None:
     """Return the attempt by which a save would be the checkpoint. None if it is committed."""
     save = candidate.save
@@ -319,14 +319,14 @@ class _UnusableError(Exception):
     """A save cannot be restored. The text is the reason."""
 
 
-def _merge(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_Candidate]:
+def _merge(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_SaveOnAllHosts]:
     """Merge the saves of all ranks' hosts, the newest first."""
     by_save: dict[SaveIdentity, dict[int, _SaveOnHost]] = {}
     for rank, saves in enumerate(host_saves):
         for part in saves:
             by_save.setdefault(part.save, {})[rank] = part
     candidates = [
-        _Candidate(
+        _SaveOnAllHosts(
             save,
             frozenset(part.attempt for part in parts.values() if part.attempt),
             any(part.was_committed for part in parts.values()),
