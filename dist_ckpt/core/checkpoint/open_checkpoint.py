@@ -425,7 +425,7 @@ class OpenCheckpoint:
             threads=self.threads,
             most_names=most_names,
             links=links,
-            tell=CopyProgress(sum(record.nbytes for record in files.values()), progress),
+            report=CopyProgress(sum(record.nbytes for record in files.values()), progress),
         )
 
     # --- closing ---

@@ -11,7 +11,7 @@ from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.format.filenames import (
     Attempt,
-    is_beside_attempts,
+    is_next_to_attempts,
     is_reserved_name,
     selections,
 )
@@ -61,7 +61,7 @@ def check_target_path(
     storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says
 ) -> None:
     """Raise ExistsError if the contents of `path` are from another program, or protected."""
-    ours = [*attempts_in(entries), *(entry for entry in entries if is_beside_attempts(entry.name))]
+    ours = [*attempts_in(entries), *(entry for entry in entries if is_next_to_attempts(entry.name))]
     if entries and not ours:
         names = ", ".join(entry.name for entry in entries[:5])
         raise ExistsError(

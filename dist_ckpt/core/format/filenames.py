@@ -108,7 +108,7 @@ def parse_trash(name: str) -> Attempt | None:
     return parse_attempt(match[1]) if match else None
 
 
-def is_beside_attempts(name: str) -> bool:
+def is_next_to_attempts(name: str) -> bool:
     """Return True for names next to attempts: trash, or the root's id if this is a root too."""
     return parse_trash(name) is not None or name == ROOT_ID
 

@@ -284,7 +284,7 @@ def read_shared(meeting: SharedReadGroup, reading: BlockReader) -> tuple[int, in
     lost.
     """
     work = _work_of(meeting, reading)
-    with reading.telling_touched():
+    with reading.naming_touched():
         SharedReading(meeting, work, reading).run()
     return work.nbytes_moved()
 
@@ -294,7 +294,7 @@ def verify_shared(meeting: SharedReadGroup, reading: BlockReader) -> None:
     work = _work_of(meeting, reading)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
-    with reading.telling_touched():
+    with reading.naming_touched():
         parallel_for(lambda one: reading.read(*one), reads, threads=meeting.ranks.config.threads)
 
 

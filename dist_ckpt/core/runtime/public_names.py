@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from opcode import opname
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -70,13 +70,9 @@ def refuse_old_names(module: str, new_names: Mapping[str, str]) -> Callable[[str
 def _is_from_import() -> bool:
     """Return True if the caller outside the package executes `from module import name`."""
     frame = sys._getframe()
-    while frame.f_back is not None and _is_in_package(frame):
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] == "dist_ckpt":
         frame = frame.f_back
     return opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
-
-
-def _is_in_package(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "dist_ckpt"
 
 
 _NONE: Mapping[str, str] = MappingProxyType({})

@@ -216,14 +216,6 @@ def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
     )
 
 
-def _wire_deque(value: deque[object], depth: int) -> object:
-    return _ext(Ext.DEQUE, [value.maxlen, _wire_all(value, depth)])
-
-
-def _wire_range(value: range, depth: int) -> object:
-    return _ext(Ext.RANGE, _wire_all((value.start, value.stop, value.step), depth))
-
-
 def _wire_datetime(value: datetime) -> object:
     zone = value.tzinfo
     if zone is None:
@@ -294,8 +286,10 @@ _ENCODERS: Mapping[type, _Encoder] = {
     OrderedDict: lambda value, depth: _ext(Ext.ORDERED_DICT, _wire_map(value, depth)),
     Counter: lambda value, depth: _ext(Ext.COUNTER, _wire_map(value, depth)),
     defaultdict: _wire_defaultdict,
-    deque: _wire_deque,
-    range: _wire_range,
+    deque: lambda value, depth: _ext(Ext.DEQUE, [value.maxlen, _wire_all(value, depth)]),
+    range: lambda value, depth: _ext(
+        Ext.RANGE, _wire_all((value.start, value.stop, value.step), depth)
+    ),
     datetime: lambda value, _: _wire_datetime(value),
     date: lambda value, _: _ext(Ext.DATE, [value.year, value.month, value.day]),
     timedelta: lambda value, _: _ext(

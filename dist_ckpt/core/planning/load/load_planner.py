@@ -112,18 +112,14 @@ def _matches(
             for number in candidates(target.region):
                 if number not in sources:
                     sources[number] = tuple(pieces(cut.cell(number), shape))
+                stored = cut.cell(number)
                 for source in sources[number]:
-                    common = _common_of(source.region, target.region)
+                    common: Region | None = source.region
+                    # Most cells are requested whole: then later code needs only an identity check.
+                    if source.region != target.region:
+                        common = source.region.intersect(target.region)
                     if common is not None:
-                        yield (
-                            number,
-                            CellOverlap.of(cut.cell(number), source, part, cell, target, common),
-                        )
-
-
-def _common_of(a: Region, b: Region) -> Region | None:
-    # Most cells are requested whole: then later code needs only an identity check.
-    return a if a == b else a.intersect(b)
+                        yield number, CellOverlap.of(stored, source, part, cell, target, common)
 
 
 def _candidates(cut: Cut, shape: Shape) -> _Candidates:

@@ -42,7 +42,9 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         views.setdefault(share.view, []).extend(share.ranks)
     rules = [view for view in views if isinstance(view, RuleSharded)]
     if rules and len(views) > 1:
-        raise ValueError("held " + differing((_way(v), ranks) for v, ranks in views.items()))
+        ways = {True: "by a rule of the ShardingConfig", False: "in another way"}
+        kinds = ((ways[isinstance(view, RuleSharded)], ranks) for view, ranks in views.items())
+        raise ValueError("held " + differing(kinds))
     if rules:
         return _under_rules(rules[0], holding)
     shape = _agreed_shape(shares)
@@ -57,10 +59,6 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         return shape, _united(layouts)
     parts = {view: ranks for view, ranks in views.items() if isinstance(view, Parts)}
     return shape, _tiled(_holders_of_cells(layouts, parts), shape)
-
-
-def _way(view: View) -> str:
-    return "by a rule of the ShardingConfig" if isinstance(view, RuleSharded) else "in another way"
 
 
 def _agreed_shape(shares: Sequence[RankView]) -> Shape:

@@ -82,12 +82,12 @@ class BlockReader:
         def read_all(reads: Sequence[tuple[OpenFile, SmallShardRun | BlockRead]]) -> int:
             return sum(self.read(file, read) for file, read in reads)
 
-        with self.telling_touched():
+        with self.naming_touched():
             work = split_into_work(self.files, self.targets, threads)
             return sum(parallel_for(read_all, work, threads=threads))
 
     @contextmanager
-    def telling_touched(self) -> Iterator[None]:
+    def naming_touched(self) -> Iterator[None]:
         """Add the tensors that may have partial data to errors of the storage."""
         try:
             yield

@@ -131,11 +131,12 @@ def reads_of(needs: Iterable[BlockRequest]) -> Iterator[BlockRead]:
     for need in needs:
         start, stop = need.start, need.stop
         gap = start - last
+        uses_zero_copy = need.is_zero_copy or (row and row[-1].is_zero_copy)
         if row and not (
             stop - first <= READ_NBYTES
             and gap < MAX_GAP_NBYTES
             and wasted + gap <= MAX_WASTE * (stop - first)
-            and _can_join(row[-1], need)
+            and (not uses_zero_copy or _can_join_zero_copy(row[-1], need))
         ):
             yield BlockRead(ByteRange(first, last), tuple(row))
             row = []
@@ -146,10 +147,6 @@ def reads_of(needs: Iterable[BlockRequest]) -> Iterator[BlockRead]:
         wasted += gap
     if row:
         yield BlockRead(ByteRange(first, last), tuple(row))
-
-
-def _can_join(last: BlockRequest, need: BlockRequest) -> bool:
-    return _can_join_zero_copy(last, need) if last.is_zero_copy or need.is_zero_copy else True
 
 
 def _maps_whole(item: ReadItem, span: ByteRange, itemsize: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from dist_ckpt.core.format.checksums import blocks
@@ -93,14 +92,14 @@ def read_windows(
     fetch: Fetch,
     files: Sequence[FilePlan],
     window_nbytes: int,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> Iterator[tuple[Window, memoryview]]:
     """Read the files' windows from one checkpoint, each on demand."""
     nbytes = sum(item.span.nbytes for file in files for item in file.items)
     memory = memoryview(bytearray(min(nbytes, window_nbytes)))
     for window in windows_of(files, window_nbytes):
         fetch(window.wanted, memory)
-        tell(window.nbytes)
+        report(window.nbytes)
         yield window, memory
 
 
@@ -125,10 +124,10 @@ class Windows:
 
         They refer to this object, which does not refer to them: a cycle would keep the last window.
         """
-        return tuple(partial(self._source_of, file.items) for file in self._files)
-
-    def _source_of(self, items: Sequence[StoredShard], number: int) -> CellSource:
-        return _ItemSource(self, items[number])
+        return tuple(
+            lambda number, items=file.items: _ItemSource(self, items[number])
+            for file in self._files
+        )
 
     def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
         """Return some bytes of an item within one window, as every block is."""

@@ -53,14 +53,14 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     threads: int,
     most_names: int | None = None,
     links: bool = True,
-    tell: Callable[[int], None] = lambda nbytes: None,
+    report: Callable[[int], None] = lambda nbytes: None,
 ) -> IoCount:
     """Link or copy files of attempt `source` into folder `target`; return the count of linked ones.
 
     `index` is the source's; shard files may get other names than they have there. On return the
     files and their names are durable. Every byte of a copy is checked: CorruptError if the source
     is damaged. Linked files are not read. But with `most_names` shard headers are, and files that
-    have this many names are copied. Without `links`, all are copied. `tell` is called with the
+    have this many names are copied. Without `links`, all are copied. `report` is called with the
     bytes of each copied part, from any thread. ConflictError if `target` is gone, or has such a
     file.
     """
@@ -72,12 +72,12 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
             may_link = links and _may_link(storage, index, record, old, most_names)
             if may_link and linked(storage, old, new):
                 return record.nbytes
-            _copy_shards(storage, index, record, (old, new), tell)
+            _copy_shards(storage, index, record, (old, new), report)
         else:
             if links and linked(storage, old, new):
                 return record.nbytes
             _copy_document(storage, record, old, new)
-            tell(record.nbytes)
+            report(record.nbytes)
         return -1
 
     done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
@@ -122,7 +122,7 @@ def _copy_shards(
     index: Index,
     record: ShardFileRecord,
     names: tuple[str, str],
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> None:
     old, new = names
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def _copy_shards(
         # The header is last, as in a save: without it the file is invalid.
         for read in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
             target.write_at(record.header_nbytes + read.span.start, _checked(file, source, read))
-            tell(read.span.nbytes)
+            report(read.span.nbytes)
         target.write_at(0, _read(source, 0, record.header_nbytes, old))
         finish_file(target, new, record.nbytes)
 

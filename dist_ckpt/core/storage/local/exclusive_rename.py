@@ -29,12 +29,8 @@ def exchange(first: str, second: str) -> bool:
     if sys.platform != "linux" or (call := system_call("renameat2")) is None:
         return False
     # AT_FDCWD twice, RENAME_EXCHANGE
-    if not call(-100, os.fsencode(first), -100, os.fsencode(second), 2):
-        return True
-    code = ctypes.get_errno()
-    if code in UNSUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code), first, None, second)
+    failed = call(-100, os.fsencode(first), -100, os.fsencode(second), 2)
+    return not failed or _refuse_failed_call(first, second)
 
 
 @cache
@@ -51,8 +47,12 @@ def _rename_by_call(old: str, new: str) -> bool:
     if (call := system_call("renamex_np" if is_mac else "renameat2")) is None:
         return False
     # RENAME_EXCL; AT_FDCWD twice, RENAME_NOREPLACE
-    if not (call(*names, 4) if is_mac else call(-100, names[0], -100, names[1], 1)):
-        return True
+    failed = call(*names, 4) if is_mac else call(-100, names[0], -100, names[1], 1)
+    return not failed or _refuse_failed_call(old, new)
+
+
+def _refuse_failed_call(old: str, new: str) -> bool:
+    """Return False if the last call is not supported here. Raise any other error of it."""
     code = ctypes.get_errno()
     if code in UNSUPPORTED:
         return False
