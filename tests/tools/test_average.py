@@ -251,7 +251,7 @@ def two(tmp_path: Path) -> list[Path]:
         ({"weights": [1.0, float("nan")]}, "weights has nan"),
         ({"weights": [1.0, 10**400]}, "give finite numbers"),
         ({"weights": [1e308, -1e308]}, "sum to 0"),
-        ({"weights": [1.0, "2"]}, "'2' is no number"),
+        ({"weights": [1.0, "2"]}, "'2' is not a number"),
         ({"weights": 2}, "give a list of numbers"),
         ({"weights": [1, 2], "decay": 0.5}, "either weights= or decay="),
         ({"decay": 1.0}, "decay=1.0: give a number above 0 and below 1"),
@@ -293,7 +293,7 @@ def test_sources_that_make_no_average_are_refused(two, tmp_path):
         ([first, tmp_path / "link"], {}, ValueError, "given twice"),
         ([first, tmp_path / "gone"], {}, dc.NotFoundError, "gone"),
         (first, {"last": 0}, ValueError, "only .*/1 to average"),
-        (tmp_path / "run", {}, ValueError, "either last=n or best=n"),
+        (tmp_path / "run", {}, ValueError, "give last=n or best=n"),
         (tmp_path / "run", {"best": 2}, ValueError, "say which is best"),
         (tmp_path / "run", {"best": 2, "max": "f1"}, dc.NotFoundError, "metric 'f1'"),
         (tmp_path / "run", {"last": True}, TypeError, "last=True"),
@@ -307,14 +307,14 @@ def test_a_target_that_would_harm_a_source_or_a_run_is_refused(two, tmp_path):
     run_of(tmp_path / "run", [1, 2])
     for sources, target, options, told in (
         (two, "2", {"overwrite": True}, "is a source"),
-        (two, "1/inner", {}, "lies in the source"),
-        (two, "", {}, "lies in the target"),
-        (tmp_path / "run", "run/mean", {"last": 2}, "would go on from it"),
+        (two, "1/inner", {}, "is inside the source"),
+        (two, "", {}, "is inside the target"),
+        (tmp_path / "run", "run/mean", {"last": 2}, "would resume from the average"),
     ):
         with pytest.raises(ValueError, match=told):
             dc.average(sources, to=tmp_path / target, include="w", **options)
     dc.Run(tmp_path / "run").pin(1)  # it keeps records now
-    with pytest.raises(ValueError, match="would go on from it"):
+    with pytest.raises(ValueError, match="would resume from the average"):
         dc.average(two, to=tmp_path / "run" / "mean", include="w")
     dc.save({"w": torch.ones(2)}, tmp_path / "there")
     with pytest.raises(dc.ExistsError):

@@ -128,7 +128,7 @@ def test_what_cannot_be_kept_is_refused_by_name(root: Path) -> None:
         dc.backup(f"{root}/s1", overwrite="yes")  # type: ignore[arg-type]
     dc.save(state(1), root.parent / "odd" / "backup")
     dc.save(state(1), root.parent / "odd" / "s1")
-    with pytest.raises(ExistsError, match="is a checkpoint, and backups would lie in it"):
+    with pytest.raises(ExistsError, match="is a checkpoint, so it cannot hold backups"):
         dc.backup(root.parent / "odd" / "s1")
 
 

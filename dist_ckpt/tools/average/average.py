@@ -1,7 +1,7 @@
 """`dc.average`: choose, agree and plan, write, commit.
 
-The average is written like a save by the ranks of the newest source: its files are that one's, but
-for what is averaged in them. Each rank of the job writes some of these files.
+The average has the files of the newest source, with the averaged tensors in them. Each rank of the
+job writes some of these files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,39 +75,39 @@ def average(
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Write the average of checkpoints as a new one, at `to`.
+    """Write the average of checkpoints as a new one, at `to`. Collective in a job.
 
-    `sources` are checkpoints, of which each may name one of a run ("runs/a@latest"); or they are
-    the folder of a run, with `last=n` for its last n, or `best=n` and `min="val/loss"` or
-    `max="accuracy"` for its best; n <= 0 for all, of best for all that are measured. A run that
-    has fewer gives what it has. What is chosen of a run is held meanwhile against being pruned.
+    `sources` are checkpoints; a selector of a run ("runs/a@latest") is one too. Or `sources` is the
+    folder of a run, with `last=n` for its last n, or `best=n` and `min="val/loss"` or
+    `max="accuracy"` for its best; n <= 0 for all, or for all with the metric. If the run has fewer,
+    they are averaged. Checkpoints that are chosen from a run are leased meanwhile.
 
-    Trainable floating-point tensors (and complex ones) are averaged, as the checkpoints know them;
-    where they do not, or to choose others, give `include` and `exclude`, patterns on the names of
-    floating-point tensors. All else (buffers, integers, what is frozen, the optimizer's state,
-    values, metadata, values per rank) is taken from the newest source, which is the one of the
-    highest step; of one step, or if one has no step, the one that was saved last. Its step, world
-    size and layout are those of the average; facts about it, such as metrics, and what is attached
-    to it are not.
+    Trainable tensors of floating-point or complex numbers are averaged. If the checkpoints do not
+    record which are trainable, or to choose others, give `include` and `exclude`: patterns on the
+    names of floating-point tensors. All other contents come from the newest source: buffers,
+    integers, frozen parameters, optimizer state, values, metadata, per-rank values. The newest has
+    the highest step; for equal steps, or if one source has no step, it was saved last. Its step,
+    world size and layout are those of the average, but not its annotations, such as metrics, and
+    its attached files.
 
-    The average is uniform, or `weights` has a number for each source, in their order (of a run,
-    oldest first); or, with `decay` d, a source that has k newer ones has the weight d**k: an
+    The average is uniform; or `weights` has a number for each source, in their order (for a run,
+    oldest first); or, with `decay` d, a source with k newer ones has the weight d**k. That is an
     exponential moving average, corrected for its start. Weights are scaled by a power of two, so
-    that the largest is from 1 to 2. Of each element `w * x` is added up from the oldest source to
-    the newest, in float64 for float64 and complex128, else in float32, each step rounded; the sum
-    is divided by the sum of the weights and rounded to the tensor's dtype. nan in a source makes
-    nan.
+    that the largest is from 1 to 2. For each element, `w * x` is added from the oldest source to
+    the newest. The sum is in float64 for float64 and complex128, otherwise in float32, and each
+    step is rounded. The sum is divided by the sum of the weights and rounded to the tensor's dtype.
+    A nan in a source makes nan.
 
-    One window of the tensors is in memory at a time, about 200 MB in all, and what is not a tensor
-    one file at a time. In a job every rank of `group` calls this (collective), each writes some of
-    the files, and the first rank commits. On return the average is complete and durable; if it
-    raises, on all ranks, there is none. `overwrite` replaces what is at `to`. Every byte read is
-    checked. `progress` is told (bytes read, bytes to read) of this rank.
+    One window of the tensors is in memory at a time, about 200 MB in total, and one file of other
+    data. Every rank of `group` calls this: each writes some of the files, and the first rank
+    commits. On return the average is complete and durable; after an error, on all ranks, it does
+    not exist. `overwrite` replaces a checkpoint at `to`. Every byte that is read is checked.
+    `progress` gets the bytes read and the total of this rank.
 
-    Raises ValueError and TypeError for arguments that make no sense, IncompatibleError with all
-    that differs between the sources, CorruptError that names the source that is damaged,
-    NotFoundError if there is none, nothing is measured, or one was replaced or deleted meanwhile;
-    else as a save to `to` would.
+    Raises ValueError and TypeError for bad arguments, IncompatibleError with all differences of the
+    sources, and CorruptError with the name of a damaged source. Raises NotFoundError if a source or
+    the metric does not exist, or a source was replaced or deleted meanwhile. Otherwise raises the
+    errors of a save to `to`.
     """
     options = AverageOptions(
         last=last,
@@ -125,7 +125,7 @@ def average(
 
 @dataclass(frozen=True, slots=True)
 class AverageCall:
-    """What a caller of `average` gives; with storages to use instead of the paths' own."""
+    """The arguments of `average`, with storages that replace those of the paths."""
 
     sources: PathLike | Sequence[PathLike]
     target: PathLike
@@ -136,7 +136,7 @@ class AverageCall:
 
     @property
     def is_of_run(self) -> bool:
-        """Whether the sources are chosen from a run, not a list."""
+        """Whether the sources are chosen from a run."""
         return isinstance(self.sources, str | os.PathLike)
 
 
@@ -152,10 +152,7 @@ def plan_average(
     opened, target = _opened(storages), storages.target()
     chosen = choose(opened, options, None, of_run=call.is_of_run)
     check_target(chosen, *target, opened[0][1] if call.is_of_run else None)
-    averaged_names(
-        [(source.path, source.index.catalog) for source in chosen],
-        selection_of(options.include, options.exclude),
-    )
+    _averaged_names(chosen, options)
     newest = chosen[-1].index
     files = {newest.file_name(record): record.nbytes for record in newest.files}
     files |= {record.name: record.nbytes for record in newest.objects}
@@ -170,7 +167,7 @@ def plan_average(
 
 
 class _AverageRequest(Message, frozen=True):
-    """What a rank asks for: the same on all."""
+    """The request of a rank, which must be equal on all ranks."""
 
     sources: tuple[str, ...]
     target: str
@@ -178,7 +175,7 @@ class _AverageRequest(Message, frozen=True):
 
 
 class _AgreedSources(Message, frozen=True):
-    """What is averaged: path, attempt and weight of each source, oldest first."""
+    """The path, attempt and weight of each source, oldest first."""
 
     sources: tuple[tuple[str, Attempt, float], ...]
 
@@ -191,17 +188,17 @@ class _Storages:
     sources: list[CountingStorage] = field(default_factory=list)
 
     def source(self, path: PathLike) -> tuple[Storage, str]:
-        own, text = open_storage(path, direct_reads=True)
-        self.sources.append(CountingStorage(self.call.source_storage or own))
+        storage, text = open_storage(path, direct_reads=True)
+        self.sources.append(CountingStorage(self.call.source_storage or storage))
         return self.sources[-1], text
 
     def target(self) -> tuple[CountingStorage, str]:
-        own, text = open_storage(self.call.target)
-        return CountingStorage(self.call.target_storage or own), text
+        storage, text = open_storage(self.call.target)
+        return CountingStorage(self.call.target_storage or storage), text
 
     @property
     def reads(self) -> IoCount:
-        """What was read of the sources."""
+        """The count of reads of the sources."""
         total = IoCount()
         for storage in self.sources:
             total = total.plus_all(storage.reads)
@@ -276,7 +273,7 @@ def _agree(
 
 
 def _opened(storages: _Storages) -> list[tuple[Storage, str]]:
-    """Check what was given, and open the sources."""
+    """Check the arguments and open the sources."""
     call = storages.call
     call.options.check(of_run=call.is_of_run)
     _check(call)
@@ -285,7 +282,7 @@ def _opened(storages: _Storages) -> list[tuple[Storage, str]]:
 
 
 def _check(call: AverageCall) -> None:
-    """Raise TypeError for sources in no order, and for a progress that nobody can be told."""
+    """Raise TypeError for sources without an order, and for a progress that is not a function."""
     if isinstance(call.sources, bytes) or not isinstance(
         call.sources, str | os.PathLike | Sequence
     ):
@@ -297,7 +294,7 @@ def _check(call: AverageCall) -> None:
         raise TypeError(f"progress={call.progress!r}: give a function, or None")
 
 
-def _found(storages: _Storages, path: str, attempt: Attempt, weight: float) -> AverageSources:
+def _read_source(storages: _Storages, path: str, attempt: Attempt, weight: float) -> AverageSources:
     storage, _ = storages.source(path)
     index = attempts.read_index(storage, path, attempt)
     if not isinstance(index, Index):
@@ -307,7 +304,7 @@ def _found(storages: _Storages, path: str, attempt: Attempt, weight: float) -> A
 
 @dataclass(frozen=True, slots=True)
 class _AveragePlan:
-    """The sources, the names of the tensors to average, and what this rank writes to `storage`."""
+    """The sources, the names of the tensors to average, and the files of this rank."""
 
     sources: tuple[AverageSources, ...]
     averaged: frozenset[str]
@@ -322,14 +319,13 @@ def _plan_and_claim(
     sources: tuple[AverageSources, ...],
     agreed: _AgreedSources,
 ) -> _AveragePlan:
-    """Check that the sources fit, plan, and claim: until then nothing on disk has changed."""
+    """Check that the sources match, plan, and claim. The claim is the first change on disk."""
     options, channel = storages.call.options, ranks.channel
     with channel.exchange("plan") as planning:
-        sources = sources or tuple(_found(storages, *one) for one in agreed.sources)
+        sources = sources or tuple(_read_source(storages, *source) for source in agreed.sources)
         storage, path = storages.target()
-        catalogs = [(one.path, one.index.catalog) for one in sources]
-        averaged = averaged_names(catalogs, selection_of(options.include, options.exclude))
-        assignments = share_of(
+        averaged = _averaged_names(sources, options)
+        assignments = assign_files(
             sources[-1].index,
             averaged,
             len(sources),
@@ -342,6 +338,11 @@ def _plan_and_claim(
             planning.decide(transaction.claim(storage, path, overwrite=options.overwrite))
     transaction.join(storage, path, planning.result(Attempt))
     return _AveragePlan(sources, averaged, assignments, storage)
+
+
+def _averaged_names(sources: Sequence[AverageSources], options: AverageOptions) -> frozenset[str]:
+    catalogs = [(source.path, source.index.catalog) for source in sources]
+    return averaged_names(catalogs, selection_of(options.include, options.exclude))
 
 
 def _index_fields(sources: Sequence[AverageSources]) -> IndexFields:
@@ -392,46 +393,46 @@ def _write(
                     sources=tuple(next(sources) for _ in assignment.plans),
                     objects=objects,
                 )
-                # One thread: its blocks are asked for in the order of the windows.
+                # One thread: blocks are requested in the order of the windows.
                 receipts += write_all(plan.storage, folder, files, threads=1)
     return RankWriteResult(tuple(receipts), (), time.monotonic() - start)
 
 
-# --- which rank of the job writes which files. Pure -------------------------------------------
+# --- assign files to the ranks of the job. Pure ------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """What a rank of the job writes of one rank of the checkpoint."""
+    """The files of one rank of the checkpoint that a rank of the job writes."""
 
     plans: tuple[FilePlan, ...]
     objects: tuple[ObjectsFileRecord, ...]
 
 
-def share_of(
+def assign_files(
     index: Index, averaged: Collection[str], num_sources: int, *, rank: int, world_size: int
 ) -> list[RankAssignment]:
-    """Return what a rank of the job writes: files as they are in the newest source.
+    """Return the files of the newest source that a rank of the job writes.
 
-    Whole files, the costliest first, each to the rank that has least to do; all ranks of the job
-    come to the same.
+    Whole files are assigned, the costliest first, each to the rank with the least load. All ranks
+    of the job compute the same.
     """
     writers = _writers(_costs(index, averaged, num_sources), world_size)
-    shares = []
+    assignments = []
     for number, plans in enumerate(items_of_ranks(index.catalog)):
-        own_plans = tuple(plan for plan in plans if writers[plan.name] == rank)
-        own_objects = tuple(
+        local_plans = tuple(plan for plan in plans if writers[plan.name] == rank)
+        local_objects = tuple(
             record
             for record in index.objects
             if writers[record.name] == rank and _rank_of(record.name) == number
         )
-        if own_plans or own_objects:
-            shares.append(RankAssignment(own_plans, own_objects))
-    return shares
+        if local_plans or local_objects:
+            assignments.append(RankAssignment(local_plans, local_objects))
+    return assignments
 
 
 def _costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[str, int]:
-    """Return of each file how many bytes are read for it."""
+    """Return the bytes to read for each file."""
     costs = {record.name: record.nbytes for record in index.objects}
     for rank, stored in enumerate(cells_of_ranks(index.catalog)):
         for component, cells in stored.items():
@@ -446,33 +447,32 @@ def _costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[st
 def _writers(costs: dict[str, int], world_size: int) -> dict[str, int]:
     loads = [0] * world_size
     writers = {}
-    for name, cost in sorted(costs.items(), key=lambda one: (-one[1], one[0])):
+    for name, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
         writers[name] = min(range(world_size), key=lambda rank: (loads[rank], rank))
         loads[writers[name]] += cost
     return writers
 
 
 def receipts_by_rank(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]:
-    """Return what each rank of the checkpoint would report, given what those of the job do.
+    """Return the receipts of the checkpoint's ranks, from the receipts of the job's ranks.
 
-    StorageError if the objects files are not those of the newest source, which they copy.
+    StorageError if the objects files differ from those of the newest source.
     """
     files: list[list[FileReceipt]] = [[] for _ in range(index.catalog.world_size)]
     for file in (file for receipt in receipts for file in receipt.files):
         files[_rank_of(file[0])].append(file)
-    copied = {(name, nbytes, digest) for name, nbytes, digest in _objects_in(files)}
-    if copied != {(one.name, one.nbytes, one.digest) for one in index.objects}:
+    copied = {
+        (name, nbytes, digest)
+        for receipt in receipts
+        for name, nbytes, header_nbytes, digest in receipt.files
+        if not header_nbytes
+    }
+    if copied != {(record.name, record.nbytes, record.digest) for record in index.objects}:
         raise StorageError("the objects files are not those of the newest source: try again")
-    return [Receipt(tuple(own), (), 0.0) for own in files]
-
-
-def _objects_in(files: Sequence[Sequence[FileReceipt]]) -> Iterator[tuple[str, int, str]]:
-    for name, nbytes, header_nbytes, digest in (file for own in files for file in own):
-        if not header_nbytes:
-            yield name, nbytes, digest
+    return [Receipt(tuple(rank_files), (), 0.0) for rank_files in files]
 
 
 def _rank_of(name: str) -> int:
-    """Return the rank whose file it is; the global objects file is rank 0's."""
+    """Return the rank of a file; the global objects file is rank 0's."""
     shard = filenames.parse_shard_file(name)
     return shard[1] if shard is not None else filenames.parse_objects_file(name) or 0

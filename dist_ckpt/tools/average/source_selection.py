@@ -55,10 +55,10 @@ class AverageOptions:
 
     def _check_count(self, *, of_run: bool) -> None:
         if not of_run and (self.last is not None or self.best is not None):
-            raise ValueError("last= and best= choose of a run: give its folder, not a list")
+            raise ValueError("last= and best= choose from a run: give its folder, not a list")
         if of_run and (self.last is None) == (self.best is None):
             raise ValueError(
-                "of a run give either last=n or best=n (n <= 0 for all), else a list of checkpoints"
+                "for a run give last=n or best=n (n <= 0 for all), else a list of checkpoints"
             )
         for name, value in (("last", self.last), ("best", self.best)):
             if value is not None and type(value) is not int:
@@ -73,7 +73,7 @@ class AverageOptions:
             raise ValueError('best=: say which is best, min="val/loss" or max="accuracy"')
         name = self.max if self.min is None else self.min
         if not isinstance(name, str) or not name:
-            raise TypeError(f"{name!r} is no name of a metric")
+            raise TypeError(f"{name!r} is not the name of a metric: give a text")
 
     def _check_weights(self) -> None:
         if self.weights is not None and self.decay is not None:
@@ -97,22 +97,21 @@ class AverageOptions:
 
 def _check_number(value: object, name: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} is no number")
+        raise TypeError(f"{name}: {value!r} is not a number")
     if not -_MOST <= value <= _MOST:
         raise ValueError(f"{name} has {value}: give finite numbers")
 
 
 def _scaled(weights: Sequence[float]) -> tuple[float, ...]:
-    """Scale by a power of two, so that the largest is from 1 to 2: float32 can add them up then."""
+    """Scale by a power of two, so that the largest is from 1 to 2: float32 can add them."""
     exponent = frexp(max((abs(weight) for weight in weights), default=1))[1] - 1
     return tuple(ldexp(weight, -exponent) for weight in weights)
 
 
 def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
-    """Return the weight of each of so many checkpoints.
+    """Return the weights of `count` checkpoints. ValueError for a wrong number of `weights`.
 
-    `weights` are in the order in which they were given; those of a `decay` are for the oldest
-    first. ValueError if the number does not fit.
+    `weights` stay in the order of the caller. The weights by `decay` are oldest first.
     """
     if options.decay is not None:
         return tuple(options.decay**age for age in reversed(range(count)))
@@ -125,18 +124,18 @@ def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
     return _scaled(options.weights)
 
 
-# --- the checkpoints: those of a list, or the last or best of a run ---------------------------
+# --- the checkpoints: a list, or the last or best of a run -------------------------------------
 
 
 _log = logging.getLogger("dist_ckpt")
 
-# How often what was chosen may be removed before it is leased.
+# How often a chosen checkpoint may be removed before it is leased.
 _ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AverageSources:
-    """One checkpoint that is averaged, and its weight."""
+    """A checkpoint to average, with its weight."""
 
     storage: Storage
     path: str
@@ -146,11 +145,11 @@ class AverageSources:
 
     @property
     def folder(self) -> str:
-        """Its attempt's folder."""
+        """The folder of its attempt."""
         return f"{self.path}/{self.attempt}"
 
     def __str__(self) -> str:
-        """Return it for the index of the average."""
+        """Return the text for the index of the average."""
         step = "" if self.index.step is None else f" of step {self.index.step}"
         return f"{self.weight:.6g} of {self.path.rpartition('/')[2]}/{self.attempt}{step}"
 
@@ -158,35 +157,33 @@ class AverageSources:
 def choose(
     sources: Sequence[tuple[Storage, str]],
     options: AverageOptions,
-    held: ExitStack | None,
+    leases: ExitStack | None,
     *,
     of_run: bool,
 ) -> tuple[AverageSources, ...]:
-    """Find the checkpoints to average, oldest first; of a run they are leased until `held` ends.
+    """Find the checkpoints to average, oldest first. Those of a run are leased until `leases` end.
 
-    With None they are not leased, and nothing is written.
-
-    The newest is of the highest step; of one step, or if one of them has none, the last that was
-    saved.
+    Without `leases` nothing is leased, so nothing is written. The order is by step. Equal steps, or
+    all if one has no step, are ordered by the time of the save.
     """
     if of_run:
         ((storage, root),) = sources
-        there = [(storage, path) for path in _of_run(storage, root, options, held)]
+        paths = [(storage, path) for path in _choose_of_run(storage, root, options, leases)]
     else:
-        there = [(storage, _resolved(storage, path, held)) for storage, path in sources]
-    found = [(storage, path, *attempts.find(storage, path)) for storage, path in there]
-    _check_distinct([(path, attempt) for _, path, attempt, _ in found])
-    have_steps = all(index.step is not None for *_, index in found)
+        paths = [(storage, _resolved(storage, path, leases)) for storage, path in sources]
+    opened = [(storage, path, *attempts.find(storage, path)) for storage, path in paths]
+    _check_distinct([(path, attempt) for _, path, attempt, _ in opened])
+    have_steps = all(index.step is not None for *_, index in opened)
 
     def age(number: int) -> tuple[int, float]:
-        index = found[number][-1]
+        index = opened[number][-1]
         return (index.step or 0) if have_steps else 0, index.saved_at
 
-    order = sorted(range(len(found)), key=age)
-    weights = weights_of(options, len(found))
+    order = sorted(range(len(opened)), key=age)
+    weights = weights_of(options, len(opened))
     return tuple(
-        AverageSources(*found[number], weights[number if options.decay is None else place])
-        for place, number in enumerate(order)
+        AverageSources(*opened[number], weights[number if options.decay is None else position])
+        for position, number in enumerate(order)
     )
 
 
@@ -199,89 +196,93 @@ def lease_sources(chosen: Sequence[AverageSources], stack: ExitStack) -> None:
             _log.debug("%s is not leased: %s", source.path, error)
 
 
-def _check_distinct(found: Sequence[tuple[str, Attempt]]) -> None:
-    if len(found) < 2:
-        there = f"only {found[0][0]}" if found else "nothing"
-        raise ValueError(f"there is {there} to average: give two checkpoints or more")
+def _check_distinct(sources: Sequence[tuple[str, Attempt]]) -> None:
+    if len(sources) < 2:
+        only = f"only {sources[0][0]}" if sources else "nothing"
+        raise ValueError(f"there is {only} to average: give two checkpoints or more")
     seen: set[tuple[str, Attempt]] = set()
-    for path, attempt in found:
-        if (place := (real_path(path), attempt)) in seen:
+    for path, attempt in sources:
+        if (source := (real_path(path), attempt)) in seen:
             raise ValueError(f"{path} is given twice: give it once, with a weight if need be")
-        seen.add(place)
+        seen.add(source)
 
 
 def check_target(
     chosen: Sequence[AverageSources], storage: Storage, target: str, root: str | None
 ) -> None:
-    """Raise ValueError if a target would harm a source, or be taken for a part of a run.
+    """Raise ValueError for a target that harms a source, or looks like a checkpoint of a run.
 
-    `root` is the run's, if the sources were chosen of one.
+    `root` is the folder of the run from which the sources were chosen, if any.
     """
     real = real_path(target)
-    for one in chosen:
-        source = real_path(one.path)
-        if real == source:
+    for source in chosen:
+        real_source = real_path(source.path)
+        if real == real_source:
             raise ValueError(f"the target {target} is a source: give another target")
-        if real.startswith(f"{source}/"):
-            raise ValueError(f"the target {target} lies in the source {one.path}: give another")
-        if source.startswith(f"{real}/"):
-            raise ValueError(f"the source {one.path} lies in the target {target}: give another")
+        if real.startswith(f"{real_source}/"):
+            raise ValueError(
+                f"the target {target} is inside the source {source.path}: give another"
+            )
+        if real_source.startswith(f"{real}/"):
+            raise ValueError(
+                f"the source {source.path} is inside the target {target}: give another"
+            )
     parent = real.rpartition("/")[0] or "/"
     if (root is not None and real_path(root) == parent) or can_keep_records(storage, parent):
         raise ValueError(
-            f"the target {target} lies in the folder of a run, which would go on from it as from "
-            f"its own: give a target outside of {parent}"
+            f"the target {target} is in the folder of a run, which would resume from the average: "
+            f"give a target outside of {parent}"
         )
 
 
-def _resolved(storage: Storage, path: str, held: ExitStack | None) -> str:
-    if held is not None:
-        return resolve_with_lease(storage, path, held)
-    found = resolve_at(storage, path)
-    return path if found is None else found.path
+def _resolved(storage: Storage, path: str, leases: ExitStack | None) -> str:
+    if leases is not None:
+        return resolve_with_lease(storage, path, leases)
+    checkpoint = resolve_at(storage, path)
+    return path if checkpoint is None else checkpoint.path
 
 
-def _of_run(
-    storage: Storage, root: str, options: AverageOptions, held: ExitStack | None
+def _choose_of_run(
+    storage: Storage, root: str, options: AverageOptions, leases: ExitStack | None
 ) -> Sequence[str]:
-    """Choose of a run, and lease; again if one of them is removed in between."""
-    for left in reversed(range(_ROUNDS)):
+    """Choose checkpoints of a run and lease them; choose again if one is removed meanwhile."""
+    for num_left in reversed(range(_ROUNDS)):
         listing = list_run(storage, root, now=time.time())
-        those = pick(listing, options)
+        checkpoints = pick(listing, options)
         try:
             with ExitStack() as stack:
-                if held is not None and can_lease(storage, listing.root):
-                    for one in those:
-                        stack.enter_context(renewed_lease(checkpoint_ref_of(storage, one)))
-                    held.push(stack.pop_all())
+                if leases is not None and can_lease(storage, listing.root):
+                    for checkpoint in checkpoints:
+                        stack.enter_context(renewed_lease(checkpoint_ref_of(storage, checkpoint)))
+                    leases.push(stack.pop_all())
         except NotFoundError:
-            if not left:
+            if not num_left:
                 raise
             continue
         except StorageError as error:
             _log.debug("%s: the sources are not leased: %s", root, error)
-        return [one.path for one in those]
+        return [checkpoint.path for checkpoint in checkpoints]
     raise AssertionError
 
 
 def pick(listing: Listing, options: AverageOptions) -> Sequence[RunCheckpoint]:
     """Return the last or the best of a run. Pure, but for a log.
 
-    Of one step only the highest attempt counts. NotFoundError if nothing is measured.
+    Only the highest attempt of each step counts. NotFoundError if no checkpoint has the metric.
     """
     warn_of_unreadable(listing)
     name = options.max if options.min is None else options.min
     if options.best is None or name is None:
-        count, there = options.last or 0, listing.alive
+        count, candidates = options.last or 0, listing.alive
     else:
-        count, there = options.best, tuple(measured(listing, name))
-    ranked = list({one.step: one for one in there}.values())[::-1]
+        count, candidates = options.best, tuple(measured(listing, name))
+    ranked = list({info.step: info for info in candidates}.values())[::-1]
     if name is not None:
         sign = -1 if options.min is None else 1
-        # Of two that are equal the older is the better, as for `keep.best`.
+        # The older of two equal ones is better, as for `keep.best`.
         ranked.reverse()
-        ranked.sort(key=lambda one: sign * one.metrics[name])
-    found = ranked[:count] if count > 0 else ranked
-    if len(found) < count:
-        _log.warning("%s: %d checkpoints are averaged, not %d", listing.root, len(found), count)
-    return sorted(found, key=lambda one: one.step or 0)
+        ranked.sort(key=lambda info: sign * info.metrics[name])
+    picked = ranked[:count] if count > 0 else ranked
+    if len(picked) < count:
+        _log.warning("%s: %d checkpoints are averaged, not %d", listing.root, len(picked), count)
+    return sorted(picked, key=lambda info: info.step or 0)

@@ -1,5 +1,4 @@
 """A checkpoint made of another one: reshard, copy, backup, strip.
 
-How one layout becomes another is in `dist_ckpt.core.planning.load.load_planner`; `reshard.py` only
-applies it to a whole checkpoint.
+`write_plan.py` defines the plan that such a tool returns, and that `--dry-run` prints.
 """

@@ -53,10 +53,10 @@ def copy(
     are hard links where the storage supports them. A linked file is neither read nor checked, and
     later damage to it damages both checkpoints. One process calls this.
 
-    `progress` may be called from other threads, one call at a time. Raises NotFoundError if there
-    is no such checkpoint, IncompatibleError for files of another system, ExistsError if something
-    is at `target` (unless `overwrite`), CorruptError for a damaged source, StorageError if there is
-    not enough space. After any error nothing of the copy is left.
+    `progress` may be called from other threads, one call at a time. Raises NotFoundError if the
+    checkpoint does not exist, IncompatibleError for files of another system, ExistsError if
+    something is at `target` (unless `overwrite`), CorruptError for a damaged source, StorageError
+    without enough space. After any error nothing of the copy is left.
     """
     return plan_copy(source, target, overwrite=overwrite, link=link).run(progress=progress)
 
@@ -88,13 +88,13 @@ def _check_copyable(storage: Storage, source: str, target: str) -> None:
     """Raise IncompatibleError or ValueError unless one checkpoint may be copied to the other."""
     if foreign_at(storage, source) is not None:
         raise IncompatibleError(
-            f"{source} is of another system: copy its files, or make a checkpoint of it with "
+            f"{source} was written by another system: copy its files, or convert it with "
             f"`dist-ckpt import`"
         )
     if source == target:
         raise ValueError(f"source and target are both {source}: give another target")
     if target.startswith(f"{source}/"):
-        raise ValueError(f"the target {target} lies in the source: give another target")
+        raise ValueError(f"the target {target} is inside the source: give another target")
 
 
 def _copy(
@@ -170,7 +170,7 @@ def backup(
     checkpoints. If the same save is there already, nothing is written. One process calls this.
     `progress` may be called from other threads, one call at a time.
 
-    Raises NotFoundError if there is no such checkpoint, ExistsError if another save is at the
+    Raises NotFoundError if the checkpoint does not exist, ExistsError if another save is at the
     backup's path (unless `overwrite`), CorruptError if a file that is read is damaged.
     """
     return plan_backup(path, overwrite=overwrite).run(progress=progress)
@@ -207,7 +207,7 @@ def _backup_paths(storage: Storage, path: str) -> tuple[str, str, str]:
     if root.rpartition("/")[2] == BACKUP:
         raise ValueError(f"{path} is a backup itself: give the checkpoint of a run")
     if attempts.list_attempts(storage, folder):
-        raise ExistsError(f"{folder} is a checkpoint, and backups would lie in it: rename it first")
+        raise ExistsError(f"{folder} is a checkpoint, so it cannot hold backups: rename it first")
     return root, folder, f"{folder}/{name}"
 
 
@@ -252,6 +252,6 @@ def _write_backup(
     transaction, decision, _ = _write(
         source, target, "backup", progress, overwrite=overwrite, links=True
     )
-    text = "%s is kept as %s: %d of %d files linked"
+    text = "%s: backup is %s: linked %d of %d files"
     _log.info(text, source.path, target, decision.num_linked, len(files_of(source.index)))
     return transaction.attempt

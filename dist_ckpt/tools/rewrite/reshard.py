@@ -159,7 +159,7 @@ def _check_paths(source: str, target: str, *, overwrite: bool) -> None:
             "(overwrite=True, on the command line --overwrite)"
         )
     if real_target.startswith(f"{real_source}/"):
-        raise ValueError(f"the target {target} lies in the source: give another target")
+        raise ValueError(f"the target {target} is inside the source: give another target")
 
 
 def even(world_size: object) -> ShardingConfig:
@@ -325,12 +325,12 @@ def select_part(
     if not chosen:
         raise ValueError(f"{selection} leaves nothing: give other patterns")
     _check_lists(main.tree, {above for name in chosen for above in names_above(name)})
-    # Carried on into a checkpoint that holds nothing.
+    # The same as carrying the names over into an empty checkpoint.
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
     part = carried_names(catalog, chosen, nothing, ())
     if tied := [f"{name} (of {data})" for name, data in part.tensors.items() if name != data]:
         raise ValueError(
-            f"tied tensors would lose their data: {listed(tied)}: leave both in or out"
+            f"tied tensors would lose their data: {listed(tied)}: include both, or exclude both"
         )
     values = {fqn: main.values[fqn] for fqn in part.values}
     root = next(node for node in main.tree if not node.fqn)
@@ -349,11 +349,11 @@ def select_part(
 
 
 def _check_lists(tree: Iterable[Node], left: Collection[str]) -> None:
-    """Raise ValueError for a list of which only some items are among the names that are left."""
+    """Raise ValueError for a list that loses some of its items, but not all."""
     for node in tree:
         lost = [key for key in node.keys if join(node.fqn, key) not in left]
         if not is_mapping(node.kind) and 0 < len(lost) < len(node.keys):
             raise ValueError(
-                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as the "
-                f"others would move: leave all of {node.fqn!r} out"
+                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as later "
+                f"items would move: leave all of {node.fqn!r} out"
             )

@@ -1,7 +1,7 @@
-"""`dc.strip`: drop components from a checkpoint, such as an old one's optimizer, without torch.
+"""`dc.strip`: drop components from a checkpoint, such as an old optimizer, without torch.
 
-A committed attempt is never modified: what stays is linked into a new one, which then takes the
-place of the old one, as a save that overwrites does.
+A committed attempt is never modified. The remaining files are linked into a new attempt, which
+replaces the old one like a save that overwrites.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 
-# In `saved_by`: the attempt that this one has taken the place of.
+# In `saved_by`: the attempt that this one has replaced.
 _STRIPPED_FROM = "stripped_from"
 
 
@@ -60,18 +60,19 @@ def strip(
 ) -> SaveReport:
     """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
 
-    What is left is a new attempt with an id of its own, for it holds less than the save did. Its
-    shard files are hard links where the storage makes them, else checked copies. What was measured
-    of the checkpoint, its pin and its tags are the new attempt's as well; that it was checked, and
-    who holds it, are not. On return it is durable, and the old attempt removed; if this raises, the
-    checkpoint is what it was, unless the error says otherwise. One process calls it. If it was
-    interrupted, or its process died, call it again: that also moves pin and tags that were left.
-    `progress` is told of what is copied, maybe by other threads, by one at a time.
+    The rest becomes a new attempt with a new save id, as it has less than the save. Shard files are
+    hard links where the storage supports them, otherwise checked copies. The new attempt gets the
+    metrics, the pin and the tags, but not the verifications and leases. On return it is durable,
+    and the old attempt is removed. If this raises, the checkpoint is unchanged, unless the error
+    says otherwise. One process calls this. After an interrupt or a crash call it again: that also
+    moves a remaining pin and tags. `progress` counts copied bytes; it may be called from other
+    threads, one call at a time.
 
-    Raises ConflictError if the checkpoint is pinned, tagged or held, unless `force`: what is held
-    then stays, beside what takes its place, until it is not, and `dist-ckpt gc` removes it. Raises
-    ValueError for a component that is not there, shares its files with others, or has the data of a
-    tied tensor that would stay; NotFoundError, CorruptError and StorageError as `dc.reshard` does.
+    Raises ConflictError if the checkpoint is pinned, tagged or leased, unless `force`. With `force`
+    a leased attempt stays next to the new one; `dist-ckpt gc` removes it when the lease has ended.
+    Raises ValueError for a component that does not exist, shares its files with others, or has the
+    data of a tied tensor that would stay. Raises NotFoundError, CorruptError and StorageError as
+    `dc.reshard` does.
     """
     if type(force) is not bool:
         raise TypeError(f"force={force!r}: give True or False")
@@ -89,40 +90,40 @@ def strip_at(
     force: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Do so for a checkpoint at a storage's path, in which no link leads elsewhere."""
+    """Strip a checkpoint at a storage's path, which has no links."""
     counting = CountingStorage(storage)
     check_upgraded(counting, os.path.dirname(path))
     phases = Phases("strip", path, quiet=False)
-    found = attempts.find(counting, path)
-    _finish_former(counting, path, *found)
-    part = _Part.of(OpenCheckpoint(counting, path, *found), names)
+    opened = OpenCheckpoint.at(counting, path)
+    _finish_former(counting, path, opened.attempt, opened.index)
+    remaining = _Remaining.of(opened, names)
     if not force:
-        _check_unprotected(protections_at(counting, path, [found[0]], now_at), path)
+        _check_unprotected(protections_at(counting, path, [opened.attempt], now_at), path)
     with (
         Transaction(SingleProcessChannel(), label="strip") as transaction,
         ExitStack() as lease,
     ):
         attempt = transaction.claim(counting, path, overwrite=True, force=force)
-        # Only now: what was committed before the claim is what it will replace.
+        # After the claim: the claim replaces the attempt that was committed before it.
         source = lease.enter_context(leased_source(counting, path))
-        if source != found:
+        if source != (opened.attempt, opened.index):
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
         with phases.phase("write"):
-            records, linked = part.write(transaction.folder, progress)
+            records, linked = remaining.write(transaction.folder, progress)
         with phases.phase("commit"):
             decision = transaction.commit_index(
-                part.index(attempt, records),
+                remaining.new_index(attempt, records),
                 seconds=phases.seconds["write"],
                 linked=linked,
-                before=partial(_copy_annotations, counting, path, source[1], attempt),
+                before=partial(_copy_annotations, counting, path, opened.index, attempt),
             )
         try:
-            # At once: if this dies before, only the next strip moves them.
-            _move_protections(counting, path, source[1], attempt)
+            # At once: after a crash before this, only the next strip moves them.
+            _move_protections(counting, path, opened.index, attempt)
         except CheckpointError as error:
             raise StorageError(
-                f"{path} is stripped, but tags may be on {source[0]} still, which stays beside "
-                f"it: {error}. Strip it again, which moves them"
+                f"{path} is stripped, but {opened.attempt}, which is not removed, may still have "
+                f"tags: {error}. Strip it again, which moves them"
             ) from error
         lease.close()
         transaction.supersede()
@@ -132,76 +133,76 @@ def strip_at(
 def remaining_after(
     storage: Storage, path: str, names: frozenset[str], *, force: bool = False
 ) -> tuple[int, int]:
-    """Return how many tensors a strip would leave, and the bytes of their files; change nothing.
+    """Return the number of tensors that a strip leaves, and the bytes of their files.
 
-    Raises what the strip would before it writes.
+    Nothing is changed. Raises the errors that the strip raises before it writes.
     """
     check_upgraded(storage, os.path.dirname(path))
-    attempt, index = attempts.find(storage, path)
-    left = _Part.of(OpenCheckpoint(storage, path, attempt, index), names).left
-    if not force:  # by our own clock: to ask the storage's, a strip writes
-        _check_unprotected(protections_at(storage, path, [attempt], lambda *_: time.time()), path)
-    return len(left.catalog.tensors), sum(one.nbytes for one in left.files)
+    opened = OpenCheckpoint.at(storage, path)
+    reduced = _Remaining.of(opened, names).reduced
+    if not force:  # by this host's clock: reading the storage's clock needs a write
+        protections = protections_at(storage, path, [opened.attempt], lambda *_: time.time())
+        _check_unprotected(protections, path)
+    return len(reduced.catalog.tensors), sum(file.nbytes for file in reduced.files)
 
 
 def _check_unprotected(protections: Mapping[Attempt, Sequence[str]], path: str) -> None:
-    for why in protections.values():
+    for texts in protections.values():
         raise ConflictError(
-            f"{path} is protected: {'; '.join(why)}. Remove the protection first, or strip it "
+            f"{path} is protected: {'; '.join(texts)}. Remove the protection first, or strip it "
             f"with force=True (on the command line --force)"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What is left of a checkpoint: `files` are its objects files that still hold something."""
+class _Remaining:
+    """The rest of a checkpoint: its index, and its objects files that are not empty."""
 
     source: OpenCheckpoint
-    left: ReducedCheckpoint
-    files: Mapping[str, ObjectsFile]
+    reduced: ReducedCheckpoint
+    objects: Mapping[str, ObjectsFile]
 
     @staticmethod
-    def of(source: OpenCheckpoint, names: frozenset[str]) -> _Part:
-        """Read the objects files, and see what is left. ValueError if that makes no sense."""
+    def of(source: OpenCheckpoint, names: frozenset[str]) -> _Remaining:
+        """Read the objects files and drop the components. ValueError for a bad component."""
         files = source.all_objects()
         keys = top_level_keys(node for file in files.values() for node in file.tree)
-        left = drop_from_index(source.index, names, keys)
+        reduced = drop_from_index(source.index, names, keys)
         stripped = {name: _reduce_objects(file, names, keys) for name, file in files.items()}
-        kept = {
+        objects = {
             name: file
             for name, file in stripped.items()
             if name == filenames.OBJECTS or file.values or file.per_rank
         }
-        return _Part(source, left, kept)
+        return _Remaining(source, reduced, objects)
 
     def write(
         self, target: str, progress: Progress | None
     ) -> tuple[tuple[ObjectsFileRecord, ...], IoCount]:
-        """Write the objects files, link all others; return the former, and what was linked."""
+        """Write the objects files and link the others; return records and the count of linked."""
         records = []
-        for name, file in sorted(self.files.items()):
+        for name, file in sorted(self.objects.items()):
             encoded = objects_file.encode(file)
             _, nbytes, _, digest = write_objects(self.source.storage, target, name, encoded)
             records.append(ObjectsFileRecord(name, nbytes, digest))
-        kept = {
-            filenames.shard_file(self.left.catalog.components[one.component].stem, one.rank)
-            for one in self.left.files
+        components = self.reduced.catalog.components
+        names = {
+            filenames.shard_file(components[record.component].stem, record.rank)
+            for record in self.reduced.files
         }
-        index = self.source.index
-        attached = {record.file_name for record in index.attached}
-        carried = {n: file for n, file in files_of(index).items() if n in kept or n in attached}
-        linked = self.source.link_or_copy(target, carried, progress=progress)
-        return tuple(records), linked
+        names |= {record.file_name for record in self.source.index.attached}
+        files = {n: record for n, record in files_of(self.source.index).items() if n in names}
+        return tuple(records), self.source.link_or_copy(target, files, progress=progress)
 
-    def index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
-        """Return the index of what is left, of a save with an id of its own."""
+    def new_index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
+        """Return the index of the rest, with a new save id."""
         index = self.source.index
         return replace(
             index,
             attempt=attempt.name,
             save=secrets.token_hex(16),
-            catalog=self.left.catalog,
-            files=self.left.files,
+            catalog=self.reduced.catalog,
+            files=self.reduced.files,
             objects=objects,
             saved_by={
                 **index.saved_by,
@@ -228,17 +229,17 @@ def _reduce_objects(
 
 def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attempt) -> None:
     """Give the new attempt the metrics and the pin of its source, before it is committed."""
-    if (places := _places(storage, path, source, attempt)) is not None:
-        old, new = places
-        facts = read_annotations(storage, new.root)
-        if measured := annotations_of(facts, 0.0).metrics.get(old):
-            put_metrics(storage, new.root, new.where, measured)
-        if (why := protections_of(facts, 0.0).pins.get(old)) is not None:
-            new.put(PIN, {"pinned": True, "why": why})
+    if (refs := _annotated_refs(storage, path, source, attempt)) is not None:
+        old, new = refs
+        annotations = read_annotations(storage, new.root)
+        if metrics := annotations_of(annotations, 0.0).metrics.get(old):
+            put_metrics(storage, new.root, new.where, metrics)
+        if (reason := protections_of(annotations, 0.0).pins.get(old)) is not None:
+            new.put(PIN, {"pinned": True, "why": reason})
 
 
 def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
-    """Do what a strip that died right after its commit has left to do."""
+    """Finish a strip that died right after its commit."""
     former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
     if former is not None and attempts.is_there(storage, path, former):
         _move_protections(storage, path, replace(index, attempt=former.name), attempt)
@@ -246,10 +247,10 @@ def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) 
 
 
 def _move_protections(storage: Storage, path: str, source: Index, target: Attempt) -> None:
-    """Have the new attempt kept for what the old one was kept for, and the old one no more."""
-    if (places := _places(storage, path, source, target)) is None:
+    """Move the tags of the old attempt to the new one, and remove the old one's pin."""
+    if (refs := _annotated_refs(storage, path, source, target)) is None:
         return
-    old, new = places
+    old, new = refs
     protections = protections_of(read_annotations(storage, new.root), 0.0)
     for name in protections.tags.get(old, ()):
         leases.tag(new, name)
@@ -257,10 +258,10 @@ def _move_protections(storage: Storage, path: str, source: Index, target: Attemp
         leases.unpin(CheckpointRef(storage, new.root, path, old))
 
 
-def _places(
+def _annotated_refs(
     storage: Storage, path: str, source: Index, target: Attempt
 ) -> tuple[Where, CheckpointRef] | None:
-    """Return what facts are about: the source, and the new attempt. None if there are no facts."""
+    """Return the references of the source and of the new attempt; None without annotations."""
     root = path.rpartition("/")[0] or "/"
     attempt = filenames.parse_attempt(source.attempt)
     if source.step is None or attempt is None or not can_keep_records(storage, root):
@@ -274,7 +275,7 @@ def _places(
 
 @dataclass(frozen=True, slots=True)
 class ReducedCheckpoint:
-    """What is left of an index: its catalog, and its shard files, which keep their names."""
+    """The rest of an index: its catalog, and its shard files, whose names do not change."""
 
     catalog: Catalog
     files: tuple[ShardFileRecord, ...]
@@ -283,19 +284,19 @@ class ReducedCheckpoint:
 def drop_from_index(
     index: Index, names: Collection[str], keys: Collection[str]
 ) -> ReducedCheckpoint:
-    """Return what is left without these top-level keys of the state; `keys` are those of all. Pure.
+    """Return the rest without the top-level keys `names`; `keys` are all top-level keys. Pure.
 
-    ValueError for a name that is none, for tensors that share files with others that stay, and for
-    a tied tensor that stays while its data would go.
+    ValueError for an unknown name, for tensors that share files with tensors that stay, and for a
+    tied tensor that stays while its data is dropped.
     """
     catalog = index.catalog
     if unknown := [name for name in names if name not in keys]:
         raise ValueError(
-            f"{listed(unknown)}: no such component is here; there are {listed(list(keys))}"
+            f"{listed(unknown)}: not a component of this checkpoint; it has {listed(list(keys))}"
         )
     if not set(keys) - set(names):
         raise ValueError(
-            f"{listed(sorted(names))} are all that is here, and nothing would be left: delete the "
+            f"{listed(sorted(names))} are all components, so nothing would remain: delete the "
             f"checkpoint instead (dc.delete, on the command line `dist-ckpt rm`)"
         )
     dropped = {fqn for fqn in catalog.tensors if owner_of(fqn, keys) in names}
@@ -313,12 +314,12 @@ def drop_from_index(
 def _check_files(
     catalog: Catalog, dropped: Collection[str], numbers: Collection[int], names: Collection[str]
 ) -> None:
-    """Raise ValueError if a tensor that stays is in a file that goes."""
+    """Raise ValueError if a dropped file has a tensor that stays."""
     for fqn, record in catalog.tensors.items():
         if record.component in numbers and fqn not in dropped:
             raise ValueError(
-                f"{fqn} is stored in the same files as tensors of {listed(sorted(names))}, as all "
-                f"are of a state with many top-level keys: load what you want of it and save that"
+                f"{fqn} is stored in the same files as tensors of {listed(sorted(names))}, because "
+                f"the state has many top-level keys: load the part that you want, and save it"
             )
 
 
@@ -331,9 +332,9 @@ def _reduce_index(
     keys: Collection[str],
 ) -> ReducedCheckpoint:
     catalog = index.catalog
-    kept = {fqn: one for fqn, one in catalog.tensors.items() if fqn not in dropped}
+    tensors = {fqn: record for fqn, record in catalog.tensors.items() if fqn not in dropped}
     components = [n for n in range(len(catalog.components)) if n not in numbers]
-    layouts = sorted({record.layout for record in kept.values()})
+    layouts = sorted({record.layout for record in tensors.values()})
     new_component = {old: new for new, old in enumerate(components)}
     new_layout = {old: new for new, old in enumerate(layouts)}
     reduced = replace(
@@ -341,13 +342,15 @@ def _reduce_index(
         components=tuple(catalog.components[n] for n in components),
         layouts=tuple(catalog.layouts[n] for n in layouts),
         tensors={
-            fqn: replace(one, component=new_component[one.component], layout=new_layout[one.layout])
-            for fqn, one in kept.items()
+            fqn: replace(
+                record, component=new_component[record.component], layout=new_layout[record.layout]
+            )
+            for fqn, record in tensors.items()
         },
         aliases=aliases,
         values={f: rank for f, rank in catalog.values.items() if owner_of(f, keys) not in names},
         per_rank={f: ks for f, ks in catalog.per_rank.items() if owner_of(f, keys) not in names},
-        parameters={f: trained for f, trained in catalog.parameters.items() if f in kept},
+        parameters={f: trained for f, trained in catalog.parameters.items() if f in tensors},
     )
     files = tuple(
         replace(file, component=new_component[file.component])
@@ -360,13 +363,14 @@ def _reduce_index(
 def drop_from_tree(
     tree: Iterable[Node], names: Collection[str], keys: Collection[str]
 ) -> list[Node]:
-    """Return the containers without those of some top-level keys, and the root without the keys."""
-    kept = [node for node in tree if owner_of(node.fqn, keys) not in names]
-    return [node if node.fqn else _root_without(node, names) for node in kept]
-
-
-def _root_without(root: Node, names: Collection[str]) -> Node:
-    return Node(root.fqn, root.kind, tuple(key for key in root.keys if str(key) not in names))
+    """Drop the containers of some top-level keys, and these keys of the root."""
+    nodes = [node for node in tree if owner_of(node.fqn, keys) not in names]
+    return [
+        node
+        if node.fqn
+        else Node(node.fqn, node.kind, tuple(key for key in node.keys if str(key) not in names))
+        for node in nodes
+    ]
 
 
 def top_level_keys(tree: Iterable[Node]) -> dict[str, None]:
@@ -375,7 +379,7 @@ def top_level_keys(tree: Iterable[Node]) -> dict[str, None]:
 
 
 def owner_of(fqn: str, keys: Collection[str]) -> str | None:
-    """Return the top-level key that a name lies under: of several that fit, the longest."""
+    """Return the top-level key above a name; if several match, the longest."""
     while fqn not in keys:
         if "." not in fqn:
             return None
