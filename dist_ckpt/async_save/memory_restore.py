@@ -85,7 +85,7 @@ def restore_together(
         while (chosen := restore.choose(unusable)) is not None:
             save, source = chosen
             try:
-                report = load_together(ranks, state, save.path, options, kept=source)
+                report = load_together(ranks, state, save.path, options, memory=source)
                 return save.id, report
             except (CorruptError, NotFoundError) as error:
                 # All ranks get the same error, so that all continue alike.

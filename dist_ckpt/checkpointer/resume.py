@@ -300,7 +300,7 @@ class Resume:
                     self._leases.enter_context(renewed_lease(subject))
         options = self.options.load_options(notes=not self.options.read_only)
         try:
-            load_together(self.ranks, state, one.path, options, kept=OPENER.memory, opener=OPENER)
+            load_together(self.ranks, state, one.path, options, memory=OPENER.memory, opener=OPENER)
         except IncompatibleError as error:
             raise IncompatibleError(
                 f"{error}\nA run goes on with the state that it has saved. To begin another with "
@@ -326,7 +326,9 @@ class Resume:
             strict=self.options.init_strict,
             notes=not self.options.read_only,
         )
-        report = load_together(self.ranks, state, init, options, kept=OPENER.memory, opener=OPENER)
+        report = load_together(
+            self.ranks, state, init, options, memory=OPENER.memory, opener=OPENER
+        )
         taken = " and ".join(source.path for source in report.sources)
         return f"there was nothing to go on from; it begins with {taken}"
 

@@ -372,7 +372,7 @@ def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None
     if index is not None:
         files[f"{folder}/{INDEX}"] = MemoryDocument(index)
     return MemorySource(
-        lambda path, stored, stack: files if stored.attempt == attempt else {}, unfound=files
+        lambda path, stored, stack: files if stored.attempt == attempt else {}, uncommitted=files
     )
 
 

@@ -46,23 +46,22 @@ from dist_ckpt.reports import CopyProgress, IoCount, Progress
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """What a load finds in memory, instead of in the storage: on one rank, which decides by itself.
+    """Files that one rank has in memory, which a load reads from there instead of the storage.
 
-    `found` returns the files, by their paths, of the checkpoint that was found (its path, its
-    index) which memory has just as they are; what it gives to the stack may be needed until that is
-    closed. `unfound` are those that the load is to find, though the storage does not have them.
+    `committed` returns the files of a committed checkpoint (its path and index), by path. The stack
+    closes them. `uncommitted` are files of a checkpoint that the storage does not have.
     """
 
-    found: Callable[[str, Index, ExitStack], Mapping[str, ServedFile]]
-    unfound: Mapping[str, ServedFile] = field(default_factory=dict)
+    committed: Callable[[str, Index, ExitStack], Mapping[str, ServedFile]]
+    uncommitted: Mapping[str, ServedFile] = field(default_factory=dict)
 
     @property
     def is_only_copy(self) -> bool:
-        """Whether the storage has no such checkpoint."""
-        return bool(self.unfound)
+        """True if the storage does not have the checkpoint."""
+        return bool(self.uncommitted)
 
 
-# For a load that reads everything from the storage.
+# A load with it reads everything from the storage.
 NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
 
 

@@ -1,4 +1,4 @@
-"""`dc.build`: a model, made from the stored configuration by the caller's table, and filled."""
+"""`dc.build`: make a model from the stored configuration, by the caller's table, and fill it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _BuildRequest(Message, frozen=True):
-    """What a rank asks for, the same on all."""
+    """The request of one rank; it must be the same on all ranks."""
 
     path: str
     kinds: tuple[str, ...]
@@ -39,9 +39,9 @@ class _BuildRequest(Message, frozen=True):
 
 
 class _Description(Message, frozen=True):
-    """What rank 0 finds: a checkpoint, its kind and its configuration, encoded.
+    """The checkpoint that rank 0 has resolved, its kind and its encoded configuration.
 
-    `num_parameters` are those of the component; None if it is not known.
+    `num_parameters` counts those of the component. It is None if it is not known.
     """
 
     path: str
@@ -62,60 +62,61 @@ def build(
 
         model = dc.build("runs/a@latest", {"ddl": Ddl, "baseline": lambda c: Baseline(**c)})
 
-    `table` has, by the `kind` that was given to `save`, what makes the model: it is called with the
-    `config` that was given there, a dict of its own, and returns an `nn.Module`, in whatever layout
-    and on whatever device the job has now. No class is ever looked up by a stored name. Then the
-    model is filled from the `component` of the checkpoint, which is the key that it had in the
-    state; all of it, and of nothing else, checked as by `dc.load`.
+    `table` maps each `kind` of `dc.save` to a function. It gets a copy of the saved `config`, and
+    returns an `nn.Module` with the layout and device of this job. No class is looked up by a stored
+    name. Then the model is filled from `component`, the key that it had in the saved state. All of
+    the component is loaded and nothing else, with the checks of `dc.load`.
 
-    Raises IncompatibleError for a checkpoint that was saved without `kind=` or `config=`, for a
-    kind that the table lacks, and for a model that does not fit, with the counts of parameters;
-    otherwise what `dc.load` raises, and what the maker of the model does.
+    Raises IncompatibleError if the checkpoint was saved without `kind=` or `config=`, if the table
+    lacks the kind, or if the model does not fit; then the message has the counts of parameters.
+    Otherwise raises the errors of `dc.load` and of the function.
     """
     ranks = session_of(group)
-    with ExitStack() as held:
-        describe = partial(_described, opener=opener, held=held)
-        found, model = _made(ranks, path, table, component, describe)
-        # What took its place meanwhile may be of another kind.
-        config: dict[str, object] = decode_value(found.config, make=make)
-        options = LoadOptions(include=f"{glob.escape(component)}.*", config=config, kind=found.kind)
-        state = {component: model}
+    with ExitStack() as leases:
+        describe = partial(_describe, opener=opener, leases=leases)
+        description, model = _make_model(ranks, path, table, component, describe)
+        kind, include = description.kind, f"{glob.escape(component)}.*"
+        # The load compares both: a checkpoint that replaced this one may be of another kind.
+        config: dict[str, object] = decode_value(description.config, make=make)
+        options = LoadOptions(include=include, config=config, kind=kind)
+        state, resolved = {component: model}, description.path
         try:
-            load_together(ranks, state, found.path, options, kept=opener.memory, opener=opener)
+            load_together(ranks, state, resolved, options, memory=opener.memory, opener=opener)
         except IncompatibleError as error:
-            raise IncompatibleError(f"{error}\n{_counts(found, model, component)}") from error
+            raise IncompatibleError(f"{error}\n{_counts(description, model, component)}") from error
     return model
 
 
-def _made(
+def _make_model(
     ranks: Session,
     path: str | os.PathLike[str],
     table: Mapping[str, Callable[[Any], Model]],
     component: str,
     describe: Callable[[Storage, _BuildRequest], _Description],
 ) -> tuple[_Description, Model]:
-    """Find the checkpoint and make its model, on all ranks or on none."""
+    """Resolve the checkpoint and make its model, on all ranks or on none."""
     with ranks.operation(f"build of {path}"):
         with ranks.channel.exchange("describe") as describing:
             _check(table, component)
-            storage, own = open_storage(path)
-            request = _BuildRequest(own, tuple(sorted(table)), component)
+            storage, storage_path = open_storage(path)
+            request = _BuildRequest(storage_path, tuple(sorted(table)), component)
             gathered = describing.gather(request)
             if gathered is not None:
                 check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
                 describing.decide(describe(storage, gathered[0]))
-        found = describing.result(_Description)
+        description = describing.result(_Description)
         with ranks.channel.exchange("make"):
-            model = table[found.kind](decode_value(found.config, make=make))
+            kind = description.kind
+            model = table[kind](decode_value(description.config, make=make))
             if not isinstance(model, nn.Module):
                 raise TypeError(
-                    f"table[{found.kind!r}] has returned a {type(model).__name__}: return the model"
+                    f"table[{kind!r}] has returned a {type(model).__name__}: return the model"
                 )
-    return found, model
+    return description, model
 
 
 def _check(table: object, component: object) -> None:
-    """Raise TypeError for arguments that make no sense."""
+    """Raise TypeError for arguments that are not valid."""
     if not isinstance(table, Mapping) or not all(type(kind) is str for kind in table):
         raise TypeError('table: give a dict of what makes each kind, such as {"ddl": Ddl}')
     if bad := [kind for kind, maker in table.items() if not callable(maker)]:
@@ -124,11 +125,11 @@ def _check(table: object, component: object) -> None:
         raise TypeError(f'component={component!r}: give the key of the model, such as "model"')
 
 
-def _described(
-    storage: Storage, asked: _BuildRequest, *, opener: Opener, held: ExitStack
+def _describe(
+    storage: Storage, request: _BuildRequest, *, opener: Opener, leases: ExitStack
 ) -> _Description:
-    """Return what a checkpoint says that it is of. Rank 0 only."""
-    path = opener.resolve(storage, asked.path, held)
+    """Resolve a checkpoint, and return its description. Rank 0 only."""
+    path = opener.resolve(storage, request.path, leases)
     opened = OpenCheckpoint.at(storage, path)
     metadata = opened.objects().metadata
     kind, config = kind_of(metadata), config_of(metadata)
@@ -137,28 +138,28 @@ def _described(
         raise IncompatibleError(
             f"{path} was saved without {lacking}: make its model yourself, and call dc.load"
         )
-    if kind not in asked.kinds:
+    if kind not in request.kinds:
         raise IncompatibleError(
-            f"{path} is of the kind {kind!r}, and the table has {listed(list(asked.kinds))}: add it"
+            f"{path} is of the kind {kind!r}, and the table has {listed(request.kinds)}: add it"
         )
     catalog = opened.catalog
     names = [*catalog.tensors, *catalog.aliases, *catalog.values]
-    if not any(name.startswith(f"{asked.component}.") for name in names):
-        there = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
+    if not any(name.startswith(f"{request.component}.") for name in names):
+        components = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
         raise IncompatibleError(
-            f"{path} holds nothing of {asked.component!r}: give as component= one of "
-            f"{listed([*there])}"
+            f"{path} holds nothing of {request.component!r}: give as component= one of "
+            f"{listed([*components])}"
         )
-    counts = count_parameters(catalog, opened.value, asked.component)
+    counts = count_parameters(catalog, opened.value, request.component)
     num_parameters = None if counts is None else counts.num_parameters
     return _Description(path, kind, encode_value(dict(config)), num_parameters)
 
 
-def _counts(found: _Description, model: nn.Module, component: str) -> str:
-    here = sum(parameter.numel() for parameter in model.parameters())
-    there = found.num_parameters
-    stored = "not known" if there is None else str(there)
+def _counts(description: _Description, model: nn.Module, component: str) -> str:
+    num_here = sum(parameter.numel() for parameter in model.parameters())
+    num_stored = description.num_parameters
+    stored = "not known" if num_stored is None else str(num_stored)
     return (
-        f"The model that table[{found.kind!r}] made has {here} parameters on this rank; those of "
-        f"{component!r} in the checkpoint: {stored}"
+        f"The model that table[{description.kind!r}] made has {num_here} parameters on this rank; "
+        f"those of {component!r} in the checkpoint: {stored}"
     )

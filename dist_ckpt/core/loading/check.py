@@ -1,8 +1,8 @@
-"""What one rank does before anything is read: ask, then examine what was found."""
+"""The work of one rank before it reads: its arguments, then the check of the checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -20,12 +20,10 @@ from dist_ckpt.core.loading.load_messages import (
     bits_of,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceShare, uses_of
-from dist_ckpt.core.loading.shared_read_group import listen, runs_of, short
+from dist_ckpt.core.loading.shared_read_group import request_blocks, short
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
-from dist_ckpt.core.planning.load.read_sharing import BlockRequests
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
-from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
 from dist_ckpt.core.shard_io.read.read_work import CellTargets
@@ -43,29 +41,26 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.leaves import without_frozen
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
-from dist_ckpt.core.storage.virtual_files import OverlayStorage
+from dist_ckpt.core.storage.virtual_files import OverlayStorage, ServedFile
 from dist_ckpt.reports import LoadedSource
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """What a rank's call of `load` was given."""
+    """The arguments of a rank's call of `load_together`."""
 
     ranks: Session
     state: MutableState
     path: Sources
     options: LoadOptions
     storage: Storage | None
-    kept: MemorySource
+    memory: MemorySource
     opener: Opener
 
 
 @dataclass(frozen=True, slots=True)
 class StorageLocation:
-    """Where one checkpoint is read.
-
-    `storage` serves what is kept in memory from there; `counting` counts what is not.
-    """
+    """The storage of one checkpoint: `storage` serves files from memory, `counting` the others."""
 
     storage: OverlayStorage
     counting: CountingStorage
@@ -73,43 +68,45 @@ class StorageLocation:
 
 @dataclass(frozen=True, slots=True)
 class LoadArguments:
-    """What a rank asks for, its options checked: the `request`, its template, and its sources.
+    """The checked arguments of a rank: its `request`, its template and its sources.
 
-    `uses` say what is taken of each of the `places`, and `selection` which names that is.
+    `locations` has the storage of each path, `shares` the use of each source, and `selection` the
+    names to load.
     """
 
     request: LoadRequest
     template: Template
-    places: tuple[StorageLocation, ...]
-    uses: tuple[SourceShare, ...]
+    locations: tuple[StorageLocation, ...]
+    shares: tuple[SourceShare, ...]
     selection: Selection | Scopes
 
     @property
     def storages(self) -> list[OverlayStorage]:
-        """The storage of each place."""
-        return [place.storage for place in self.places]
+        """The storage of each path."""
+        return [location.storage for location in self.locations]
 
     def at(self, paths: Sequence[str]) -> LoadArguments:
-        """Return it for checkpoints that were found at `paths`: what was asked may be selectors."""
+        """Return the arguments with resolved paths instead of selectors."""
         path = paths[0] if len(paths) == 1 else tuple(paths)
         return replace(self, request=structs.replace(self.request, path=path))
 
-    def selection_in(self, found: ResolvedSources) -> Selection | Scopes:
-        """Return the selection, with the paths of what was found."""
+    def selection_in(self, sources: ResolvedSources) -> Selection | Scopes:
+        """Return the selection, with resolved paths instead of selectors."""
         if not isinstance(self.selection, Scopes):
             return self.selection
-        scopes = zip(self.uses, self.selection.scopes, strict=True)
-        paths = [one.path for one in found.checkpoints]
-        return replace(
-            self.selection, scopes=tuple(replace(of, path=paths[u.place]) for u, of in scopes)
+        paths = [checkpoint.path for checkpoint in sources.checkpoints]
+        scopes = tuple(
+            replace(scope, path=paths[share.number])
+            for share, scope in zip(self.shares, self.selection.scopes, strict=True)
         )
+        return replace(self.selection, scopes=scopes)
 
 
 def read_arguments(call: LoadCall) -> LoadArguments:
-    """Look at what the caller gave. Raises ValueError or TypeError for what makes no sense."""
+    """Check the arguments, and read the template. Raises ValueError or TypeError."""
     options, ranks = call.options, call.ranks
     options.check()
-    paths, uses = uses_of(call.path)
+    paths, shares = uses_of(call.path)
     template = read_template(
         call.state,
         sharding=options.sharding,
@@ -117,10 +114,10 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         world_size=ranks.channel.world_size,
         group_ranks=ranks.group_ranks,
     )
-    selection = _selection(options, uses, template)
+    selection = _selection(options, shares, template)
     request = LoadRequest(
         path=paths[0] if len(paths) == 1 else paths,
-        sources=tuple((use.key, paths[use.place]) for use in uses),
+        sources=tuple((share.key, paths[share.number]) for share in shares),
         strict=options.strict,
         check_first=options.check_first,
         read_once=options.read_once,
@@ -128,49 +125,51 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         keys=tuple(template.keys.items()),
         bulk=ranks.collectives_group.epoch,
     )
-    return LoadArguments(
-        request, template, tuple(_place(call, path) for path in paths), uses, selection
-    )
+    locations = tuple(_open_location(call, path) for path in paths)
+    return LoadArguments(request, template, locations, shares, selection)
 
 
-def _place(call: LoadCall, path: str) -> StorageLocation:
-    # What is read twice, or by several ranks, is left to the page cache to fetch once.
+def _open_location(call: LoadCall, path: str) -> StorageLocation:
+    # Data that is read twice, or by several ranks, comes from the page cache the second time.
     direct_reads = call.options.read_once != "off" and not call.options.check_first
     storage = call.storage or call.opener.open(path, direct_reads=direct_reads)[0]
     counting = CountingStorage(storage)
-    with_kept = OverlayStorage(counting)
-    with_kept.serve(call.kept.unfound)
-    return StorageLocation(with_kept, counting)
+    overlay = OverlayStorage(counting)
+    overlay.serve(call.memory.uncommitted)
+    return StorageLocation(overlay, counting)
 
 
 def _selection(
-    options: LoadOptions, uses: Sequence[SourceShare], template: Template
+    options: LoadOptions, shares: Sequence[SourceShare], template: Template
 ) -> Selection | Scopes:
-    """Return the names that a load is about. Raises TypeError or ValueError for bad patterns."""
-    asked = without_frozen(options.selection(), template.root)
-    own = [selection_of(use.source.include, use.source.exclude) for use in uses]
-    for use in uses:
-        rename_of(use.source.rename)
-        if options.rename is not None and (len(uses) > 1 or use.source.rename is not None):
+    """Return the selection of names. Raises TypeError or ValueError for bad patterns."""
+    of_load = without_frozen(options.selection(), template.root)
+    of_sources = [selection_of(share.source.include, share.source.exclude) for share in shares]
+    for share in shares:
+        rename_of(share.source.rename)
+        if options.rename is not None and (len(shares) > 1 or share.source.rename is not None):
             raise ValueError(
                 "rename is given to a load from several sources, or twice: give each dc.Source "
                 "its own"
             )
-    if len(uses) == 1 and not uses[0].key and SELECT_ALL in (asked, *own):
-        return own[0] if asked == SELECT_ALL else asked
-    scopes = (Scope(str(u.source.path), u.key, of) for u, of in zip(uses, own, strict=True))
-    return Scopes(asked, tuple(scopes))
+    if len(shares) == 1 and not shares[0].key and SELECT_ALL in (of_load, *of_sources):
+        return of_sources[0] if of_load == SELECT_ALL else of_load
+    scopes = (
+        Scope(str(share.source.path), share.key, selection)
+        for share, selection in zip(shares, of_sources, strict=True)
+    )
+    return Scopes(of_load, tuple(scopes))
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """Checkpoints that fit this rank's state: what goes where, and the open files with it.
+    """Checkpoints that fit this rank's state: the binding, and the open files.
 
-    `targets` are None while memory is yet to be made. `wants` is what this rank reads, as a
-    message, and `links` lets others connect; b"" and None if the ranks can share nothing.
+    `targets` are None as long as memory is to be allocated. `wants` are this rank's encoded block
+    requests, and `links` lets other ranks connect; b"" and None if the ranks can share nothing.
     """
 
-    found: ResolvedSources
+    resolved: ResolvedSources
     saved: SavedTree
     binding: Binding
     files: OpenFiles
@@ -179,147 +178,144 @@ class PreparedLoad:
     wants: bytes
 
     def names_of(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Return the names under which the state has some tensors of the index."""
-        here: dict[str, list[str]] = {}
+        """Return the names in the state of tensors of the index."""
+        names: dict[str, list[str]] = {}
         for name in self.binding.restored:
             if (tensor := self.saved.tensor(name)) is not None:
-                here.setdefault(tensor[0], []).append(name)
-        return tuple(name for fqn in fqns for name in here.get(fqn, [fqn]))
+                names.setdefault(tensor[0], []).append(name)
+        return tuple(name for fqn in fqns for name in names.get(fqn, [fqn]))
 
     def sources(self) -> tuple[LoadedSource, ...]:
-        """Return what came from each checkpoint."""
-        restored: list[list[str]] = [[] for _ in self.found.checkpoints]
+        """Return each checkpoint, with the names that it has filled."""
+        restored: list[list[str]] = [[] for _ in self.resolved.checkpoints]
         for name in self.binding.restored:
             restored[self.saved.number_of(name)].append(name)
         return tuple(
-            LoadedSource(one.path, one.index.step, one.index.attempt, tuple(names))
-            for one, names in zip(self.found.checkpoints, restored, strict=True)
+            LoadedSource(source.path, source.index.step, source.index.attempt, tuple(names))
+            for source, names in zip(self.resolved.checkpoints, restored, strict=True)
         )
 
 
 def check_load(
-    call: LoadCall, asked: LoadArguments, found: ResolvedSources, stack: ExitStack
+    call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
 ) -> tuple[PreparedLoad | None, CheckFindings]:
-    """Bind, plan, and open what will be read; nothing live changes.
+    """Bind, plan, and open the files. Nothing of the state changes.
 
-    None if there are problems. `stack` gets what is to be closed after the load.
+    Returns None if there are problems. `stack` closes the files after the load.
     """
     options, ranks = call.options, call.ranks
-    from_memory = _serve(call, asked, found, stack)
-    selection = asked.selection_in(found)
-    contents: list[_MainAndOthers] = [(one.objects(), one.objects) for one in found.checkpoints]
-    saved = _saved(options, asked, selection, found, contents)
+    from_memory = _serve_from_memory(call, arguments, sources, stack)
+    contents: list[_Contents] = [(c.objects(), c.objects) for c in sources.checkpoints]
+    selection = arguments.selection_in(sources)
+    saved = _saved_tree(options, arguments, selection, sources, contents)
     with paused_collector():
         binding = bind(
-            asked.template,
+            arguments.template,
             saved,
             strict=options.strict,
             selection=selection,
-            keys=found.keys,
+            keys=sources.keys,
             cast=cast_of(options.cast),
         )
         wanted = by_checkpoint(binding.wanted, saved)
         problems = (
-            *_of_description(options, found, contents),
+            *_description_problems(options, sources, contents),
             *binding.problems,
             *(
                 problem
-                for one, some in zip(found.checkpoints, wanted, strict=False)
-                for problem in problems_of(one.index.catalog, some)
+                for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
+                for problem in problems_of(checkpoint.catalog, requests)
             ),
         )
-        unclaimed = bits_of(binding.unclaimed, _names(found, saved))
+        unclaimed = bits_of(binding.unclaimed, _saved_names(sources, saved))
         if problems:
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
-    files = open_all(found.checkpoints, wanted, saved, threads=ranks.config.threads, stack=stack)
+    files = open_all(sources.checkpoints, wanted, saved, threads=ranks.config.threads, stack=stack)
     targets = None if binding.makes_memory else binding.allocate()
-    links, wants = None, b""
-    if found.meeting:
-        links = listen(ranks, found.meeting, stack)
-        wants = typed_msgpack.encode(BlockRequests.of(ranks.channel.host, runs_of(files)))
+    links, wants = request_blocks(ranks, sources.meeting, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
-        places=binding.assigns_values,
+        assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
         wants=short(wants, ranks.channel.world_size),
         from_memory=from_memory,
     )
-    checked = PreparedLoad(found, saved, binding, files, targets, links, wants)
-    return checked, findings
+    return PreparedLoad(sources, saved, binding, files, targets, links, wants), findings
 
 
-def _serve(call: LoadCall, asked: LoadArguments, found: ResolvedSources, stack: ExitStack) -> bool:
-    """Let what is in memory be read from there; say whether anything is."""
-    any_kept = False
-    for storage, one in zip(asked.storages, found.checkpoints, strict=True):
-        kept = call.kept.found(one.path, one.index, stack)
-        storage.serve(kept)
-        any_kept = any_kept or bool(kept)
-    return any_kept
+def _serve_from_memory(
+    call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
+) -> bool:
+    """Read files from memory where it has them. Return True if it has any."""
+    served: list[Mapping[str, ServedFile]] = []
+    for storage, checkpoint in zip(arguments.storages, sources.checkpoints, strict=True):
+        served.append(call.memory.committed(checkpoint.path, checkpoint.index, stack))
+        storage.serve(served[-1])
+    return any(served)
 
 
-# The main objects file of a checkpoint, and what reads those of its ranks.
-_MainAndOthers = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+# The global objects file of a checkpoint, and a function that reads the file of a rank.
+_Contents = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
 
 
-def _of_description(
-    options: LoadOptions, found: ResolvedSources, contents: Sequence[_MainAndOthers]
+def _description_problems(
+    options: LoadOptions, sources: ResolvedSources, contents: Sequence[_Contents]
 ) -> Iterator[str]:
-    """Yield what is otherwise in a checkpoint's kind and configuration than who loads it has."""
-    for one, (main, _) in zip(found.checkpoints, contents, strict=True):
-        of_one = f"{one.path}, " if len(contents) > 1 else ""
+    """Yield the differences in `kind` and `config` between the checkpoints and the options."""
+    for checkpoint, (main, _) in zip(sources.checkpoints, contents, strict=True):
+        prefix = f"{checkpoint.path}, " if len(contents) > 1 else ""
         for problem in problems_of_description(main.metadata, options.config, options.kind):
-            yield of_one + problem
+            yield prefix + problem
 
 
-def _saved(
+def _saved_tree(
     options: LoadOptions,
-    asked: LoadArguments,
+    arguments: LoadArguments,
     selection: Selection | Scopes,
-    found: ResolvedSources,
-    contents: Sequence[_MainAndOthers],
+    sources: ResolvedSources,
+    contents: Sequence[_Contents],
 ) -> SavedTree:
-    """Return what the checkpoints hold, under the names of the state."""
+    """Return the contents of the checkpoints, under the names of the state."""
     with paused_collector():
-        each = [
+        trees = [
             saved_tree_of(
-                found.checkpoints[use.place].index.catalog,
-                *contents[use.place],
-                rename=options.rename if use.source.rename is None else use.source.rename,
+                sources.checkpoints[share.number].catalog,
+                *contents[share.number],
+                rename=options.rename if share.source.rename is None else share.source.rename,
             )
-            for use in asked.uses
+            for share in arguments.shares
         ]
         if not isinstance(selection, Scopes):
-            return each[0]
-        offers = [
-            SourceView(use.place, saved, scope)
-            for use, saved, scope in zip(asked.uses, each, selection.scopes, strict=True)
+            return trees[0]
+        views = [
+            SourceView(share.number, saved, scope)
+            for share, saved, scope in zip(arguments.shares, trees, selection.scopes, strict=True)
         ]
-        return merge_sources(offers, [one.path for one in found.checkpoints])
+        return merge_sources(views, [checkpoint.path for checkpoint in sources.checkpoints])
 
 
-def _names(found: ResolvedSources, saved: SavedTree) -> Sequence[str]:
-    """Return the names of all that was saved, as `Binding.unclaimed` has them."""
+def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
+    """Return all saved names, as `Binding.unclaimed` has them."""
     if not saved.origins:
-        return found.names
-    every = enumerate(found.checkpoints)
-    return [tagged(number, name) for number, one in every for name in one.names]
+        return sources.names
+    numbered = enumerate(sources.checkpoints)
+    return [tagged(number, name) for number, source in numbered for name in source.names]
 
 
 # --- the files of several checkpoints --------------------------------------------------------
 
 
 def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
-    """Return what is wanted of each checkpoint, by the names there."""
+    """Return the requests for each checkpoint, under its own names."""
     if not saved.origins:
         return [[*wanted]]
-    found: list[list[TensorRequest]] = [[] for _ in saved.origins]
-    for want in wanted:
-        number, fqn = untagged(want.fqn)
-        found[number].append(want._replace(fqn=fqn))
-    return found
+    requests: list[list[TensorRequest]] = [[] for _ in saved.origins]
+    for request in wanted:
+        number, fqn = untagged(request.fqn)
+        requests[number].append(request._replace(fqn=fqn))
+    return requests
 
 
 def open_all(
@@ -330,31 +326,30 @@ def open_all(
     threads: int,
     stack: ExitStack,
 ) -> OpenFiles:
-    """Open what is to be read; `stack` gets what closes it. Raises what `open_files` does.
+    """Plan the reads and open the files, which `stack` closes. Raises the errors of `open_files`.
 
-    The files of several checkpoints are numbered one after another, alike on all ranks, and what
-    is read of them has the names that `saved` has.
+    The files of several checkpoints are numbered one after another, the same on all ranks. Their
+    tensors have the names of `saved`.
     """
     opened: list[OpenFiles] = []
-    for one, some in zip(checkpoints, wanted, strict=True):
+    most = MAX_OPEN // len(checkpoints)
+    for checkpoint, requests in zip(checkpoints, wanted, strict=True):
+        storage, folder, index = checkpoint.storage, checkpoint.folder, checkpoint.index
         with paused_collector():
-            plan = plan_load(one.index, some)
-        most = MAX_OPEN // len(checkpoints)
-        files = open_files(
-            one.storage, one.folder, one.index, plan, threads=threads, most_open=most
-        )
+            plan = plan_load(index, requests)
+        files = open_files(storage, folder, index, plan, threads=threads, most_open=most)
         stack.callback(files.close)
         opened.append(files)
-    return _joined(opened, checkpoints) if saved.origins else opened[0]
+    return _join(opened, checkpoints) if saved.origins else opened[0]
 
 
-def _joined(opened: Sequence[OpenFiles], checkpoints: Sequence[OpenCheckpoint]) -> OpenFiles:
+def _join(opened: Sequence[OpenFiles], checkpoints: Sequence[OpenCheckpoint]) -> OpenFiles:
     plan: dict[int, tuple[ReadItem, ...]] = {}
     files: dict[int, OpenFile] = {}
     first = 0
-    for number, (one, found) in enumerate(zip(opened, checkpoints, strict=True)):
-        for file, items in one.plan.items():
+    for number, (part, checkpoint) in enumerate(zip(opened, checkpoints, strict=True)):
+        for file, items in part.plan.items():
             plan[first + file] = tuple(replace(i, fqn=tagged(number, i.fqn)) for i in items)
-            files[first + file] = one.files[file]
-        first += len(found.index.files)
+            files[first + file] = part.files[file]
+        first += len(checkpoint.index.files)
     return OpenFiles(plan, files)

@@ -1,11 +1,11 @@
-"""`dc.load`: open, check; then read, place, load objects.
+"""`dc.load`: open, check, read, place, load objects.
 
-To read is to bring bytes, verified, into the memory of their tensors, which is the state's own
-where it has some. To place is to hang into the state what is no such memory: plain values, and
-tensors that the load has made.
-Until every rank has passed the check nothing that the caller holds is touched; afterwards each
-step begins only when the one before has succeeded everywhere. A step in which no rank has anything
-to do is left out: in the check all ranks learn which.
+To read is to write checked blocks into the memory of tensors. This is the state's own memory where
+it has some. To place is to assign plain values and new tensors to the state.
+
+Nothing of the state changes before the check has passed on all ranks. Then each step begins when
+the one before has succeeded on all ranks. A step without work on any rank is left out: all ranks
+know these from the check.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import ROUNDS
 from dist_ckpt.core.commit.records.record_store import note_verified
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.loading.check import (
     LoadArguments,
     LoadCall,
@@ -47,7 +48,7 @@ from dist_ckpt.core.loading.load_messages import (
     ResolvedSources,
     decide_load,
     find,
-    found_in,
+    resolved_sources,
     total_reports,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
@@ -93,49 +94,45 @@ def load(
 ) -> LoadReport:
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
 
-    `path` may also be several sources: a list, of which the first that has a name gives it, or a
-    mapping from keys of the state, or dotted names below them, each to a source or a list; and a
-    source may be a `dc.Source`, with patterns and a rename of its own. What lies at no key of a
-    mapping is in no source, and missing. All are checked before the first byte lands.
+    `path` names a checkpoint, or a selector such as "runs/a@latest" or "runs/a@min:val/loss". Rank
+    0 resolves a selector for all ranks, and takes a lease on the checkpoint where a run keeps
+    records. `path` may also be a safetensors file, or a Hugging Face folder of them: they load as
+    the state of a model, `{"model": model}`, and have no digests.
 
-    `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss": the ranks load
-    what rank 0 finds, and where a run keeps records it is held meanwhile against being pruned.
+    `path` may also be several sources. A list: a name is taken from the first source that has it. A
+    mapping from keys of the state, or dotted names below them, to a source or a list; state outside
+    of its keys is missing. A source may be a `dc.Source`, with its own patterns and rename.
 
-    `path` may be a safetensors file of another system, or a folder of them as Hugging Face writes
-    it: what is in them is the state of a model, `{"model": model}`. Such files have no digests.
+    Any layout loads into any other. All ranks agree on names, shapes, dtypes, coverage, file sizes
+    and headers before anything is changed. Every block is checked as it is read. If one is damaged,
+    all ranks raise the same CorruptError, and its `touched` names the tensors that may hold partial
+    data; no object's `load_state_dict` has run. Tensors of the state that share memory are filled
+    if their saved values agree; otherwise IncompatibleError names two of them after the read. With
+    `check_first` all blocks are read twice, and checked before anything is changed.
 
-    Any layout loads into any other. Names, shapes, dtypes, coverage, file sizes and headers are
-    agreed by all ranks before the first byte lands: until then nothing is touched. Every block is
-    checked as it is read. If one is damaged, all ranks raise the same CorruptError, whose
-    `touched` names the tensors that may hold partial data; no object's `load_state_dict` has run.
-    Tensors of the state that share memory get it as long as what was saved agrees where they do;
-    else IncompatibleError names two of them once everything is read.
-    With `check_first` all blocks are verified before the first byte lands, by reading twice, all
-    of it through the page cache.
+    `read_once`: one rank reads and checks the blocks that several ranks need, and sends them to the
+    others. "host" does this on each host, through shared memory. "job" does it for all ranks, over
+    the network between hosts; use it if the network is faster than the storage. With "off" each
+    rank reads its own blocks through the page cache. "host" and "job" bypass the page cache for
+    data that is not in it. `DIST_CKPT_HOST` renames a host.
 
-    What several ranks want is fetched from storage by one of them, checked, and handed on:
-    `read_once="host"` does so among the ranks of each host, through shared memory; "job" among
-    all, over the network between hosts, where that is faster than the storage; with "off" each
-    rank reads all that it wants, through the page cache. With "host" and "job", what the page
-    cache does not hold is read past it. `DIST_CKPT_HOST` renames a host.
+    `strict`: missing and unexpected names are errors; wrong shapes, dtypes and coverage always are.
+    `include` and `exclude` are globs on both sides, and each must match a name. `rename` maps saved
+    names to names in the state; `*` matches any text, `{name}` text without dots. With
+    `include_frozen=False` parameters that require no gradient stay unchanged. An empty mapping or
+    None in the state takes what was saved there.
 
-    `strict` makes names that are missing or unexpected an error; shape, dtype and coverage always
-    are one. `include` and `exclude` are globs that cut both sides, and each must match something;
-    `rename` maps saved names to names here, with `*` for any text and `{name}` for one without
-    dots. With `include_frozen=False` parameters that require no gradient stay as they are. An empty
-    mapping or None in the state takes what was saved there.
+    `cast`: True, or patterns of names. These tensors of the state take values of another floating
+    dtype, and of any dtype that loses nothing, such as int32 into int64. Values are converted block
+    by block. If a finite value becomes infinite, IncompatibleError is raised after the read. New
+    tensors have the saved dtype.
 
-    Nothing is cast unless `cast` says so: True, or patterns of names. Then tensors of the state
-    that have another floating dtype than was saved get the values converted, block by block as
-    they are read; so do others where nothing is lost, such as int32 into int64. IncompatibleError,
-    once all is read, if a finite value would be infinite. What the load makes has the saved dtype.
+    `config` and `kind` are compared with those of the save before anything is changed.
+    IncompatibleError lists each difference, also if the save had none.
 
-    `config` and `kind` are compared with those that the checkpoint was saved with, before anything
-    is touched: IncompatibleError tells each difference, also that it was saved without them.
-
-    What background saves have left of this very checkpoint in the memory of a host is taken from
-    there, checked like what is read from storage, unless another process still trains on it.
-    `opener` turns paths into checkpoints: the default one does all of this.
+    If background saves have left this checkpoint in the memory of a host, it is read from there
+    and checked in the same way, unless another process still trains on it. `opener` turns paths
+    into checkpoints; the default one supports all of the above.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -152,7 +149,7 @@ def load(
         kind=kind,
     )
     ranks = session_of(group)
-    return load_together(ranks, state, path, options, kept=opener.memory, opener=opener)
+    return load_together(ranks, state, path, options, memory=opener.memory, opener=opener)
 
 
 def load_together(
@@ -161,124 +158,133 @@ def load_together(
     path: Sources,
     options: LoadOptions,
     storage: Storage | None = None,
-    kept: MemorySource = NOTHING_IN_MEMORY,
+    memory: MemorySource = NOTHING_IN_MEMORY,
     *,
     opener: Opener = NATIVE,
 ) -> LoadReport:
     """Load over a given session. Collective: every rank of the session calls this.
 
-    `opener` opens the paths, those of `storage` excepted, and resolves selectors. What `kept` has
-    in memory is not read from the storage; if it proves damaged, all of it is.
+    `opener` resolves selectors, and opens the paths unless `storage` is given. Files that `memory`
+    has are not read from the storage. If they are damaged, everything is read from the storage.
     """
-    call = LoadCall(ranks, state, path, options, storage, kept, opener)
+    call = LoadCall(ranks, state, path, options, storage, memory, opener)
     try:
         return _load(call)
     except _DamagedInMemoryError as error:
-        path_and_why = text_of(path), error.__cause__
-        _log.warning("%s: %s. All of it is read from storage now", *path_and_why)
-    return _load(replace(call, kept=NOTHING_IN_MEMORY))
+        reason = error.__cause__
+        _log.warning("%s: %s. All of it is read from storage now", text_of(path), reason)
+    return _load(replace(call, memory=NOTHING_IN_MEMORY))
 
 
 class _DamagedInMemoryError(Exception):
-    """What was read from memory is damaged, the cause says how; the storage has it too.
+    """Data from memory is damaged; the storage has it too. The cause has the details.
 
-    Every rank raises it, and knows from the check whether any reads from memory: so they decide
-    alike.
+    All ranks raise it: they know from the check whether any rank reads from memory.
     """
 
 
 def _load(call: LoadCall) -> LoadReport:
-    ranks, where = call.ranks, text_of(call.path)
-    with ranks.operation(f"load of {where}"), ExitStack() as held, ExitStack() as stack:
-        phases = Phases("load", where, quiet=ranks.channel.rank != COORDINATOR)
-        asked, checked, passed = _agree(call, phases, held, stack)
+    ranks, label = call.ranks, text_of(call.path)
+    with ranks.operation(f"load of {label}"), ExitStack() as leases, ExitStack() as stack:
+        phases = Phases("load", label, quiet=ranks.channel.rank != COORDINATOR)
+        arguments, prepared, decision = _agree(call, phases, leases, stack)
         try:
-            totals, job = _fill(call, checked, passed, phases, stack)
+            totals = _fill(call, prepared, decision, phases, stack)
         except CorruptError as error:
-            if passed.from_memory and not call.kept.is_only_copy:
+            if decision.from_memory and not call.memory.is_only_copy:
                 raise _DamagedInMemoryError from error
             raise
-        binding, (first, *_) = checked.binding, checked.found.checkpoints
-        report = LoadReport(
-            path=first.path,
-            step=first.index.step,
-            attempt=first.index.attempt,
-            world_size=ranks.channel.world_size,
-            restored=binding.restored,
-            resharded=binding.resharded,
-            missing=binding.missing,
-            unexpected=passed.unexpected,
-            dropped=binding.dropped,
-            nbytes_read=totals.nbytes_read,
-            nbytes_received=totals.nbytes_received,
-            nbytes_placed=totals.nbytes_placed,
-            nbytes_from_memory=sum(one.storage.from_memory.nbytes for one in asked.places),
-            job_nbytes_read=job.nbytes_read,
-            job_nbytes_placed=job.nbytes_placed,
-            seconds=phases.seconds,
-            slowest_rank=job.slowest_rank,
-            slowest_s=job.slowest_s,
-            exchanges=ranks.exchanges,
-            collectives=ranks.collectives,
-            storage_reads=reduce(IoCount.plus_all, (one.counting.reads for one in asked.places)),
-            sources=checked.sources(),
-            as_saved=call.options.rename is None
-            and all(use.source.rename is None for use in asked.uses),
-        )
-        is_noted = call.options.notes and ranks.channel.rank == COORDINATOR
-        if is_noted and _is_complete(call.options, asked, report, passed):
-            where_of = first.index.step or 0, first.attempt
-            note_verified(asked.places[0].counting, report.path, where_of, "load")
+        report = _report(call, arguments, prepared, decision, totals, phases)
+        if call.options.notes and ranks.channel.rank == COORDINATOR:
+            _note_verified(call.options, arguments, report, decision)
         phases.done(report)
         return report
 
 
-def _is_complete(
-    options: LoadOptions, asked: LoadArguments, report: LoadReport, passed: LoadDecision
-) -> bool:
-    """Say whether a load has read and checked all that a checkpoint of a step holds."""
-    return (
-        report.step is not None
-        and options.verify
-        and asked.selection == SELECT_ALL
-        and not (report.unexpected or report.dropped or passed.from_memory)
+def _report(
+    call: LoadCall,
+    arguments: LoadArguments,
+    prepared: PreparedLoad,
+    decision: LoadDecision,
+    totals: tuple[RankTotals, JobTotals],
+    phases: Phases,
+) -> LoadReport:
+    ranks, locations, (local, job) = call.ranks, arguments.locations, totals
+    binding, (first, *_) = prepared.binding, prepared.resolved.checkpoints
+    return LoadReport(
+        path=first.path,
+        step=first.index.step,
+        attempt=first.index.attempt,
+        world_size=ranks.channel.world_size,
+        restored=binding.restored,
+        resharded=binding.resharded,
+        missing=binding.missing,
+        unexpected=decision.unexpected,
+        dropped=binding.dropped,
+        nbytes_read=local.nbytes_read,
+        nbytes_received=local.nbytes_received,
+        nbytes_placed=local.nbytes_placed,
+        nbytes_from_memory=sum(location.storage.from_memory.nbytes for location in locations),
+        job_nbytes_read=job.nbytes_read,
+        job_nbytes_placed=job.nbytes_placed,
+        seconds=phases.seconds,
+        slowest_rank=job.slowest_rank,
+        slowest_s=job.slowest_s,
+        exchanges=ranks.exchanges,
+        collectives=ranks.collectives,
+        storage_reads=reduce(IoCount.plus_all, (each.counting.reads for each in locations)),
+        sources=prepared.sources(),
+        as_saved=call.options.rename is None
+        and all(share.source.rename is None for share in arguments.shares),
     )
 
 
+def _note_verified(
+    options: LoadOptions, arguments: LoadArguments, report: LoadReport, decision: LoadDecision
+) -> None:
+    """Record in the run that a load has read and checked the whole checkpoint, if it has."""
+    is_partial = report.unexpected or report.dropped or decision.from_memory
+    if report.step is None or is_partial:
+        return
+    if options.verify and arguments.selection == SELECT_ALL:
+        checkpoint = report.step, Attempt.named(report.attempt)
+        note_verified(arguments.locations[0].counting, report.path, checkpoint, "load")
+
+
 def _agree(
-    call: LoadCall, phases: Phases, held: ExitStack, stack: ExitStack
+    call: LoadCall, phases: Phases, leases: ExitStack, stack: ExitStack
 ) -> tuple[LoadArguments, PreparedLoad, LoadDecision]:
-    """Find and check a checkpoint, again if an overwrite replaces it meanwhile."""
-    asked: LoadArguments | None = None
+    """Open and check the checkpoints, again if one is replaced by an overwrite meanwhile."""
+    arguments: LoadArguments | None = None
     for number in range(1, ROUNDS + 1):
-        suffix = "" if number == 1 else f" {number}"  # no two exchanges have one name
+        suffix = "" if number == 1 else f" {number}"  # exchanges have different names
         with phases.phase("open"):
-            asked, found = _open(call, asked, suffix, held)
+            arguments, sources = _open(call, arguments, suffix, leases)
         with phases.phase("check"):
             with call.ranks.channel.exchange(f"check{suffix}") as checking:
-                checked, findings = _examine(call, asked, found, stack)
+                prepared, findings = _check(call, arguments, sources, stack)
                 gathered = checking.gather(findings)
                 if gathered is not None:
-                    checking.decide(decide_load(asked.request, found, gathered))
-            passed = checking.result(LoadDecision)
-        if not passed.is_gone:
-            assert checked is not None
-            return asked, checked, passed
+                    checking.decide(decide_load(arguments.request, sources, gathered))
+            decision = checking.result(LoadDecision)
+        if not decision.is_gone:
+            assert prepared is not None
+            return arguments, prepared, decision
     raise StorageError(f"{text_of(call.path)}: it is replaced faster than it is read; try again")
 
 
 def _open(
-    call: LoadCall, asked: LoadArguments | None, suffix: str, held: ExitStack
+    call: LoadCall, arguments: LoadArguments | None, suffix: str, leases: ExitStack
 ) -> tuple[LoadArguments, ResolvedSources]:
-    """Find the checkpoints, and hand their indexes to all: encoded, but to the coordinator."""
+    """Resolve the checkpoints, and send their indexes to all ranks."""
     ranks = call.ranks
-    found: tuple[OpenCheckpoint, ...] = ()
+    checkpoints: tuple[OpenCheckpoint, ...] = ()
     encoded: tuple[bytes, ...] = ()
     with ranks.channel.exchange(f"open{suffix}") as opening:
-        asked = asked or read_arguments(call)
-        gathered = opening.gather(asked.request)
-        if gathered is not None:
-            answer, found, encoded = find(asked.storages, gathered, call.opener, held)
+        arguments = arguments or read_arguments(call)
+        requests = opening.gather(arguments.request)
+        if requests is not None:
+            answer, checkpoints, encoded = find(arguments.storages, requests, call.opener, leases)
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
     ranks.collectives_group.renew(opened.bulk)
@@ -286,112 +292,110 @@ def _open(
         encoded = opened.indexes
     else:  # they are too long for the answer
         with ranks.channel.exchange(f"index{suffix}"):
-            sent = ranks.collectives_group.broadcast(
-                typed_msgpack.encode(encoded) if found else None
-            )
+            own = typed_msgpack.encode(encoded) if checkpoints else None
+            sent = ranks.collectives_group.broadcast(own)
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
-    asked = asked.at([path for path, _ in opened.attempts])
-    return asked, found_in(opened, found, encoded, asked.storages)
+    arguments = arguments.at([path for path, _ in opened.attempts])
+    return arguments, resolved_sources(opened, checkpoints, encoded, arguments.storages)
 
 
-def _examine(
-    call: LoadCall, asked: LoadArguments, found: ResolvedSources, stack: ExitStack
+def _check(
+    call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
 ) -> tuple[PreparedLoad | None, CheckFindings]:
-    stack.pop_all().close()  # what an attempt that is gone now has left open
+    stack.pop_all().close()  # close the files of an attempt that is gone
     try:
-        with ExitStack() as there:
-            for one in found.checkpoints:
-                there.enter_context(one.not_found_if_removed())
-            return check_load(call, asked, found, stack)
+        with ExitStack() as guards:
+            for checkpoint in sources.checkpoints:
+                guards.enter_context(checkpoint.not_found_if_removed())
+            return check_load(call, arguments, sources, stack)
     except NotFoundError:
         return None, CheckFindings(is_gone=True)
 
 
 def _fill(
-    call: LoadCall, checked: PreparedLoad, passed: LoadDecision, phases: Phases, stack: ExitStack
+    call: LoadCall,
+    prepared: PreparedLoad,
+    decision: LoadDecision,
+    phases: Phases,
+    stack: ExitStack,
 ) -> tuple[RankTotals, JobTotals]:
-    """Read, place and load objects, each when the one before has succeeded everywhere."""
-    channel, options, binding = call.ranks.channel, call.options, checked.binding
+    """Read, place and load objects. A step begins when the one before has succeeded everywhere."""
+    channel, options, binding = call.ranks.channel, call.options, prepared.binding
     with phases.phase("read"):
-        targets, shared = _prepare(call, checked, passed, stack)
+        targets, group = _prepare(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                _verify(call.ranks, checked, shared)
+                _verify(call.ranks, prepared, group)
         slots = call.ranks.slots
-        reading = BlockReader(checked.files, targets, verify=options.verify, slots=slots)
+        reading = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
-                totals = _read(call.ranks, checked, shared, reading)
+                totals = _read(call.ranks, prepared, group, reading)
                 gathered = exchange.gather(totals)
                 if gathered is not None:
                     exchange.decide(total_reports(gathered))
             job = exchange.result(JobTotals)
         except CorruptError as error:
-            # Who met the damage tells what it has touched; only this rank knows of its own.
-            filled = checked.names_of(reading.touched)
-            error.touched = tuple(sorted({*error.touched, *filled}))
+            # The error has the tensors of the rank that met the damage; add those of this rank.
+            touched = prepared.names_of(reading.touched)
+            error.touched = tuple(sorted({*error.touched, *touched}))
             raise
     with phases.phase("place"):
-        if passed.places:
+        if decision.assigns_values:
             with channel.exchange("place"):
                 binding.assign_values()
-        if passed.loads_objects:
+        if decision.loads_objects:
             with channel.exchange("objects"):
                 binding.load_objects()
     return totals, job
 
 
 def _prepare(
-    call: LoadCall, checked: PreparedLoad, passed: LoadDecision, stack: ExitStack
+    call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, stack: ExitStack
 ) -> tuple[CellTargets, SharedReadGroup | None]:
-    """Make the memory that is lacking, and link the ranks that have something to share.
+    """Allocate new tensors, and link the ranks that share blocks, before anything is read.
 
-    Returns None for what is shared if this rank reads alone. All have done so before the first
-    byte lands anywhere.
+    The group is None if this rank reads alone.
     """
-    targets, meeting = checked.targets, None
-    if passed.makes_memory or passed.shares:
+    targets, group = prepared.targets, None
+    if decision.makes_memory or decision.shares:
         with call.ranks.channel.exchange("prepare") as preparing:
-            if passed.shares:
-                meeting = SharedReadGroup.of(
+            if decision.shares:
+                group = SharedReadGroup.of(
                     call.ranks,
-                    checked.files,
-                    checked.links,
-                    gather_requests(call.ranks, passed.wants, checked.wants),
+                    prepared.files,
+                    prepared.links,
+                    gather_requests(call.ranks, decision.wants, prepared.wants),
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )
             if targets is None:
-                targets = checked.binding.allocate()
-            if meeting is not None:
-                gathered = preparing.gather(meeting.missed)
-                if gathered is not None:
-                    preparing.decide(meeting.judge(gathered))
-    assert targets is not None, "only `prepare` makes memory"
-    if meeting is not None:
-        meeting = meeting.settle(preparing.result(UnreachableRanks))
-    return targets, meeting if meeting is not None and any(meeting.units.values()) else None
+                targets = prepared.binding.allocate()
+            if group is not None:
+                group.meet(preparing)
+    assert targets is not None, "without exchange `prepare` there are no new tensors"
+    return targets, group and group.settle(preparing.result(UnreachableRanks))
 
 
-def _verify(ranks: Session, checked: PreparedLoad, shared: SharedReadGroup | None) -> None:
-    """Check every block that will be read, without touching anything."""
-    reading = BlockReader(checked.files, None, verify=True, slots=ranks.slots)
-    if shared is None:
+def _verify(ranks: Session, prepared: PreparedLoad, group: SharedReadGroup | None) -> None:
+    """Check every block that will be read, and change nothing."""
+    reading = BlockReader(prepared.files, None, verify=True, slots=ranks.slots)
+    if group is None:
         reading.run(ranks.config.threads)
     else:
-        verify_shared(shared, reading)
+        verify_shared(group, reading)
 
 
 def _read(
-    ranks: Session, checked: PreparedLoad, shared: SharedReadGroup | None, reading: BlockReader
+    ranks: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reading: BlockReader
 ) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
     start = time.monotonic()
     try:
-        nbytes_read, nbytes_received = run(ranks, shared, reading)
+        nbytes_read, nbytes_received = run(ranks, group, reading)
     except CorruptError as error:
-        error.touched = checked.names_of(error.touched)
+        error.touched = prepared.names_of(error.touched)
         raise
-    checked.binding.settle()
-    nbytes_placed = nbytes_placed_by(checked.files.plan)
+    prepared.binding.settle()
+    nbytes_placed = nbytes_placed_by(prepared.files.plan)
     return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)

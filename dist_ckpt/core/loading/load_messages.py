@@ -1,7 +1,7 @@
-"""What the ranks of a load tell each other, and what the coordinator makes of it.
+"""The messages between the ranks of a load, and the decisions of the coordinator.
 
-An opening, which finds the checkpoint; a check, after which every rank knows that all can load and
-which steps are left; and what reading came to.
+Exchange "open" resolves the checkpoints. After exchange "check" all ranks can load, and know which
+steps remain. Exchange "read" gathers the totals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.loading.load_options import ReadOnce
-from dist_ckpt.core.loading.shared_read_group import common_bits, fits_exchange
+from dist_ckpt.core.loading.shared_read_group import fits_exchange, shared_requests
 from dist_ckpt.core.planning.selection import unmatched_on_all
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
@@ -38,10 +38,11 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class LoadRequest(Message, frozen=True):
-    """What a rank asks for, up to `read_once` the same on all. Of several sources `path` has all.
+    """The request of one rank. The fields up to `read_once` must be equal on all ranks.
 
-    `sources` are the key and the path of each, in order. `keys` are those of its per-rank
-    templates; `bulk` numbers the bulk connections.
+    `path` has all paths if there are several sources. `sources` are the key and the path of each,
+    in order. `keys` are those of the rank's per-rank templates; `bulk` numbers the bulk
+    connections.
     """
 
     path: str | tuple[str, ...]
@@ -59,12 +60,15 @@ class LoadRequest(Message, frozen=True):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
+_COMPARED = ("path", "sources", "strict", "check_first", "read_once")
+
+
 class OpenedMessage(Message, frozen=True):
     """The checkpoints that all ranks load: the path and the attempt of each.
 
-    `indexes` are theirs, or None if they come by a broadcast. `keys` are the keys that the ranks'
-    per-rank templates have. `meeting` is a name for what the ranks share when they read; "" if they
-    can share nothing.
+    `indexes` are their encoded indexes, or None if a broadcast sends them. `keys` are the keys of
+    the per-rank templates of all ranks. `meeting` names the shared read of this load; it is "" if
+    the ranks can share nothing.
     """
 
     attempts: tuple[tuple[str, Attempt], ...]
@@ -76,7 +80,7 @@ class OpenedMessage(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSources:
-    """An `OpenedMessage`, decoded."""
+    """A decoded `OpenedMessage`."""
 
     checkpoints: tuple[OpenCheckpoint, ...]
     keys: Mapping[str, Sequence[Key]]
@@ -84,33 +88,37 @@ class ResolvedSources:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all that was saved, those of several checkpoints one after another."""
-        return tuple(name for one in self.checkpoints for name in one.names)
+        """All saved names, those of several checkpoints one after another."""
+        return tuple(name for checkpoint in self.checkpoints for name in checkpoint.names)
 
     def by_checkpoint(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
-        """Return which names of each checkpoint some bits tell of all `names`."""
-        told = iter(f"{bits:0{len(self.names)}b}")
+        """Decode a bitmap over `names` into the names of each checkpoint."""
+        digits = iter(f"{bits:0{len(self.names)}b}")
         return [
-            (one, [name for name, bit in zip(one.names, told, strict=False) if bit == "1"])
-            for one in self.checkpoints
+            (
+                checkpoint,
+                [n for n, bit in zip(checkpoint.names, digits, strict=False) if bit == "1"],
+            )
+            for checkpoint in self.checkpoints
         ]
 
 
 class CheckFindings(Message, frozen=True):
-    """What one rank's check found: what is wrong, and the saved names that it does not ask for.
+    """The result of one rank's check.
 
-    These are bits, by `bits_of`. `makes_memory`, `places`, `loads_objects`: which steps it has
-    something to do in. `wants` say what it reads, b"" if the ranks can share nothing, None if it is
-    too long to be told here. `from_memory`: some of it not from the storage. `is_gone`: the
-    checkpoint is not there any more. `unmatched` are the problems of patterns that match nothing
-    here.
+    `unclaimed` is a bitmap of the saved names that this rank does not request (`bits_of`).
+    `unmatched` are the problems of patterns that match nothing here. `makes_memory`,
+    `assigns_values` and `loads_objects` are True for the steps in which this rank has work. `wants`
+    are its encoded block requests: b"" if the ranks can share nothing, None if they are too long
+    for this exchange. `from_memory`: it reads some files from memory. `is_gone`: the checkpoint was
+    removed.
     """
 
     problems: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     unclaimed: bytes = b""
     makes_memory: bool = False
-    places: bool = False
+    assigns_values: bool = False
     loads_objects: bool = False
     wants: bytes | None = b""
     from_memory: bool = False
@@ -118,18 +126,18 @@ class CheckFindings(Message, frozen=True):
 
 
 class LoadDecision(Message, frozen=True):
-    """What all ranks know of each other when they have passed the check.
+    """The decision of the coordinator after a check in which no rank has a problem.
 
-    `unexpected` are the saved names that none of them asks for. `makes_memory`, `places` and
-    `loads_objects`: some rank does; a step in which none has anything to do is left out. `shares`:
-    some read the same, as far as is known, and can hand it on; then `wants` are what each reads,
-    and empty if that is yet to be gathered. `from_memory`: some rank reads some of it not from the
-    storage. `is_gone`: none of that, the checkpoint was replaced.
+    `unexpected` are the saved names that no rank requests. `makes_memory`, `assigns_values`,
+    `loads_objects` and `from_memory` are True if they are on any rank; a step without work is left
+    out. `shares` is True if ranks may have requests in common. Then `wants` are the requests of all
+    ranks; it is empty if they are still to be gathered. `is_gone`: the checkpoint was replaced, and
+    the other fields have no meaning.
     """
 
     unexpected: tuple[str, ...] = ()
     makes_memory: bool = False
-    places: bool = False
+    assigns_values: bool = False
     loads_objects: bool = False
     shares: bool = False
     wants: tuple[bytes, ...] = ()
@@ -138,7 +146,7 @@ class LoadDecision(Message, frozen=True):
 
 
 class RankTotals(Message, frozen=True):
-    """What reading came to on one rank; `nbytes_received` came from other ranks."""
+    """The totals of reading on one rank; `nbytes_received` are from other ranks."""
 
     nbytes_read: int
     nbytes_received: int
@@ -147,7 +155,7 @@ class RankTotals(Message, frozen=True):
 
 
 class JobTotals(Message, frozen=True):
-    """What reading came to over all ranks; rank `slowest_rank` took longest."""
+    """The totals of reading over all ranks; rank `slowest_rank` took longest."""
 
     nbytes_read: int
     nbytes_placed: int
@@ -156,166 +164,174 @@ class JobTotals(Message, frozen=True):
 
 
 def find(
-    storages: Sequence[Storage], told: Sequence[LoadRequest], opener: Opener, held: ExitStack
+    storages: Sequence[Storage], requests: Sequence[LoadRequest], opener: Opener, leases: ExitStack
 ) -> tuple[OpenedMessage, tuple[OpenCheckpoint, ...], tuple[bytes, ...]]:
-    """Find the checkpoints, each on its storage. Returns their indexes encoded, too, if asked for.
+    """Resolve the checkpoints, each on its storage. Coordinator only.
 
-    That is if others are to have them. What is named by a selector is held until `held` ends. If
-    several are not found, the error says all of them.
+    Returns the answer, the checkpoints, and their encoded indexes if there are other ranks.
+    `leases` gets a lease on each checkpoint that a selector names. If several are missing, the
+    error has all of them.
     """
-    check_equal_on_all_ranks(
-        "load", told, ("path", "sources", "strict", "check_first", "read_once")
-    )
-    found: list[OpenCheckpoint] = []
+    check_equal_on_all_ranks("load", requests, _COMPARED)
+    checkpoints: list[OpenCheckpoint] = []
     errors: list[CheckpointError | ValueError] = []
-    for storage, asked in zip(storages, told[0].paths, strict=True):
+    for storage, source in zip(storages, requests[0].paths, strict=True):
         try:
-            path = opener.resolve(storage, asked, held)
-            found.append(_opened(storage, path, *attempts.find(storage, path)))
+            path = opener.resolve(storage, source, leases)
+            checkpoints.append(OpenCheckpoint.at(storage, path, make=make))
         except (CheckpointError, ValueError) as error:
             errors.append(error)
     if len(errors) > 1:
         raise type(errors[0])("; ".join(map(str, errors))) from errors[0]
     if errors:
         raise errors[0]
-    encoded = tuple(index_json.encode(one.index) for one in found) if len(told) > 1 else ()
-    is_short = fits_exchange(sum(map(len, encoded)), len(told))
+    encoded: tuple[bytes, ...] = ()
+    if len(requests) > 1:
+        encoded = tuple(index_json.encode(checkpoint.index) for checkpoint in checkpoints)
+    is_short = fits_exchange(sum(map(len, encoded)), len(requests))
     opened = OpenedMessage(
-        attempts=tuple((one.path, one.attempt) for one in found),
+        attempts=tuple((checkpoint.path, checkpoint.attempt) for checkpoint in checkpoints),
         indexes=encoded if is_short else None,
-        keys=_merge_keys([one.keys for one in told]),
-        bulk=max(one.bulk for one in told),
-        meeting=os.urandom(16).hex() if _can_share(told) else "",
+        keys=_merge_keys(requests),
+        bulk=max(request.bulk for request in requests),
+        meeting=os.urandom(16).hex() if _can_share(requests) else "",
     )
-    return opened, tuple(found), encoded
+    return opened, tuple(checkpoints), encoded
 
 
-def found_in(
+def resolved_sources(
     opened: OpenedMessage,
-    found: tuple[OpenCheckpoint, ...],
+    checkpoints: tuple[OpenCheckpoint, ...],
     encoded: Sequence[bytes],
     storages: Sequence[Storage],
 ) -> ResolvedSources:
-    """Return what was found; the coordinator has it, others have the indexes encoded."""
-    if not found:
-        found = tuple(
-            _decoded(storage, path, attempt, index)
-            for storage, (path, attempt), index in zip(
-                storages, opened.attempts, encoded, strict=True
-            )
+    """Return the coordinator's `checkpoints`, or on other ranks those of the encoded indexes."""
+    if not checkpoints:
+        parts = zip(storages, opened.attempts, encoded, strict=True)
+        checkpoints = tuple(
+            OpenCheckpoint(storage, path, attempt, _decode_index(index), make=make)
+            for storage, (path, attempt), index in parts
         )
-    return ResolvedSources(found, opened.keys, opened.meeting)
+    return ResolvedSources(checkpoints, opened.keys, opened.meeting)
 
 
-def _decoded(storage: Storage, path: str, attempt: Attempt, encoded: bytes) -> OpenCheckpoint:
+def _decode_index(encoded: bytes) -> Index:
     index = index_json.decode(encoded)
     assert isinstance(index, Index)
-    return _opened(storage, path, attempt, index)
-
-
-def _opened(storage: Storage, path: str, attempt: Attempt, index: Index) -> OpenCheckpoint:
-    return OpenCheckpoint(storage, path, attempt, index, make=make)
+    return index
 
 
 def decide_load(
-    asked: LoadRequest, found: ResolvedSources, told: Sequence[CheckFindings]
+    request: LoadRequest, sources: ResolvedSources, findings: Sequence[CheckFindings]
 ) -> LoadDecision:
-    """Return what all ranks are to know. IncompatibleError names every problem of every rank."""
-    if gone := [rank for rank, one in enumerate(told) if one.is_gone]:
-        _check_shared(found, gone)
+    """Return the decision of a check. IncompatibleError lists every problem of every rank."""
+    if gone := [rank for rank, result in enumerate(findings) if result.is_gone]:
+        _check_shared(sources, gone)
         return LoadDecision(is_gone=True)
-    unexpected = found.by_checkpoint(_common_bits([one.unclaimed for one in told]))
-    problems = _merge_problems([one.problems for one in told])
-    one_holds = "the checkpoint" if len(unexpected) == 1 else None
-    if asked.strict:
-        problems += [
-            unexpected_problem(names, one_holds or one.path) for one, names in unexpected if names
-        ]
-    unmatched = unmatched_on_all(one.unmatched for one in told)
-    if asked.strict:
-        problems += unmatched
-    elif unmatched:
-        _log.warning("%s: %s", " and ".join(asked.paths), listed(unmatched, "; "))
-    if problems:
-        lines = listed(["", *problems], "\n  - ")
-        paths = [one.path for one in found.checkpoints]
-        do_not = f"{' and '.join(paths)} do{'es' * (len(paths) == 1)} not"
-        raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
-    between_hosts = asked.read_once == "job"
-    shares, wants = common_bits([one.wants for one in told], between_hosts=between_hosts)
+    unexpected = sources.by_checkpoint(_common_bits([result.unclaimed for result in findings]))
+    _check_fits(request, sources, findings, unexpected)
+    shares, wants = shared_requests(
+        [result.wants for result in findings], between_hosts=request.read_once == "job"
+    )
     return LoadDecision(
         unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
-        makes_memory=any(one.makes_memory for one in told),
-        places=any(one.places for one in told),
-        loads_objects=any(one.loads_objects for one in told),
+        makes_memory=any(result.makes_memory for result in findings),
+        assigns_values=any(result.assigns_values for result in findings),
+        loads_objects=any(result.loads_objects for result in findings),
         shares=shares,
         wants=tuple(wants),
-        from_memory=any(one.from_memory for one in told),
+        from_memory=any(result.from_memory for result in findings),
     )
 
 
-def total_reports(told: Sequence[RankTotals]) -> JobTotals:
-    """Return what reading came to over all ranks."""
-    slowest, slowest_s = slowest_of([one.seconds for one in told])
+def _check_fits(
+    request: LoadRequest,
+    sources: ResolvedSources,
+    findings: Sequence[CheckFindings],
+    unexpected: Sequence[tuple[OpenCheckpoint, Sequence[str]]],
+) -> None:
+    """Raise IncompatibleError if any rank has a problem, or under `strict` a name is left over."""
+    problems = _merge_problems([result.problems for result in findings])
+    unmatched = unmatched_on_all(result.unmatched for result in findings)
+    if request.strict:
+        label = "the checkpoint" if len(unexpected) == 1 else None
+        problems += [
+            unexpected_problem(names, label or checkpoint.path)
+            for checkpoint, names in unexpected
+            if names
+        ]
+        problems += unmatched
+    elif unmatched:
+        _log.warning("%s: %s", " and ".join(request.paths), listed(unmatched, "; "))
+    if problems:
+        lines = listed(["", *problems], "\n  - ")
+        paths = [checkpoint.path for checkpoint in sources.checkpoints]
+        do_not = f"{' and '.join(paths)} do{'es' * (len(paths) == 1)} not"
+        raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
+
+
+def total_reports(totals: Sequence[RankTotals]) -> JobTotals:
+    """Return the totals of all ranks."""
+    slowest, slowest_s = slowest_of([rank_totals.seconds for rank_totals in totals])
     return JobTotals(
-        nbytes_read=sum(one.nbytes_read for one in told),
-        nbytes_placed=sum(one.nbytes_placed for one in told),
+        nbytes_read=sum(rank_totals.nbytes_read for rank_totals in totals),
+        nbytes_placed=sum(rank_totals.nbytes_placed for rank_totals in totals),
         slowest_rank=slowest,
         slowest_s=slowest_s,
     )
 
 
-def bits_of(some: Sequence[str], names: Sequence[str]) -> bytes:
-    """Return which of the names are among some, one bit each.
+def bits_of(selected: Sequence[str], names: Sequence[str]) -> bytes:
+    """Return a bitmap over `names`: which of them are selected.
 
-    Lists of names would grow with tensors times ranks.
+    Lists of names would grow with the tensors times the ranks.
     """
-    chosen = set(some)
+    chosen = set(selected)
     bits = "".join("1" if name in chosen else "0" for name in names)
     return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
 
 
-def _check_shared(found: ResolvedSources, gone: Sequence[int]) -> None:
-    """Raise StorageError if only some ranks see no more what all are to read."""
-    there = [attempts.is_there(one.storage, one.path, one.attempt) for one in found.checkpoints]
-    if all(there):
-        folders = " or ".join(f"{one.path}/{one.attempt}" for one in found.checkpoints)
+def _check_shared(sources: ResolvedSources, gone: Sequence[int]) -> None:
+    """Raise StorageError if the checkpoints are missing only for some ranks."""
+    checkpoints = sources.checkpoints
+    if all(attempts.is_there(c.storage, c.path, c.attempt) for c in checkpoints):
+        folders = " or ".join(checkpoint.folder for checkpoint in checkpoints)
         raise StorageError(
             f"{folders} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
             "the path is not on storage that all ranks share. Pass a path that is"
         )
 
 
-def _can_share(told: Sequence[LoadRequest]) -> bool:
-    """Say whether some of the ranks can hand on to each other what they read."""
-    mode = told[0].read_once
-    num_places = len({one.host for one in told}) if mode == "host" else 1
-    return mode != "off" and num_places < len(told)
+def _can_share(requests: Sequence[LoadRequest]) -> bool:
+    """Return True if some ranks can send to each other what they read."""
+    mode = requests[0].read_once
+    num_hosts = len({request.host for request in requests}) if mode == "host" else 1
+    return mode != "off" and num_hosts < len(requests)
 
 
-def _common_bits(ranks: Sequence[bytes]) -> int:
-    """Return the bits of the names that `bits_of` has told of every rank."""
+def _common_bits(bitmaps: Sequence[bytes]) -> int:
+    """Return the bits that are set in the bitmaps of all ranks."""
     common = -1
-    for packed in ranks:
+    for packed in bitmaps:
         common &= int.from_bytes(packed, "big")
     return common
 
 
-def _merge_keys(ranks: Sequence[Sequence[tuple[str, Key]]]) -> dict[str, tuple[Key, ...]]:
+def _merge_keys(requests: Sequence[LoadRequest]) -> dict[str, tuple[Key, ...]]:
     merged: dict[str, dict[Key, None]] = {}
-    for keys in ranks:
-        for fqn, key in keys:
+    for request in requests:
+        for fqn, key in request.keys:
             merged.setdefault(fqn, {})[key] = None
     return {fqn: tuple(keys) for fqn, keys in merged.items()}
 
 
-def _merge_problems(ranks: Sequence[Sequence[str]]) -> list[str]:
-    """Say each problem once, and on which ranks it is where it is not on all of them."""
-    found: dict[str, list[int]] = {}
-    for rank, problems in enumerate(ranks):
+def _merge_problems(problems_by_rank: Sequence[Sequence[str]]) -> list[str]:
+    """Return each problem once, with its ranks if it is not on all of them."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, problems in enumerate(problems_by_rank):
         for problem in problems:
-            found.setdefault(problem, []).append(rank)
+            ranks_of.setdefault(problem, []).append(rank)
     return [
-        problem if len(who) == len(ranks) else f"{problem} ({ranks_text(who)})"
-        for problem, who in found.items()
+        problem if len(ranks) == len(problems_by_rank) else f"{problem} ({ranks_text(ranks)})"
+        for problem, ranks in ranks_of.items()
     ]

@@ -1,10 +1,10 @@
-"""The options of `dc.load`, and where a load takes things from."""
+"""The options of `dc.load`, and its sources."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from dist_ckpt.core.format.index.model_description import check_description
@@ -13,15 +13,15 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.sources.rename import rename_of
 from dist_ckpt.core.storage import open_storage
 
-# Where what several ranks want is fetched from storage once: on each host, or in the whole job.
+# Blocks that several ranks need are read once: on each host, or in the whole job.
 ReadOnce = Literal["host", "job", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of `load`, checked by `check` once a rank's error can reach the others.
+    """The options of `load`. Call `check` when an error can reach all ranks.
 
-    `notes`: what was read in full and is right is put down in its run's records. Not of users.
+    `notes` is internal: if the load checks the whole checkpoint, record that in its run.
     """
 
     sharding: ShardingConfig | None = None
@@ -39,7 +39,7 @@ class LoadOptions:
     cast: Cast = None
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
+        """Raise TypeError or ValueError for options that are not valid."""
         if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
         for name in ("strict", "verify", "check_first"):
@@ -53,7 +53,7 @@ class LoadOptions:
         check_description(None, self.config, self.kind)
 
     def selection(self) -> Selection:
-        """Return which names are loaded. Raises TypeError or ValueError."""
+        """Return the selection of the names to load. Raises TypeError or ValueError."""
         return selection_of(self.include, self.exclude, self.include_frozen)
 
 
@@ -62,13 +62,13 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint to load from, and what to take of it. A plain value, which needs no torch.
+    """A checkpoint to load from, and the names to take from it. A plain value, without torch.
 
     `path` is a folder or a selector, such as `base@min:val/loss`. `include` and `exclude` are
-    patterns on the names in the state, `rename` maps saved names to names there, all as in
-    `dc.load`; what they leave out is not taken from this source. Whatever is wrong with them is
-    said by the load: TypeError or ValueError for what makes no sense, IncompatibleError for a
-    pattern or a rule that matches nothing.
+    patterns on the names in the state, and `rename` maps saved names to names there, as in
+    `dc.load`. Names that they leave out are not taken from this source. The load raises TypeError
+    or ValueError if they are not valid, and IncompatibleError for a pattern or a rule that matches
+    nothing.
     """
 
     path: str | os.PathLike[str]
@@ -77,59 +77,60 @@ class Source:
     rename: Mapping[str, str | None] | None = None
 
 
-# What stands for one source, and what a load is given.
+# One source, and all sources of a load.
 AnySource = str | os.PathLike[str] | Source
 Sources = AnySource | Sequence[AnySource] | Mapping[str, AnySource | Sequence[AnySource]]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """A source as a load uses it: for what lies at and below `key`, for everything if that is "".
+    """A source, and the part of the state that it fills: `key` and all below it, or all if "".
 
-    `place` is the number of its path among all that the load reads.
+    `number` is the number of its path among the paths of the load.
     """
 
-    place: int
+    number: int
     key: str
     source: Source
 
 
-def uses_of(given: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
-    """Return the paths, each once, and what is taken of each, the preferred of a key first.
+def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
+    """Return the paths, each once, and the sources of each key in their order of preference.
 
-    Touches nothing. Raises TypeError or ValueError for what makes no sense.
+    No file is opened. Raises TypeError or ValueError for sources that are not valid.
     """
-    places: dict[str, int] = {}
-    uses: list[SourceShare] = []
-    for key, some in _by_key(given):
-        for one in _in_order(some, key):
-            source = one if isinstance(one, Source) else Source(one)  # type: ignore[arg-type]
+    numbers: dict[str, int] = {}
+    shares: list[SourceShare] = []
+    for key, value in _by_key(sources):
+        for item in _as_list(value, key):
+            source = item if isinstance(item, Source) else Source(item)  # type: ignore[arg-type]
             path = open_storage(source.path)[1]
-            use = SourceShare(places.setdefault(path, len(places)), key, _as_asked(source, path))
-            if use in uses:
+            number = numbers.setdefault(path, len(numbers))
+            share = SourceShare(number, key, replace(source, path=path))
+            if share in shares:
                 raise ValueError(
                     f"{path} is given twice{f' for {key!r}' if key else ''}, and nothing would be "
                     "taken the second time: remove one"
                 )
-            uses.append(use)
-    return tuple(places), tuple(uses)
+            shares.append(share)
+    return tuple(numbers), tuple(shares)
 
 
-def text_of(given: object) -> str:
-    """Return what a load is given in short, for messages and logs. Never raises for it."""
-    those = given.values() if isinstance(given, Mapping) else [given]
-    lists = (some if isinstance(some, list | tuple) else [some] for some in those)
-    # No deeper, however what is given may be nested.
-    paths = (one.path if isinstance(one, Source) else one for some in lists for one in some)
+def text_of(sources: object) -> str:
+    """Return the paths of the sources for messages and logs. Never raises for invalid sources."""
+    values = sources.values() if isinstance(sources, Mapping) else [sources]
+    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
+    # One level only, however deep an invalid value may be nested.
+    paths = (item.path if isinstance(item, Source) else item for items in lists for item in items)
     return ", ".join(dict.fromkeys(map(str, paths)))
 
 
-def _by_key(given: object) -> Iterable[tuple[str, object]]:
-    if not isinstance(given, Mapping):
-        return [("", given)]
-    if not given:
+def _by_key(sources: object) -> Iterable[tuple[str, object]]:
+    if not isinstance(sources, Mapping):
+        return [("", sources)]
+    if not sources:
         raise ValueError("the sources are an empty mapping: give each key of the state its source")
-    for key in given:
+    for key in sources:
         if not isinstance(key, str):
             raise TypeError(f"the sources have the key {key!r}: give names of the state as strings")
         if not key or not all(key.split(".")):
@@ -137,18 +138,14 @@ def _by_key(given: object) -> Iterable[tuple[str, object]]:
                 f'the sources have the key {key!r}: give a name of the state, such as "model" or '
                 '"model.encoder"'
             )
-    return given.items()
+    return sources.items()
 
 
-def _in_order(some: object, key: str) -> Sequence[object]:
-    if not isinstance(some, list | tuple):
-        return [some]
-    if not some:
+def _as_list(value: object, key: str) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        return [value]
+    if not value:
         raise ValueError(
             f"the list of sources{f' for {key!r}' if key else ''} is empty: give at least one"
         )
-    return some
-
-
-def _as_asked(source: Source, path: str) -> Source:
-    return Source(path, source.include, source.exclude, source.rename)
+    return value

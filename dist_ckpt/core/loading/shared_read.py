@@ -46,15 +46,13 @@ from dist_ckpt.core.loading.shared_read_group import (
     SharedReadGroup,
     SharedWork,
     UnreachableRanks,
-    common_bits,
     gather_requests,
-    listen,
     num_slots,
-    runs_of,
+    request_blocks,
+    shared_requests,
     short,
 )
-from dist_ckpt.core.planning.load.read_sharing import BlockRequests, Name
-from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.planning.load.read_sharing import Name
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -64,24 +62,26 @@ from dist_ckpt.core.shard_io.read.read_work import CellTargets, SmallShardRun
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.reports import Phases
 
+# --- a read by callers with their own plan ---------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedInput:
-    """The open files that a rank reads, and where their cells go."""
+    """The open files that a rank reads, and the targets of their cells."""
 
     files: OpenFiles
     targets: CellTargets
 
 
 class _ReadRequests(Message, frozen=True):
-    """What one rank reads, None if it is too long to be told here; `bulk` numbers connections."""
+    """The encoded requests of one rank, None if they are too long; `bulk` numbers connections."""
 
     wants: bytes | None
     bulk: int
 
 
-class _InCommon(Message, frozen=True):
-    """Whether ranks share what they read, and what each wants, if that is not yet to be told."""
+class _SharedRequests(Message, frozen=True):
+    """True if ranks have requests in common, and all requests unless they are to be gathered."""
 
     shares: bool
     wants: tuple[bytes, ...]
@@ -90,10 +90,9 @@ class _InCommon(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveReader:
-    """The ranks that read together, and how. `phases` tell what took how long on this rank.
+    """The ranks that read together. `phases` measures this rank.
 
-    `meeting` is a name that this reading alone has, the same on all ranks; with "" nothing is
-    shared.
+    `meeting` is a name that only this read has, the same on all ranks. With "" nothing is shared.
     """
 
     ranks: Session
@@ -104,120 +103,118 @@ class CollectiveReader:
 def read_together(
     together: CollectiveReader,
     open_files: Callable[[], OpenedInput],
-    there: Callable[[], AbstractContextManager[None]],
+    while_open: Callable[[], AbstractContextManager[None]],
 ) -> tuple[int, int]:
     """Fill the targets of each rank. Collective: every rank of the session calls this.
 
-    `open_files` touches no target; `there` surrounds all that is done with files. Returns how many
-    bytes came from storage, and how many from other ranks of the host; all ranks have all that
-    they want then. Raises on all ranks what `open_files` or `BlockReader.run` raises on one.
+    `open_files` changes no target; `while_open` surrounds all work with files. Returns how many
+    bytes came from storage, and how many from other ranks of the host. On return all ranks have all
+    their data. All ranks raise the error of `open_files` or `BlockReader.run` on any rank.
     """
     ranks, phases = together.ranks, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
-            opened, shared = _meet(ranks, together.meeting, open_files, there, stack)
-        with phases.phase("read"), ranks.channel.exchange("read"), there():
+            opened, group = _link_ranks(ranks, together.meeting, open_files, while_open, stack)
+        with phases.phase("read"), ranks.channel.exchange("read"), while_open():
             reading = BlockReader(opened.files, opened.targets, verify=True, slots=ranks.slots)
-            return run(ranks, shared, reading)
+            return run(ranks, group, reading)
 
 
-def run(ranks: Session, shared: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
-    """Do a reading, of which `shared` is what other ranks want too; see `read_shared`."""
+def run(ranks: Session, group: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
+    """Read all blocks, and share those of `group` as `read_shared` does."""
     try:
-        if shared is None:
+        if group is None:
             return reading.run(ranks.config.threads), 0
-        return read_shared(shared, reading)
+        return read_shared(group, reading)
     except BaseException:
-        if shared is not None:
-            shared.give_up()
+        if group is not None:
+            group.give_up()
         raise
 
 
-def _meet(
+def _link_ranks(
     ranks: Session,
     meeting: str,
     open_files: Callable[[], OpenedInput],
-    there: Callable[[], AbstractContextManager[None]],
+    while_open: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
 ) -> tuple[OpenedInput, SharedReadGroup | None]:
-    """Open the files, tell what is wanted of them, and link the ranks that want the same."""
+    """Open the files, exchange the requests, and link the ranks that have some in common."""
     with ranks.channel.exchange("check") as checking:
-        with there():
+        with while_open():
             opened = open_files()
         stack.callback(opened.files.close)
-        links = listen(ranks, meeting, stack) if meeting else None
-        of_rank = BlockRequests.of(ranks.channel.host, runs_of(opened.files)) if meeting else None
-        own = b"" if of_rank is None else typed_msgpack.encode(of_rank)
+        links, own = request_blocks(ranks, meeting, opened.files, stack)
         request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
-        gathered = checking.gather(request)
-        if gathered is not None:
-            shares, wants = common_bits([one.wants for one in gathered], between_hosts=False)
-            checking.decide(_InCommon(shares, tuple(wants), max(one.bulk for one in gathered)))
-    common = checking.result(_InCommon)
+        requests = checking.gather(request)
+        if requests is not None:
+            shares, wants = shared_requests([r.wants for r in requests], between_hosts=False)
+            bulk = max(request.bulk for request in requests)
+            checking.decide(_SharedRequests(shares, tuple(wants), bulk))
+    common = checking.result(_SharedRequests)
     ranks.collectives_group.renew(common.bulk)
     if not common.shares:
         return opened, None
     with ranks.channel.exchange("prepare") as preparing:
-        every = gather_requests(ranks, common.wants, own)
-        shared = SharedReadGroup.of(
-            ranks, opened.files, links, every, between_hosts=False, stack=stack
+        wants_by_rank = gather_requests(ranks, common.wants, own)
+        group = SharedReadGroup.of(
+            ranks, opened.files, links, wants_by_rank, between_hosts=False, stack=stack
         )
-        apart = preparing.gather(shared.missed)
-        if apart is not None:
-            preparing.decide(shared.judge(apart))
-    shared = shared.settle(preparing.result(UnreachableRanks))
-    return opened, shared if any(shared.units.values()) else None
+        group.meet(preparing)
+    return opened, group.settle(preparing.result(UnreachableRanks))
 
 
-# Kind; where a slot begins in the memory; of the unit in it: file and first block.
+# --- units between ranks: through memory on a host, over the network between hosts ------------
+
+# Kind; offset of a slot in the memory; the unit in the slot: file and first block.
 _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
 
 class HostTransfer:
-    """What the ranks of a host hand on to each other, as one of them sees it."""
+    """The transfer of units between the ranks of a host, on one of these ranks."""
 
     def __init__(self, work: SharedWork, reading: BlockReader, links: HostLinks) -> None:
         self._work = work
         self._reading = reading
         self._links = links
-        self._to_take = work.told_by()  # what others hand on and this rank has not taken, by rank
-        self._told: deque[tuple[int, int, Name]] = deque()  # which rank has it in which slot
-        self._users: dict[int, set[int]] = {}  # the others that have not taken what is in a slot
+        self._to_copy = work.names_by_sender()  # units that this rank still needs, by sender
+        self._ready: deque[tuple[int, int, Name]] = deque()  # units in slots: sender, offset, name
+        self._users: dict[int, set[int]] = {}  # ranks that still need the unit in a slot
         self._gone: set[int] = set()  # ranks whose links have ended
 
     def slot(self, offset: int, part: SharedRangePart) -> memoryview:
-        """Return the place of a unit in this rank's own memory."""
+        """Return the memory of a unit in a slot of this rank."""
         return self._memory(self._work.rank, offset, part)
 
     def hand_on(self, offset: int, part: SharedRangePart) -> Iterator[None]:
-        """Let all ranks of this host have what is in a slot; ends when they have taken it."""
-        _, *others = part.unit.host_of(self._work.rank)
-        users = self._users[offset] = set(others)
-        for other in others:
-            self._links.send(other, _MESSAGE.pack(_READY, offset, *part.unit.name))
+        """Offer a slot to the ranks of this host; end when all have copied it."""
+        _, *receivers = part.unit.host_of(self._work.rank)
+        users = self._users[offset] = set(receivers)
+        for rank in receivers:
+            self._links.send(rank, _MESSAGE.pack(_READY, offset, *part.unit.name))
         self._place(part, self.slot(offset, part))
         while users:
             yield
         del self._users[offset]
 
     def take(self) -> Iterator[None]:
-        """Take what others hand on, one unit at a time, until this rank has all of it.
+        """Copy units from other ranks, one at a time, until this rank has all that it needs.
 
-        The copies are made here: to have other threads make them would take as long again.
+        This thread copies: copies by other threads took as long again.
         """
-        while any(self._to_take.values()):
+        while any(self._to_copy.values()):
             yield
-            if self._told:
-                rank, offset, name = self._told.popleft()
+            if self._ready:
+                rank, offset, name = self._ready.popleft()
                 part = self._work.part(name)
                 self._place(part, self._memory(rank, offset, part))
                 self._links.send(rank, _MESSAGE.pack(_DONE, offset, *name))
-                self._to_take[rank].remove(name)
+                self._to_copy[rank].remove(name)
 
-    def hear(self, timeout_s: float) -> None:
-        """Take note of what other ranks say; without anything to take, wait for that or a wake."""
-        for rank, message in self._links.receive(0 if self._told else timeout_s):
+    def receive(self, timeout_s: float) -> None:
+        """Process the messages of other ranks. Without a unit to copy, wait for one or a wake."""
+        for rank, message in self._links.receive(0 if self._ready else timeout_s):
             if message is None:
                 self._gone.add(rank)
                 continue
@@ -225,15 +222,15 @@ class HostTransfer:
             if kind == _DONE:
                 self._users[offset].discard(rank)
             else:
-                self._told.append((rank, offset, (file, block)))
+                self._ready.append((rank, offset, (file, block)))
 
     def awaited(self) -> set[int]:
-        """Return the ranks that this one waits for now, or will."""
-        ranks = {rank for rank, names in self._to_take.items() if names}
+        """Return the ranks that this rank waits for, now or later."""
+        ranks = {rank for rank, names in self._to_copy.items() if names}
         return ranks.union(*self._users.values())
 
     def check_gone(self) -> None:
-        """Raise SecondaryError if a rank is waited for whose link has ended, maybe long ago."""
+        """Raise SecondaryError if this rank waits for one whose link has ended."""
         if lost := self._gone and self._gone & self.awaited():
             raise SecondaryError(
                 f"rank {min(lost)} of this host has given up or is gone, and had not handed on "
@@ -244,26 +241,26 @@ class HostTransfer:
         return self._links.memory_of(rank)[offset : offset + part.span.nbytes]
 
     def _place(self, part: SharedRangePart, data: memoryview) -> None:
-        for read, place in part.places(data):
-            self._reading.place(part.file, read, place)
+        for read, blocks in part.slices(data):
+            self._reading.place(part.file, read, blocks)
 
 
 def send(collective: Collective, part: SharedRangePart, data: memoryview) -> None:
-    """Send a unit to the ranks that hand it on on their hosts, and wait until they have it."""
-    sent = [collective.send(agent, data, tag) for agent, tag in part.tags.items()]
-    for transfer in sent:
+    """Send a unit to one rank of each other host, and wait until they have it."""
+    transfers = [collective.send(agent, data, tag) for agent, tag in part.tags.items()]
+    for transfer in transfers:
         transfer.wait()
 
 
 def receive(
     collective: Collective, part: SharedRangePart, data: memoryview, reading: BlockReader
 ) -> None:
-    """Wait for a unit that another host's rank sends, and check it again."""
+    """Receive a unit from another host, and check it again."""
     fetcher = part.unit.fetcher
     collective.receive(fetcher, data, part.tags[collective.rank]).wait()
     try:
-        for read, place in part.places(data):
-            reading.check(part.file, read, place)
+        for read, blocks in part.slices(data):
+            reading.check(part.file, read, blocks)
     except CorruptError as error:
         raise RankError(
             f"what rank {fetcher} has read and sent arrived damaged: {error}. Look at the "
@@ -272,48 +269,49 @@ def receive(
         ) from error
 
 
-# How often who waits looks after the ranks that it waits for, and after its own calls.
+# --- the threads of a rank -------------------------------------------------------------------
+
+# A waiting thread checks the ranks that it waits for, and its calls, at this interval.
 LOOK_S = 1.0
 
 
-def read_shared(meeting: SharedReadGroup, reading: BlockReader) -> tuple[int, int]:
-    """Do what `BlockReader.run` does, but what is shared is fetched once.
+def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]:
+    """Do the work of `BlockReader.run`, but read shared blocks once. Collective.
 
-    Returns how many bytes came from storage, and how many from other ranks. Collective: every rank
-    of `meeting` calls this. It raises the same, and SecondaryError if another rank gives up or is
-    lost.
+    Every rank of `group` calls this. Returns how many bytes came from storage, and how many from
+    other ranks. Raises the errors of `BlockReader.run`, and SecondaryError if another rank fails.
     """
-    work = _work_of(meeting, reading)
+    work = _work_of(group, reading)
     with reading.naming_touched():
-        SharedReading(meeting, work, reading).run()
+        SharedReading(group, work, reading).run()
     return work.nbytes_moved()
 
 
-def verify_shared(meeting: SharedReadGroup, reading: BlockReader) -> None:
-    """Check what this rank would fetch in a shared reading; the others check the rest."""
-    work = _work_of(meeting, reading)
+def verify_shared(group: SharedReadGroup, reading: BlockReader) -> None:
+    """Check the blocks that this rank would read in a shared read. Other ranks check the others."""
+    work = _work_of(group, reading)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.naming_touched():
-        parallel_for(lambda one: reading.read(*one), reads, threads=meeting.ranks.config.threads)
+        parallel_for(lambda args: reading.read(*args), reads, threads=group.ranks.config.threads)
 
 
-def _work_of(meeting: SharedReadGroup, reading: BlockReader) -> SharedWork:
-    rank = meeting.ranks.channel.rank
-    return SharedWork(rank, reading.files, reading.targets, meeting.units)
+def _work_of(group: SharedReadGroup, reading: BlockReader) -> SharedWork:
+    rank = group.ranks.channel.rank
+    return SharedWork(rank, reading.files, reading.targets, group.units)
 
 
 class SharedReading:
-    """One rank's side of a shared reading."""
+    """One rank's side of a shared read."""
 
-    def __init__(self, meeting: SharedReadGroup, work: SharedWork, reading: BlockReader) -> None:
-        links, threads = meeting.links, meeting.ranks.config.threads
+    def __init__(self, group: SharedReadGroup, work: SharedWork, reading: BlockReader) -> None:
+        links, threads = group.links, group.ranks.config.threads
         assert links is not None, "there are units"
         self._work = work
         self._reading = reading
-        self._meeting = meeting
-        self._channel, self._collective = meeting.ranks.channel, meeting.ranks.collectives_group
-        self._num_slots = num_slots(between_hosts=meeting.between_hosts)
+        self._group = group
+        self._channel, self._collective = group.ranks.channel, group.ranks.collectives_group
+        self._num_slots = num_slots(between_hosts=group.between_hosts)
         self._most_own = 2 * threads
         self._decider = _ReadThreads(1, links.wake)
         self._readers = _ReadThreads(threads, links.wake)
@@ -322,30 +320,30 @@ class SharedReading:
         self._links = links
 
     def run(self) -> None:
-        """Do all of it; after an error no other rank goes on waiting for this one."""
+        """Do all of it. After an error no other rank waits for this one."""
         try:
-            self._links.accept(self._meeting.partners)
+            self._links.accept(self._group.partners)
             for _ in self._decider.call(self._decide):
                 self._decider.check(LOOK_S)
         except BaseException:
             # This ends the deciding thread too, unless it hangs in a copy.
-            self._meeting.give_up()
+            self._group.give_up()
             raise
         finally:
             until = time.monotonic() + WORK_STALL_S
             self._decider.end(until)
             self._readers.end(until)
-            # They touch nothing but this rank's memory.
+            # They use only this rank's memory.
             self._couriers.end(time.monotonic() + LOOK_S)
 
     def _decide(self) -> None:
-        """Decide and copy until all is done; who waits for that is told of each step."""
+        """Decide and copy until all is done; wake the calling thread at each step."""
         offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
         to_fetch, to_receive = self._work.fetched(), self._work.relayed()
         own = self._work.own_reads()
         next_look = time.monotonic() + LOOK_S
-        for _ in together(
-            # First what others wait for. All slots take their units from one iterator, in order.
+        for _ in run_in_turns(
+            # Units that other ranks wait for are first. All slots share one iterator, in order.
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
             *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
             *(self._read(own) for _ in range(self._most_own)),
@@ -357,14 +355,14 @@ class SharedReading:
                 self._readers.check()
                 next_look = time.monotonic() + LOOK_S
             self._decider.put_off()
-            self._host.hear(LOOK_S)
+            self._host.receive(LOOK_S)
 
     def _fetch(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
-        """Fetch units into a slot, one after another; each is handed on to all that want it."""
+        """Read units into a slot, one after another, and hand each on to all ranks that need it."""
         for part in parts:
             data = self._host.slot(offset, part)
             yield from self._readers.call(partial(_fetch, self._reading, part, data))
-            yield from together(self._send(part, data), self._host.hand_on(offset, part))
+            yield from run_in_turns(self._send(part, data), self._host.hand_on(offset, part))
 
     def _send(self, part: SharedRangePart, data: memoryview) -> Iterator[None]:
         if agents := part.unit.agents:
@@ -379,19 +377,19 @@ class SharedReading:
             yield from self._host.hand_on(offset, part)
 
     def _read(self, reads: Iterator[tuple[OpenFile, SmallShardRun | BlockRead]]) -> Iterator[None]:
-        """Do one after another what only this rank wants."""
+        """Read blocks that only this rank needs, one after another."""
         for file, read in reads:
             yield from self._readers.call(partial(self._reading.read, file, read))
 
 
 def _fetch(reading: BlockReader, part: SharedRangePart, data: memoryview) -> None:
-    for read, place in part.places(data):
-        reading.fetch(part.file, read, place)
+    for read, blocks in part.slices(data):
+        reading.fetch(part.file, read, blocks)
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """What another thread does; `ranks` are waited for in it, and after `until` it hangs."""
+    """A call in another thread. It waits for `ranks`; after `until` it counts as hanging."""
 
     ranks: Sequence[int]
     until: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
@@ -400,7 +398,7 @@ class _Call:
 
 
 class _ReadThreads:
-    """Threads, and the calls they are at; the end of each wakes who decides."""
+    """Threads and their calls. The end of each call wakes the deciding thread."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         self._pool = DaemonThreads(threads)
@@ -408,7 +406,7 @@ class _ReadThreads:
         self._calls: list[_Call] = []
 
     def call(self, work: Callable[[], object], ranks: Sequence[int] = ()) -> Iterator[None]:
-        """Have a thread do this, and yield until it is done; raises what it raises."""
+        """Run a call in a thread, and yield until it is done. Raises its error."""
         call = _Call(ranks)
         self._calls.append(call)
         self._pool.submit(partial(call.watch.over, work), call.future)
@@ -423,23 +421,23 @@ class _ReadThreads:
         return {rank for call in self._calls for rank in call.ranks}
 
     def put_off(self) -> None:
-        """Let the time after which its calls hang begin now."""
+        """Restart the time after which its calls count as hanging."""
         for call in self._calls:
             call.until = time.monotonic() + WORK_STALL_S
 
     def check(self, wait_s: float = 0.001) -> None:
-        """Wait a moment for the end of each call; StorageError if one hangs."""
+        """Wait a moment for each call. StorageError if one hangs."""
         for call in self._calls:
-            fact = call.watch.wait_for(call.future, time.monotonic() + wait_s)
-            if fact is None and not call.future.done() and time.monotonic() > call.until:
-                fact = (
+            problem = call.watch.wait_for(call.future, time.monotonic() + wait_s)
+            if problem is None and not call.future.done() and time.monotonic() > call.until:
+                problem = (
                     "the storage or the device did not answer; look at their health, then try again"
                 )
-            if fact is not None:
-                raise StorageError(fact)
+            if problem is not None:
+                raise StorageError(problem)
 
     def end(self, until: float) -> None:
-        """Take back the calls that have not begun, and wait for the others."""
+        """Cancel the calls that have not begun, and wait for the others."""
         # This may return with calls still stuck in the kernel; nothing can end them.
         for call in self._calls:
             call.future.cancel()
@@ -447,15 +445,11 @@ class _ReadThreads:
         self._pool.close()
 
 
-def together(*ways: Iterator[None]) -> Iterator[None]:
-    """Let several go on until all are at their end; yield whenever none can go on by itself."""
-    going = list(ways)
-    while going := [one for one in going if _goes_on(one)]:
+_ENDED = object()
+
+
+def run_in_turns(*tasks: Iterator[None]) -> Iterator[None]:
+    """Run several tasks until all have ended. Yield whenever none can continue without waiting."""
+    remaining = list(tasks)
+    while remaining := [task for task in remaining if next(task, _ENDED) is not _ENDED]:
         yield
-
-
-def _goes_on(one: Iterator[None]) -> bool:
-    """Let it go on as far as it can; say whether it waits there."""
-    for _ in one:
-        return True
-    return False

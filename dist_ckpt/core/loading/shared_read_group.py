@@ -13,6 +13,7 @@ from itertools import pairwise
 from msgspec import structs
 
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
+from dist_ckpt.core.comm.exchange.channel import Exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import ByteRange, joined
 from dist_ckpt.core.planning.load.read_sharing import (
@@ -26,7 +27,7 @@ from dist_ckpt.core.planning.load.read_sharing import (
     shared_block_ranges,
 )
 from dist_ckpt.core.planning.plan import ReadItem
-from dist_ckpt.core.runtime.typed_msgpack import Message, decode
+from dist_ckpt.core.runtime.typed_msgpack import Message, decode, encode
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
     BlockRequest,
@@ -44,62 +45,132 @@ from dist_ckpt.core.shard_io.read.read_work import (
 )
 from dist_ckpt.errors import ranks_text
 
-# What the coordinator takes from all ranks, or hands to all of them, in an exchange; more than
-# that comes by a bulk collective, whose cost does not grow with the ranks.
+_log = logging.getLogger("dist_ckpt")
+
+# An exchange moves at most this much from all ranks together, or to all of them. More data goes by
+# a bulk collective, whose cost does not grow with the ranks.
 MAX_SPREAD_NBYTES = 4 << 20
 
 
+def fits_exchange(nbytes: int, world_size: int) -> bool:
+    """Return True if an exchange may move this much data from each rank, or to each rank."""
+    return nbytes * world_size <= MAX_SPREAD_NBYTES
+
+
+def short(data: bytes, world_size: int) -> bytes | None:
+    """Return the data of one rank, or None if it is too long for an exchange."""
+    return data if fits_exchange(len(data), world_size) else None
+
+
+# --- the requests of the ranks ---------------------------------------------------------------
+
+
+def request_blocks(
+    ranks: Session, meeting: str, files: OpenFiles, stack: ExitStack
+) -> tuple[HostLinks | None, bytes]:
+    """Let the ranks of this host connect, and return this rank's encoded block requests.
+
+    `meeting` is a name that only this load has; with "" the ranks share nothing. The links are None
+    if there can be none. `stack` closes them after the load.
+    """
+    if not meeting:
+        return None, b""
+    links = None
+    with suppress(OSError):
+        links = HostLinks(meeting, ranks.channel.rank, timeout_s=ranks.config.heartbeat_timeout_s)
+        stack.callback(links.close)
+    return links, encode(BlockRequests.of(ranks.channel.host, runs_of(files)))
+
+
 def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
-    """Return which blocks of each file a plan needs, by the file's number in the index."""
-    found = {}
+    """Return the runs of blocks that a plan needs, by the number of the file in the index."""
+    runs_by_file = {}
     for number, items in files.plan.items():
         file = files.files[number]
-        runs = (run for shard in by_shard(file, items) for run in _runs_of(file, *shard))
-        found[number] = tuple(joined(runs))
-    return found
+        runs = (run for shard in by_shard(file, items) for run in _runs_of_shard(file, *shard))
+        runs_by_file[number] = tuple(joined(runs))
+    return runs_by_file
 
 
-def _runs_of(file: OpenFile, number: int, items: Sequence[ReadItem]) -> Iterator[range]:
+def _runs_of_shard(file: OpenFile, number: int, items: Sequence[ReadItem]) -> Iterator[range]:
     """Return the blocks of one shard that items need, numbered within the file."""
     start, stop = file.shards.starts[number : number + 2]
     first = bisect_left(file.block_starts, start)
-    if stop - start <= file.header.block_nbytes:
+    block_nbytes = file.header.block_nbytes
+    if stop - start <= block_nbytes:
         yield range(first, first + 1)
         return
-    for need in requested_blocks(
-        file.shards[number], items, file.header.block_nbytes, lambda _: False
+    for block in requested_blocks(file.shards[number], items, block_nbytes, lambda _: False):
+        yield range(first + block.number, first + block.number + 1)
+
+
+def shared_requests(
+    wants: Sequence[bytes | None], *, between_hosts: bool
+) -> tuple[bool, Sequence[bytes]]:
+    """Return True if ranks have requests in common, and all requests if an exchange can send them.
+
+    If a request was too long for the exchange, the ranks are taken to have some in common.
+    """
+    received = [want for want in wants if want is not None]
+    if len(received) < len(wants):
+        return True, ()
+    if not all(received) or not have_equal_requests(
+        (decode(want, BlockRequests) for want in received), between_hosts=between_hosts
     ):
-        yield range(first + need.number, first + need.number + 1)
+        return False, ()
+    # Between hosts they are gathered all the same: that connects the hosts.
+    is_sent = fits_exchange(sum(map(len, received)), len(received)) and not between_hosts
+    return True, received if is_sent else ()
+
+
+def gather_requests(
+    ranks: Session, wants: Sequence[bytes], own: bytes
+) -> Mapping[int, BlockRequests]:
+    """Return the requests of each rank: `wants`, or if empty, gather each rank's `own`. Collective.
+
+    If a rank fails before this, the others wait until gloo's deadline.
+    """
+    if wants:
+        return {rank: decode(want, BlockRequests) for rank, want in enumerate(wants)}
+    bodies = ranks.collectives_group.all_gather_distinct(own)
+    return {rank: decode(body, BlockRequests) for body, holders in bodies for rank in holders}
+
+
+# --- the work of one rank --------------------------------------------------------------------
 
 
 def slot_nbytes(files: OpenFiles) -> int:
-    """Return the size of a slot that holds any unit of some files."""
+    """Return the size of a slot: the largest unit of these files fits."""
     return max(SHARED_RANGE_NBYTES, *(file.header.block_nbytes for file in files.files.values()), 0)
 
 
 def num_slots(*, between_hosts: bool) -> int:
-    """Return how many units a rank fetches before all have taken them, and receives ahead."""
-    # On a host two made a load of replicas 15 % slower, from a cold cache no faster: the slots of
-    # all its ranks then exceed a processor's cache. To send a unit takes as long as to fetch one.
+    """Return how many units a rank reads, and receives, before all ranks have copied them."""
+    # On a host, two slots made a load of replicas 15 % slower, and not faster from a cold cache:
+    # the slots of all ranks then exceed a processor's cache. Sending a unit takes as long as
+    # reading it.
     return 2 if between_hosts else 1
 
 
 def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
-    """Return the size of a rank's common memory for a shared reading of some files."""
+    """Return the size of a rank's shared memory for a shared read of these files."""
     slots = num_slots(between_hosts=between_hosts)
     return slot_nbytes(files) * slots * (2 if between_hosts else 1)
 
 
+_Read = SmallShardRun | BlockRead
+
+
 @dataclass(frozen=True, slots=True)
 class SharedRangePart:
-    """A unit, and the reads that bring it; this rank needs all its blocks.
+    """A unit, and the reads that fill it; this rank needs all its blocks.
 
-    `tags` number it among what its fetcher sends to each agent.
+    `tags` are the numbers of the unit among those that its fetcher sends to each agent.
     """
 
     unit: SharedBlockRange
     file: OpenFile
-    reads: tuple[SmallShardRun | BlockRead, ...]
+    reads: tuple[_Read, ...]
     tags: Mapping[int, int]
 
     @property
@@ -107,15 +178,15 @@ class SharedRangePart:
         """Its bytes in the data section; the reads fill it in order, without a hole."""
         return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
-    def places(self, data: memoryview) -> Iterator[tuple[SmallShardRun | BlockRead, memoryview]]:
-        """Return each read, and where in the unit, which is `data`, it brings its bytes."""
+    def slices(self, data: memoryview) -> Iterator[tuple[_Read, memoryview]]:
+        """Yield each read, and its slice of `data`, the memory of the unit."""
         begin = self.span.start
         for read in self.reads:
             yield read, data[read.span.start - begin : read.span.stop - begin]
 
 
 class SharedWork:
-    """What a rank does to fill its targets, when all ranks share `units`, given by file."""
+    """The reads of a rank that fill its targets: its own, and those of `units`, given by file."""
 
     def __init__(
         self,
@@ -129,27 +200,25 @@ class SharedWork:
         self._files = files
         self._targets = targets
         self._units = units
-        self._tags = _tags_of(unit for file in sorted(units) for unit in units[file])
-        self._known: dict[
-            int, tuple[list[SmallShardRun | BlockRead], dict[int, SharedRangePart]]
-        ] = {}
+        self._tags = _tags_of(self._all())
+        self._divided: dict[int, tuple[list[_Read], dict[int, SharedRangePart]]] = {}
 
-    def own_reads(self) -> Iterator[tuple[OpenFile, SmallShardRun | BlockRead]]:
-        """Return the reads of what no other rank wants."""
+    def own_reads(self) -> Iterator[tuple[OpenFile, _Read]]:
+        """Yield the reads of blocks that no other rank needs."""
         for number in self._files.plan:
             for read in self._of(number)[0]:
                 yield self._files.files[number], read
 
     def fetched(self) -> Iterator[SharedRangePart]:
-        """Return the units that this rank fetches, in the order of all ranks."""
+        """Yield the units that this rank reads, in the order of all ranks."""
         return (self.part(unit.name) for unit in self._all() if unit.fetcher == self.rank)
 
     def relayed(self) -> Iterator[SharedRangePart]:
-        """Return those that it brings from other hosts, in the same order."""
+        """Yield the units that it receives from other hosts, in the same order."""
         return (self.part(unit.name) for unit in self._all() if self.rank in unit.agents)
 
-    def told_by(self) -> dict[int, set[Name]]:
-        """Return the names of the units that others of this host hand on, by rank."""
+    def names_by_sender(self) -> dict[int, set[Name]]:
+        """Return the names of the units that other ranks of this host hand on, by rank."""
         names: dict[int, set[Name]] = {}
         for unit in self._all():
             first = unit.host_of(self.rank)[0]
@@ -158,12 +227,12 @@ class SharedWork:
         return names
 
     def part(self, name: Name) -> SharedRangePart:
-        """Return what there is to do with a unit."""
+        """Return a unit with its reads."""
         file, block = name
         return self._of(file)[1][block]
 
     def nbytes_moved(self) -> tuple[int, int]:
-        """Return how many bytes come from storage, and from other ranks, when all of it is done."""
+        """Return how many bytes come from storage, and from other ranks, when all is done."""
         own = sum(read.span.nbytes for _, read in self.own_reads())
         fetched = sum(part.span.nbytes for part in self.fetched())
         shared = sum(self.part(unit.name).span.nbytes for unit in self._all())
@@ -172,161 +241,99 @@ class SharedWork:
     def _all(self) -> Iterator[SharedBlockRange]:
         return (unit for file in sorted(self._units) for unit in self._units[file])
 
-    def _of(
-        self, number: int
-    ) -> tuple[list[SmallShardRun | BlockRead], dict[int, SharedRangePart]]:
-        if number not in self._known:
-            self._known[number] = self._divide(number)
-        return self._known[number]
+    def _of(self, number: int) -> tuple[list[_Read], dict[int, SharedRangePart]]:
+        if number not in self._divided:
+            self._divided[number] = self._divide(number)
+        return self._divided[number]
 
-    def _divide(
-        self, number: int
-    ) -> tuple[list[SmallShardRun | BlockRead], dict[int, SharedRangePart]]:
+    def _divide(self, number: int) -> tuple[list[_Read], dict[int, SharedRangePart]]:
         """Divide the needed blocks of a file into reads of this rank's own, and units."""
         file = self._files.files[number]
-        starts = file.block_starts
         units = self._units.get(number, ())
-        rows, others = divide(file, self._files.plan[number])
-        bounds = [
-            starts[block] for unit in units for block in (unit.blocks.start, unit.blocks.stop)
-        ]
-        pieces: defaultdict[int | None, _Pieces] = defaultdict(_Pieces)  # None: of no unit
-        for row in rows:
-            for part in _cut(row, file.shards.starts, bounds):
-                pieces[_place(part.span.start, bounds)].rows.append(part)
-        for need in needs_of(file, others, self._targets):
-            pieces[_place(need.start, bounds)].needs.append(need)
+        small_shards, items = divide(file, self._files.plan[number])
+        blocks = (block for unit in units for block in (unit.blocks.start, unit.blocks.stop))
+        bounds = [file.block_starts[block] for block in blocks]
+        contents: defaultdict[int | None, _UnitContents] = defaultdict(_UnitContents)
+        for run in small_shards:
+            for part in _cut(run, file.shards.starts, bounds):
+                contents[_unit_at(part.span.start, bounds)].small_shards.append(part)
+        for block in needs_of(file, items, self._targets):
+            contents[_unit_at(block.start, bounds)].blocks.append(block)
         parts = {
             unit.blocks.start: SharedRangePart(
-                unit, file, pieces[number].filling(), self._tags[unit.name]
+                unit, file, contents[number].all_reads(), self._tags[unit.name]
             )
             for number, unit in enumerate(units)
         }
-        own = pieces[None]
-        return [*own.rows, *reads_of(own.needs)], parts
+        own = contents[None]
+        return [*own.small_shards, *reads_of(own.blocks)], parts
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """What lies in a unit, or in none: rows of small shards, and other blocks, each in order."""
+class _UnitContents:
+    """The runs of small shards and the other blocks of a unit, or of no unit, each in order."""
 
-    rows: list[SmallShardRun] = field(default_factory=list)
-    needs: list[BlockRequest] = field(default_factory=list)
+    small_shards: list[SmallShardRun] = field(default_factory=list)
+    blocks: list[BlockRequest] = field(default_factory=list)
 
-    def filling(self) -> tuple[SmallShardRun | BlockRead, ...]:
-        """Return the reads of all of it, which lies without a hole, in order."""
-        runs = gathered(self.needs, lambda run, need: run[-1].stop == need.start)
+    def all_reads(self) -> tuple[_Read, ...]:
+        """Return the reads of the whole unit, in order. It has no hole."""
+        runs = gathered(self.blocks, lambda run, block: run[-1].stop == block.start)
         reads = [BlockRead(ByteRange(run[0].start, run[-1].stop), tuple(run)) for run in runs]
-        return tuple(sorted([*self.rows, *reads], key=lambda read: read.span.start))
+        return tuple(sorted([*self.small_shards, *reads], key=lambda read: read.span.start))
 
 
-def _place(start: int, bounds: Sequence[int]) -> int | None:
-    """Return the number of the unit in which a byte lies; `bounds` are start and stop of each."""
+def _unit_at(start: int, bounds: Sequence[int]) -> int | None:
+    """Return the number of the unit that has a byte; `bounds` are start and stop of each unit."""
     before = bisect_right(bounds, start)
-    # Where one unit ends and the next begins both bounds are before it.
+    # If one unit ends where the next begins, both bounds are before it.
     return before // 2 if before % 2 else None
 
 
 def _cut(
-    row: SmallShardRun, starts: Sequence[int], bounds: Sequence[int]
+    run: SmallShardRun, starts: Sequence[int], bounds: Sequence[int]
 ) -> Iterator[SmallShardRun]:
-    """Cut a row of small shards where units begin and end."""
-    inside = bounds[bisect_right(bounds, row.span.start) : bisect_left(bounds, row.span.stop)]
-    cuts = [row.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
-    for first, stop in pairwise([*cuts, row.first + len(row.items)]):
-        items = row.items[first - row.first : stop - row.first]
+    """Cut a run of small shards where units begin and end."""
+    inside = bounds[bisect_right(bounds, run.span.start) : bisect_left(bounds, run.span.stop)]
+    cuts = [run.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
+    for first, stop in pairwise([*cuts, run.first + len(run.items)]):
+        items = run.items[first - run.first : stop - run.first]
         yield SmallShardRun(first, items, ByteRange(starts[first], starts[stop]))
 
 
 def _tags_of(units: Iterable[SharedBlockRange]) -> dict[Name, dict[int, int]]:
-    """Return the numbers of units among what each rank sends to each other: alike on both."""
+    """Return the numbers of the units between each fetcher and agent, the same on both."""
     counts: dict[tuple[int, int], int] = {}
     tags: dict[Name, dict[int, int]] = {}
     for unit in units:
-        ours = tags[unit.name] = {}
-        for agent in unit.agents:
-            ours[agent] = counts.get((unit.fetcher, agent), 0)
-            counts[unit.fetcher, agent] = ours[agent] + 1
+        tags[unit.name] = {agent: counts.get((unit.fetcher, agent), 0) for agent in unit.agents}
+        counts |= {(unit.fetcher, agent): tag + 1 for agent, tag in tags[unit.name].items()}
     return tags
 
 
-_log = logging.getLogger("dist_ckpt")
+# --- the ranks that share --------------------------------------------------------------------
 
 
 class FailedLinks(Message, frozen=True):
-    """The ranks of its host that a rank cannot reach; None if it can share nothing at all."""
+    """The ranks of its host that a rank cannot reach; None if it can share nothing."""
 
     ranks: tuple[int, ...] | None
 
 
 class UnreachableRanks(Message, frozen=True):
-    """The ranks that can share nothing, and others that are not on the host they name."""
+    """The ranks that can share nothing, and those that are on another host than they name."""
 
     unlinked: tuple[int, ...]
     elsewhere: tuple[int, ...]
 
 
-def listen(ranks: Session, meeting: str, stack: ExitStack) -> HostLinks | None:
-    """Let the ranks of this host connect from now on; None if that cannot be.
-
-    `meeting` is a name that this load alone has. `stack` gets what is to be closed after the load.
-    """
-    with suppress(OSError):
-        links = HostLinks(meeting, ranks.channel.rank, timeout_s=ranks.config.heartbeat_timeout_s)
-        stack.callback(links.close)
-        return links
-    return None
-
-
-def short(data: bytes, world_size: int) -> bytes | None:
-    """Return what all ranks may tell, or be told, in an exchange; None if it is too long."""
-    return data if fits_exchange(len(data), world_size) else None
-
-
-def fits_exchange(nbytes: int, world_size: int) -> bool:
-    """Return True if an exchange may move so much data from each rank, or to each rank."""
-    return nbytes * world_size <= MAX_SPREAD_NBYTES
-
-
-def common_bits(
-    wants: Sequence[bytes | None], *, between_hosts: bool
-) -> tuple[bool, Sequence[bytes]]:
-    """Say whether ranks share what they read; return what all want if that can be handed out.
-
-    They are taken to share where some want is too long to have come here.
-    """
-    told = [want for want in wants if want is not None]
-    if len(told) < len(wants):
-        return True, ()
-    if not all(told):
-        return False, ()
-    if not have_equal_requests(
-        (decode(want, BlockRequests) for want in told), between_hosts=between_hosts
-    ):
-        return False, ()
-    is_short = fits_exchange(sum(map(len, told)), len(told))
-    # To gather them connects the hosts, which then send to each other.
-    return True, told if is_short and not between_hosts else ()
-
-
-def gather_requests(
-    ranks: Session, told: Sequence[bytes], own: bytes
-) -> Mapping[int, BlockRequests]:
-    """Return what each rank wants: `told`, or if that is empty each tells its `own`. Collective."""
-    if told:
-        return {rank: decode(want, BlockRequests) for rank, want in enumerate(told)}
-    # Who fails before this leaves the others waiting until gloo's deadline.
-    bodies = ranks.collectives_group.all_gather_distinct(own)
-    return {rank: decode(body, BlockRequests) for body, who in bodies for rank in who}
-
-
 @dataclass(frozen=True, slots=True)
 class SharedReadGroup:
-    """What each rank wants, what this one shares of it, and how it reaches those of its host.
+    """The requests of each rank, the units that this rank shares, and its links.
 
-    `units` are what it has in common with others, by file: if all of them can share, until
-    `settle` has heard who can. `links` lead to the ranks of its host; they are None where none can
-    be made, and such a rank shares nothing. `missed`: who is out of its reach.
+    `units` are the units in common with other ranks, by file. Before `settle`, these assume that
+    all ranks can share. `links` lead to the ranks of its host; if they are None, this rank shares
+    nothing. `missed` are the ranks that it cannot reach.
     """
 
     ranks: Session
@@ -348,8 +355,8 @@ class SharedReadGroup:
         stack: ExitStack,
     ) -> SharedReadGroup:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
-        found = _units(ranks.channel.rank, wants, files, between_hosts=between_hosts)
-        units = [unit for units in found.values() for unit in units]
+        units_by_file = _units(ranks.channel.rank, wants, files, between_hosts=between_hosts)
+        units = [unit for units in units_by_file.values() for unit in units]
         missed: tuple[int, ...] | None = ()
         if units:
             try:
@@ -362,16 +369,23 @@ class SharedReadGroup:
                 links.offer(memory)
                 missed = tuple(links.connect(receivers_of(links.rank, units)))
         return SharedReadGroup(
-            ranks, files, between_hosts, wants, found, links, FailedLinks(missed)
+            ranks, files, between_hosts, wants, units_by_file, links, FailedLinks(missed)
         )
 
-    def judge(self, told: Sequence[FailedLinks]) -> UnreachableRanks:
-        """Return who can share nothing, and who is not where it says. Coordinator only."""
-        unlinked = {rank for rank, missed in enumerate(told) if missed.ranks is None}
+    def meet(self, exchange: Exchange) -> None:
+        """Gather `missed` of all ranks, and decide. Each rank calls this inside the exchange."""
+        if (gathered := exchange.gather(self.missed)) is not None:
+            exchange.decide(self.judge(gathered))
+
+    def judge(self, failed_links: Sequence[FailedLinks]) -> UnreachableRanks:
+        """Return the ranks that cannot share, and warn about them. Coordinator only."""
+        unlinked = {rank for rank, missed in enumerate(failed_links) if missed.ranks is None}
         hosts = {
-            self.wants[rank].host for missed in told for rank in {*(missed.ranks or ())} - unlinked
+            self.wants[rank].host
+            for missed in failed_links
+            for rank in {*(missed.ranks or ())} - unlinked
         }
-        apart = [rank for rank in range(len(told)) if self.wants[rank].host in hosts]
+        apart = [rank for rank in range(len(failed_links)) if self.wants[rank].host in hosts]
         if alone := {*unlinked, *apart}:
             _log.warning(
                 "%s cannot share memory with the ranks of the same host name: what several of "
@@ -383,30 +397,30 @@ class SharedReadGroup:
             tuple(sorted(unlinked)), tuple(r for r in apart if r not in unlinked)
         )
 
-    def settle(self, apart: UnreachableRanks) -> SharedReadGroup:
-        """Return this with what is shared, now that it is known who can.
+    def settle(self, unreachable: UnreachableRanks) -> SharedReadGroup | None:
+        """Return the group with the units that can be shared; None if this rank has none.
 
-        Ranks that turn out not to be on one machine, though their hosts have one name, are taken
-        to be on hosts of their own.
+        Ranks that are not on one machine, though their hosts have one name, get separate hosts.
         """
-        if not apart.unlinked and not apart.elsewhere:
-            return self
-        wants = {r: want for r, want in self.wants.items() if r not in apart.unlinked}
-        for rank in apart.elsewhere:
-            wants[rank] = structs.replace(wants[rank], host=f"{wants[rank].host} ({rank})")
-        own = self.ranks.channel.rank
-        units = _units(own, wants, self.files, between_hosts=self.between_hosts)
-        return replace(self, units=units)
+        group = self
+        if unreachable.unlinked or unreachable.elsewhere:
+            wants = {r: want for r, want in self.wants.items() if r not in unreachable.unlinked}
+            for rank in unreachable.elsewhere:
+                wants[rank] = structs.replace(wants[rank], host=f"{wants[rank].host} ({rank})")
+            own = self.ranks.channel.rank
+            units = _units(own, wants, self.files, between_hosts=self.between_hosts)
+            group = replace(self, units=units)
+        return group if any(group.units.values()) else None
 
     @property
     def partners(self) -> list[int]:
-        """The ranks of this host with which there are units in common."""
+        """The ranks of this host with which it has units in common."""
         if self.links is None:
             return []
         return receivers_of(self.links.rank, (u for units in self.units.values() for u in units))
 
     def give_up(self) -> None:
-        """Let no other rank go on waiting for this one: it has met an error. Never raises."""
+        """Close the links after an error, so that no rank waits for this one. Never raises."""
         if self.links is not None:
             self.links.close()
         if any(len(unit.hosts) > 1 for units in self.units.values() for unit in units):
@@ -416,7 +430,7 @@ class SharedReadGroup:
 def _units(
     own: int, wants: Mapping[int, BlockRequests], files: OpenFiles, *, between_hosts: bool
 ) -> dict[int, tuple[SharedBlockRange, ...]]:
-    """Return the units that a rank shares, as far as it is known who can."""
+    """Return the units that a rank shares with the ranks in `wants`, by file."""
     if own not in wants:
         return {}
     by_file: dict[int, dict[int, BlockRequests]] = {file: {} for file in wants[own].steps}
@@ -424,9 +438,9 @@ def _units(
         if between_hosts or want.host == wants[own].host:
             for file in want.steps.keys() & by_file.keys():
                 by_file[file][rank] = want
-    found = {}
-    for file, wanting in sorted(by_file.items()):
-        if len(wanting) > 1:
-            units = shared_block_ranges(file, files.files[file].block_starts, wanting)
-            found[file] = tuple(u for u in units if any(own in ranks for ranks in u.hosts))
-    return found
+    units_by_file = {}
+    for file, requests in sorted(by_file.items()):
+        if len(requests) > 1:
+            units = shared_block_ranges(file, files.files[file].block_starts, requests)
+            units_by_file[file] = tuple(u for u in units if any(own in ranks for ranks in u.hosts))
+    return units_by_file
