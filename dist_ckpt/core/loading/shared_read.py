@@ -14,7 +14,7 @@ complete everywhere, its fetcher and its receivers always have a free slot. The 
 watches the deciding thread, which watches all others. So if any thread hangs, all ranks get an
 error.
 
-The tasks of the deciding thread are generators, one for each slot for example. Each runs until it
+The generators of the deciding thread are generators, one for each slot for example. Each runs until it
 has to wait for a call or for a message, and then yields.
 
 A rank that meets an error closes its links. The system does the same when a rank dies. The ranks
@@ -448,8 +448,10 @@ class _ReadThreads:
 _ENDED = object()
 
 
-def run_in_turns(*tasks: Iterator[None]) -> Iterator[None]:
-    """Run several tasks until all have ended. Yield whenever none can continue without waiting."""
-    remaining = list(tasks)
-    while remaining := [task for task in remaining if next(task, _ENDED) is not _ENDED]:
+def run_in_turns(*generators: Iterator[None]) -> Iterator[None]:
+    """Run several generators until all have ended. Yield whenever none can continue without waiting."""
+    remaining = list(generators)
+    while remaining := [
+        generator for generator in remaining if next(generator, _ENDED) is not _ENDED
+    ]:
         yield
