@@ -205,7 +205,7 @@ def check_load(
     """
     options, ranks = call.options, call.ranks
     from_memory = _serve_from_memory(call, arguments, sources, stack)
-    contents: list[_Contents] = [(c.objects(), c.objects) for c in sources.checkpoints]
+    contents: list[_ObjectsReader] = [(c.objects(), c.objects) for c in sources.checkpoints]
     selection = arguments.selection_in(sources)
     saved = _saved_tree(options, arguments, selection, sources, contents)
     with paused_collector():
@@ -257,11 +257,11 @@ def _serve_from_memory(
 
 
 # The global objects file of a checkpoint, and a function that reads the file of a rank.
-_Contents = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+_ObjectsReader = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
 
 
 def _description_problems(
-    options: LoadOptions, sources: ResolvedSources, contents: Sequence[_Contents]
+    options: LoadOptions, sources: ResolvedSources, contents: Sequence[_ObjectsReader]
 ) -> Iterator[str]:
     """Yield the differences in `kind` and `config` between the checkpoints and the options."""
     for checkpoint, (main, _) in zip(sources.checkpoints, contents, strict=True):
@@ -275,7 +275,7 @@ def _saved_tree(
     arguments: LoadArguments,
     selection: Selection | Scopes,
     sources: ResolvedSources,
-    contents: Sequence[_Contents],
+    contents: Sequence[_ObjectsReader],
 ) -> SavedTree:
     """Return the contents of the checkpoints, under the names of the state."""
     with paused_collector():

@@ -7,15 +7,15 @@ way. A slot is free again when all ranks are done with it. Reading, checking, se
 overlap.
 
 One thread of a rank decides and copies (`SharedReading._decide`), and other threads read. None of
-these waits for another rank: a fetch begins when a slot is free, a copy when the unit is there.
+these waits for another rank: a fetch begins when a slot is free, a copy when the unit has arrived.
 The threads that send and receive do wait. They cannot block each other: all ranks process the units
 in one order, and have separate slots for what they receive. So for the first unit that is not
 complete everywhere, its fetcher and its receivers always have a free slot. The calling thread
 watches the deciding thread, which watches all others. So if any thread hangs, all ranks get an
 error.
 
-The generators of the deciding thread are generators, one for each slot for example. Each runs until it
-has to wait for a call or for a message, and then yields.
+The deciding thread runs generators, for example one for each slot. Each runs until it has to wait
+for a call or for a message, and then yields.
 
 A rank that meets an error closes its links. The system does the same when a rank dies. The ranks
 that still wait for it raise `SecondaryError`, and close their links too. The heartbeat detects a
@@ -449,9 +449,7 @@ _ENDED = object()
 
 
 def run_in_turns(*generators: Iterator[None]) -> Iterator[None]:
-    """Run several generators until all have ended. Yield whenever none can continue without waiting."""
+    """Run generators until all have ended. Yield whenever none can continue without waiting."""
     remaining = list(generators)
-    while remaining := [
-        generator for generator in remaining if next(generator, _ENDED) is not _ENDED
-    ]:
+    while remaining := [each for each in remaining if next(each, _ENDED) is not _ENDED]:
         yield

@@ -158,7 +158,7 @@ def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
     return slot_nbytes(files) * slots * (2 if between_hosts else 1)
 
 
-_Read = SmallShardRun | BlockRead
+_PlannedRead = SmallShardRun | BlockRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class SharedRangePart:
 
     unit: SharedBlockRange
     file: OpenFile
-    reads: tuple[_Read, ...]
+    reads: tuple[_PlannedRead, ...]
     tags: Mapping[int, int]
 
     @property
@@ -178,7 +178,7 @@ class SharedRangePart:
         """Its bytes in the data section; the reads fill it in order, without a hole."""
         return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
-    def slices(self, data: memoryview) -> Iterator[tuple[_Read, memoryview]]:
+    def slices(self, data: memoryview) -> Iterator[tuple[_PlannedRead, memoryview]]:
         """Yield each read, and its slice of `data`, the memory of the unit."""
         begin = self.span.start
         for read in self.reads:
@@ -201,9 +201,9 @@ class SharedWork:
         self._targets = targets
         self._units = units
         self._tags = _tags_of(self._all())
-        self._divided: dict[int, tuple[list[_Read], dict[int, SharedRangePart]]] = {}
+        self._divided: dict[int, tuple[list[_PlannedRead], dict[int, SharedRangePart]]] = {}
 
-    def own_reads(self) -> Iterator[tuple[OpenFile, _Read]]:
+    def own_reads(self) -> Iterator[tuple[OpenFile, _PlannedRead]]:
         """Yield the reads of blocks that no other rank needs."""
         for number in self._files.plan:
             for read in self._of(number)[0]:
@@ -241,12 +241,12 @@ class SharedWork:
     def _all(self) -> Iterator[SharedBlockRange]:
         return (unit for file in sorted(self._units) for unit in self._units[file])
 
-    def _of(self, number: int) -> tuple[list[_Read], dict[int, SharedRangePart]]:
+    def _of(self, number: int) -> tuple[list[_PlannedRead], dict[int, SharedRangePart]]:
         if number not in self._divided:
             self._divided[number] = self._divide(number)
         return self._divided[number]
 
-    def _divide(self, number: int) -> tuple[list[_Read], dict[int, SharedRangePart]]:
+    def _divide(self, number: int) -> tuple[list[_PlannedRead], dict[int, SharedRangePart]]:
         """Divide the needed blocks of a file into reads of this rank's own, and units."""
         file = self._files.files[number]
         units = self._units.get(number, ())
@@ -276,7 +276,7 @@ class _UnitContents:
     small_shards: list[SmallShardRun] = field(default_factory=list)
     blocks: list[BlockRequest] = field(default_factory=list)
 
-    def all_reads(self) -> tuple[_Read, ...]:
+    def all_reads(self) -> tuple[_PlannedRead, ...]:
         """Return the reads of the whole unit, in order. It has no hole."""
         runs = gathered(self.blocks, lambda run, block: run[-1].stop == block.start)
         reads = [BlockRead(ByteRange(run[0].start, run[-1].stop), tuple(run)) for run in runs]
