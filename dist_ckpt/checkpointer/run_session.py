@@ -439,7 +439,7 @@ def open_run_session(
         saver = AsyncSaver(root, group=group) if saves_beside else None
         member = BarrierMember(opening.result(str), channel.rank, channel.world_size)
         requests = RankRequests(channel.rank, options.save, signals)
-        rounds = BarrierRounds(channel.notes, member, requests, channel.expect_nobody)
+        rounds = BarrierRounds(channel.notes, member, requests, channel.fail_without_others)
     except BaseException:
         if signals is not None:
             signals.close()

@@ -82,7 +82,9 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         def remove() -> None:
             removal.delete(storage, path)
 
-        if late := remove_if_unprotected(subject, remove, others=annotations, force=force):
+        if late := remove_if_unprotected(
+            subject, remove, other_annotations=annotations, force=force
+        ):
             raise _refused(path, late)
     others = [f"{root}/{name}" for name in _folders(storage, root)]
     for gone in {
@@ -139,7 +141,10 @@ def remove_at(
     if attempt in there and there != [attempt]:
         return (_UNDER_WAY,)
     reasons = remove_if_unprotected(
-        subject, lambda: removal.remove(storage, path, attempt), others=annotations, check=check
+        subject,
+        lambda: removal.remove(storage, path, attempt),
+        other_annotations=annotations,
+        check=check,
     )
     if not reasons:
         _clear(storage, subject.root, path)

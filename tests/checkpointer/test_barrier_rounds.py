@@ -70,7 +70,9 @@ def rounds_of(
     finally:
         channel.leave()
     member = BarrierMember("start", channel.rank, channel.world_size)
-    rounds = BarrierRounds(channel.notes, member, wanted, alone or channel.expect_nobody, pacing)
+    rounds = BarrierRounds(
+        channel.notes, member, wanted, alone or channel.fail_without_others, pacing
+    )
     try:
         yield rounds
     finally:
@@ -253,7 +255,7 @@ def rounds_of_member(
     channel: ThreadChannel, wanted: Callable[[], BarrierProposal | None], pacing: PollPolicy
 ) -> Iterator[BarrierRounds]:
     member = BarrierMember("start", channel.rank, channel.world_size)
-    rounds = BarrierRounds(channel.notes, member, wanted, channel.expect_nobody, pacing)
+    rounds = BarrierRounds(channel.notes, member, wanted, channel.fail_without_others, pacing)
     try:
         yield rounds
     finally:
@@ -467,7 +469,7 @@ def test_a_process_alone_asks_itself():
     alone = SingleProcessChannel()
     wanted = TensorRequest(BarrierProposal(0, "TERM", stops=True))
     rounds = BarrierRounds(
-        alone.notes, BarrierMember("start", 0, 1), wanted, alone.expect_nobody, FAST
+        alone.notes, BarrierMember("start", 0, 1), wanted, alone.fail_without_others, FAST
     )
     try:
         assert until_a_turn(rounds, wanted) >= 1

@@ -38,14 +38,14 @@ class SecondaryError(RankError):
 
 
 class Failure(Message, frozen=True):
-    """An error on its way between ranks; `fallout`: another error has caused it."""
+    """An error on its way between ranks; `is_secondary`: another one has caused it."""
 
     kind: str
     message: str
     rank: int | None
     phase: str | None
     touched: tuple[str, ...] = ()
-    fallout: bool = False
+    is_secondary: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -90,13 +90,13 @@ def failure_of(
         rank=rank if own_rank is None else own_rank,
         phase=own_phase or phase,
         touched=error.touched if isinstance(error, CorruptError) else (),
-        fallout=isinstance(error, SecondaryError),
+        is_secondary=isinstance(error, SecondaryError),
     )
 
 
 def first_failure(failures: Mapping[int, Failure]) -> Failure:
     """Return the failure of the lowest rank; its message names the other failed ranks."""
-    first, *later = sorted(failures, key=lambda rank: (failures[rank].fallout, rank))
+    first, *later = sorted(failures, key=lambda rank: (failures[rank].is_secondary, rank))
     failure = failures[first]
     if later:
         message = f"{failure.message} (also failed: {ranks_text(later)})"

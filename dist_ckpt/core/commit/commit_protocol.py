@@ -44,11 +44,9 @@ from dist_ckpt.core.commit.attempts import (
     was_removed,
 )
 from dist_ckpt.core.commit.preflight import (
-    Says,
-    check_new_name,
+    MayReplace,
     check_not_taken,
-    check_target_path,
-    is_below_file,
+    list_replaceable,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import check_unprotected
@@ -177,18 +175,13 @@ def _may_replace(attempt: Attempt, *, overwrite: bool, run: Incarnation | None) 
 
 
 def _survey(
-    storage: Storage, path: str, new_folders: list[str], *, may_replace: Says
+    storage: Storage, path: str, new_folders: list[str], *, may_replace: MayReplace
 ) -> Sequence[Entry]:
     """Return the entries of `path`, created if missing. ExistsError if it must not be changed."""
-    try:
-        entries = storage.list(path)
-    except FileNotFoundError:
-        check_new_name(storage, path)
+    entries = list_replaceable(storage, path, may_replace)
+    if entries is None:
         make_folders(storage, path, new_folders)
         return []
-    except NotADirectoryError:
-        raise is_below_file(path) from None
-    check_target_path(storage, path, entries, may_replace)
     return entries
 
 
@@ -199,7 +192,9 @@ def _next_attempt(entries: Sequence[Entry], path: str, run: Incarnation | None) 
     return Attempt(highest + 1 if run is None else run.next_attempt(highest, path), new_id())
 
 
-def _fence(storage: Storage, path: str, attempt: Attempt, *, may_replace: Says, by: str) -> None:
+def _fence(
+    storage: Storage, path: str, attempt: Attempt, *, may_replace: MayReplace, by: str
+) -> None:
     """Look again now that others can see the attempt: yield to higher ones, fence lower ones.
 
     If several savers claim at the same time, only the highest continues. Each has created its

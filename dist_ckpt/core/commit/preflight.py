@@ -21,7 +21,7 @@ from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError
 
 _REPLACE = "replace it (overwrite=True, on the command line --overwrite)"
 
-Says = Callable[[Attempt], bool]
+MayReplace = Callable[[Attempt], bool]
 
 
 def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
@@ -31,18 +31,40 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
     path can be written.
     """
     check_upgraded(storage, posixpath.dirname(real_path(path)))
-    try:
-        entries = storage.list(path)
-    except FileNotFoundError:
-        check_new_name(storage, path)
+    entries = list_replaceable(storage, path, lambda _: overwrite)
+    if entries is None:
         return ()
-    except NotADirectoryError:
-        raise is_below_file(path) from None
-    check_target_path(storage, path, entries, lambda _: overwrite)
     attempts = tuple(attempts_in(entries))
     # By this host's clock: reading the storage's clock, as a claim does, needs a write.
     check_unprotected(storage, path, attempts, lambda *_: time.time())
     return attempts
+
+
+def list_replaceable(
+    storage: Storage, path: str, may_replace: MayReplace
+) -> Sequence[Entry] | None:
+    """Return the entries of `path`, which a new checkpoint may replace; None without the folder.
+
+    Raises ExistsError if they are from another program, or for a checkpoint that `may_replace`
+    refuses.
+    """
+    try:
+        entries = storage.list(path)
+    except FileNotFoundError:
+        check_new_name(storage, path)
+        return None
+    except NotADirectoryError:
+        raise ExistsError(f"{path} is a file, or below one: choose another path") from None
+    ours = [*attempts_in(entries), *(entry for entry in entries if is_next_to_attempts(entry.name))]
+    if entries and not ours:
+        names = ", ".join(entry.name for entry in entries[:5])
+        raise ExistsError(
+            f"{path} has files that dist_ckpt did not write ({names}): choose another path"
+        )
+    for attempt in attempts_in(entries):
+        if not may_replace(attempt):
+            check_not_taken(storage, path, attempt)
+    return entries
 
 
 def check_new_name(storage: Storage, path: str) -> None:
@@ -55,21 +77,6 @@ def check_new_name(storage: Storage, path: str) -> None:
                 f"{path}: @{selector} selects a checkpoint in {folder}, and cannot name a new one: "
                 f"choose another path"
             )
-
-
-def check_target_path(
-    storage: Storage, path: str, entries: Sequence[Entry], may_replace: Says
-) -> None:
-    """Raise ExistsError if the contents of `path` are from another program, or protected."""
-    ours = [*attempts_in(entries), *(entry for entry in entries if is_next_to_attempts(entry.name))]
-    if entries and not ours:
-        names = ", ".join(entry.name for entry in entries[:5])
-        raise ExistsError(
-            f"{path} has files that dist_ckpt did not write ({names}): choose another path"
-        )
-    for attempt in attempts_in(entries):
-        if not may_replace(attempt):
-            check_not_taken(storage, path, attempt)
 
 
 def check_not_taken(storage: Storage, path: str, attempt: Attempt) -> None:
@@ -86,8 +93,3 @@ def check_not_taken(storage: Storage, path: str, attempt: Attempt) -> None:
         raise ExistsError(
             f"{path}: a checkpoint{step} is here ({attempt}): choose another path, or {_REPLACE}"
         )
-
-
-def is_below_file(path: str) -> ExistsError:
-    """Return the error of a path at or below a file."""
-    return ExistsError(f"{path} is a file, or below one: choose another path")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import torch
@@ -144,70 +144,68 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
     return replace(builder.local_state(), unmatched=unmatched)
 
 
+@dataclass(slots=True, eq=False)
 class _InventoryBuilder:
-    def __init__(
-        self,
-        rules: ShardingRules | None,
-        names: Mapping[str, Mapping[int, ParameterName]],
-        rank: int,
-        group_ranks: Sequence[int],
-        last: Sequence[TensorEntry],
-        selection: Selection,
-    ) -> None:
-        self._rules = rules
-        self._selection = selection
-        self._names = names
-        self._rank = rank
-        self._group_ranks = tuple(group_ranks)
-        self._paths: set[str] = set()
-        self._component = ""
-        self._components: dict[str, int] = {}
-        self._views: dict[View, int] = {}
-        self._last = last
-        # How an ordinary tensor of a dtype and a shape is stored, without a rule for it.
-        self._kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = {}
-        self._by_address: dict[int, tuple[str, TensorLeaf]] = {}
-        # Tensors without a part on this rank, by id().
-        self._absent: dict[int, str] = {}
-        # The description of each tensor, except for those equal to another of their kind.
-        self._described: dict[str, tuple[LocalTensor, View, Shape]] = {}
-        self._ties: dict[Hashable, str] = {}
-        self._tensors: list[TensorEntry] = []
-        self._aliases: list[tuple[str, str]] = []
-        self._tree: list[Node] = []
-        self._name_lists: list[NameList] = []
-        self._numpy: list[str] = []
-        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
-        self._values: dict[str, object] = {}
-        self._per_rank: dict[str, tuple[Key, object]] = {}
-        self._wrappers: dict[str, PerRank | RNG] = {}
-        self._owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = []
-        self._parameters: dict[str, bool] = {}
+    """Adds the leaves of a state one after another.
+
+    `names` are those of each optimizer's parameters, by id(); `last` are the tensors of the last
+    inventory.
+    """
+
+    rules: ShardingRules | None
+    names: Mapping[str, Mapping[int, ParameterName]]
+    rank: int
+    group_ranks: Sequence[int]
+    last: Sequence[TensorEntry]
+    selection: Selection
+    paths: set[str] = field(default_factory=set)
+    component: str = ""
+    components: dict[str, int] = field(default_factory=dict)
+    views: dict[View, int] = field(default_factory=dict)
+    # How an ordinary tensor of a dtype and a shape is stored, without a rule for it.
+    kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = field(default_factory=dict)
+    by_address: dict[int, tuple[str, TensorLeaf]] = field(default_factory=dict)
+    # Tensors without a part on this rank, by id().
+    absent: dict[int, str] = field(default_factory=dict)
+    # The description of each tensor, except for those equal to another of their kind.
+    described: dict[str, tuple[LocalTensor, View, Shape]] = field(default_factory=dict)
+    ties: dict[Hashable, str] = field(default_factory=dict)
+    tensors: list[TensorEntry] = field(default_factory=list)
+    aliases: list[tuple[str, str]] = field(default_factory=list)
+    tree: list[Node] = field(default_factory=list)
+    name_lists: list[NameList] = field(default_factory=list)
+    numpy: list[str] = field(default_factory=list)
+    parts: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    per_rank: dict[str, tuple[Key, object]] = field(default_factory=dict)
+    wrappers: dict[str, PerRank | RNG] = field(default_factory=dict)
+    owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = field(default_factory=list)
+    parameters: dict[str, bool] = field(default_factory=dict)
 
     def add_root(self, root: Branch) -> None:
-        self._tree.append(Node("", root.kind, tuple(root.children)))
+        self.tree.append(Node("", root.kind, tuple(root.children)))
         for key, child in root.children.items():
-            self._component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
+            self.component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
         # Users' code, possibly with collectives: in one order on all ranks.
-        for fqn in sorted(self._wrappers):
-            self._read_per_rank(fqn, self._wrappers[fqn])
+        for fqn in sorted(self.wrappers):
+            self._read_per_rank(fqn, self.wrappers[fqn])
 
     def local_state(self) -> LocalState:
         inventory = Inventory(
-            mesh=mesh_of(self._rules, self._views),
-            components=tuple(self._components),
-            views=tuple(self._views),
-            tensors=tuple(self._tensors),
-            aliases=tuple(self._aliases),
-            values=tuple(self._values),
-            per_rank=tuple((fqn, wrapper.key) for fqn, wrapper in self._wrappers.items()),
-            tree=tuple(self._tree),
-            name_lists=tuple(self._name_lists),
-            numpy=tuple(self._numpy),
-            parameters=runs_of((entry.fqn for entry in self._tensors), self._parameters),
+            mesh=mesh_of(self.rules, self.views),
+            components=tuple(self.components),
+            views=tuple(self.views),
+            tensors=tuple(self.tensors),
+            aliases=tuple(self.aliases),
+            values=tuple(self.values),
+            per_rank=tuple((fqn, wrapper.key) for fqn, wrapper in self.wrappers.items()),
+            tree=tuple(self.tree),
+            name_lists=tuple(self.name_lists),
+            numpy=tuple(self.numpy),
+            parameters=runs_of((entry.fqn for entry in self.tensors), self.parameters),
         )
-        return LocalState(inventory, self._parts, self._values, self._per_rank, self._owners)
+        return LocalState(inventory, self.parts, self.values, self.per_rank, self.owners)
 
     def _add(self, fqn: str, tree: Tree) -> None:
         match tree:
@@ -218,12 +216,12 @@ class _InventoryBuilder:
             case SubclassLeaf():
                 self._add_subclass_tensor(fqn, tree)
             case ModuleLeaf():
-                self._owners.append((fqn, tree))
+                self.owners.append((fqn, tree))
                 named = tree.state.parameters()
-                self._parameters.update((join(fqn, name), named[name]) for name in named)
+                self.parameters.update((join(fqn, name), named[name]) for name in named)
                 self._add_branch(fqn, "dict", tree.children)
             case OptimizerLeaf():
-                self._owners.append((fqn, tree))
+                self.owners.append((fqn, tree))
                 self._add_optimizer(fqn, tree)
             case ObjectLeaf():
                 self._add(fqn, tree.content)
@@ -231,13 +229,13 @@ class _InventoryBuilder:
                 self._add_value(fqn, tree.value)
             case PerRankLeaf():
                 self._claim(fqn)
-                self._wrappers[fqn] = tree.wrapper
+                self.wrappers[fqn] = tree.wrapper
             case _:
                 assert_never(tree)
 
     def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
         self._claim(fqn)
-        self._tree.append(Node(fqn, kind, tuple(keys)))
+        self.tree.append(Node(fqn, kind, tuple(keys)))
 
     def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
         self._add_container(fqn, kind, children)
@@ -245,16 +243,16 @@ class _InventoryBuilder:
             self._add(join(fqn, key), child)
 
     def _add_subclass_tensor(self, fqn: str, leaf: SubclassLeaf) -> None:
-        if self._rules is not None:
-            self._rules.check_whole(fqn, leaf)
-        if (trainable := self._parameters.get(fqn)) is not None:
-            self._parameters.update((join(fqn, name), trainable) for name in leaf.inner)
+        if self.rules is not None:
+            self.rules.check_whole(fqn, leaf)
+        if (trainable := self.parameters.get(fqn)) is not None:
+            self.parameters.update((join(fqn, name), trainable) for name in leaf.inner)
         self._add_branch(fqn, "dict", children_of(leaf))
 
     def _add_value(self, fqn: str, value: object) -> None:
         self._claim(fqn)
         check_plain(value, fqn)
-        self._values[fqn] = value
+        self.values[fqn] = value
 
     def _read_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
         if isinstance(wrapper, PerRank) and isinstance(wrapper.value, torch.optim.Optimizer):
@@ -262,19 +260,19 @@ class _InventoryBuilder:
         value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
         data = without_tensors(value, fqn)
         check_plain(data, fqn)
-        self._per_rank[fqn] = (key_of(wrapper, self._rank), data)
+        self.per_rank[fqn] = (key_of(wrapper, self.rank), data)
 
     def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
         optimizer, groups = leaf.state, join(fqn, GROUPS)
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
-        states: Tree = states_branch(optimizer, self._names[fqn], fqn)
-        if not self._selection.is_everything:
-            chosen = selected(states, join(fqn, STATE), self._selection, lambda *_: ())
+        states: Tree = states_branch(optimizer, self.names[fqn], fqn)
+        if not self.selection.is_everything:
+            chosen = selected(states, join(fqn, STATE), self.selection, lambda *_: ())
             states = chosen or Branch("dict", None, {})
         self._add(join(fqn, STATE), states)
         self._add_container(groups, "list", range(len(optimizer.groups)))
         for number, group in enumerate(optimizer.groups):
-            params = tuple(self._names[fqn][id(parameter)].stored for parameter in group["params"])
+            params = tuple(self.names[fqn][id(parameter)].stored for parameter in group["params"])
             self._add_group(join(groups, number), params, group)
         for key, child in leaf.further.items():
             self._add(join(fqn, key), child)
@@ -284,7 +282,7 @@ class _InventoryBuilder:
         plain = {key: leaf.value for key, leaf in options.items() if isinstance(leaf, PlainLeaf)}
         self._add_value(fqn, plain)
         self._claim(f"{fqn}.params")
-        self._name_lists.append(NameList(f"{fqn}.params", params))
+        self.name_lists.append(NameList(f"{fqn}.params", params))
         # No container of this name: the group is a value, with its tensors below it.
         for key, child in options.items():
             if key not in plain:
@@ -295,43 +293,43 @@ class _InventoryBuilder:
         value = leaf.value
         # The check for a parameter is slow, and most tensors are of the plain class.
         if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
-            self._parameters[fqn] = value.requires_grad
+            self.parameters[fqn] = value.requires_grad
         kind = None
-        if self._rules is None and is_ordinary(value):
+        if self.rules is None and is_ordinary(value):
             kind = value.dtype, value.shape
-            if (entry := self._kinds.get(kind)) and self._is_first(fqn, leaf, value):
+            if (entry := self.kinds.get(kind)) and self._is_first(fqn, leaf, value):
                 # Another tensor of its kind has been described below.
-                self._parts[fqn] = (value,)
+                self.parts[fqn] = (value,)
                 self._add_entry(fqn, *entry)
                 return
         if is_array(value):
-            self._numpy.append(fqn)
-        local, view, shape = self._described[fqn] = self._describe(fqn, leaf)
-        self._parts[fqn] = local.parts
-        if not local.parts and self._absent.setdefault(id(value), fqn) != fqn:
+            self.numpy.append(fqn)
+        local, view, shape = self.described[fqn] = self._describe(fqn, leaf)
+        self.parts[fqn] = local.parts
+        if not local.parts and self.absent.setdefault(id(value), fqn) != fqn:
             # One object under two names: tied, also on ranks without a part of it.
-            self._tie(fqn, self._absent[id(value)])
+            self._tie(fqn, self.absent[id(value)])
             return
         if local.parts and not self._is_first(fqn, leaf, local.parts[0]):
             first = self._tied(fqn, local.parts[0])
             if first != fqn:
                 self._tie(fqn, first)
                 return
-        number = self._views.setdefault(view, len(self._views))
+        number = self.views.setdefault(view, len(self.views))
         self._add_entry(fqn, local.dtype, shape, number)
         if kind is not None:
-            self._kinds[kind] = local.dtype, shape, number
+            self.kinds[kind] = local.dtype, shape, number
 
     def _tie(self, fqn: str, first: str) -> None:
-        self._aliases.append((fqn, first))
-        if (trainable := self._parameters.get(fqn)) is not None:
-            self._parameters[first] = trainable or self._parameters.get(first, False)
+        self.aliases.append((fqn, first))
+        if (trainable := self.parameters.get(fqn)) is not None:
+            self.parameters[first] = trainable or self.parameters.get(first, False)
 
     def _add_entry(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
-        component = self._components.setdefault(self._component, len(self._components))
-        number = len(self._tensors)
-        if number < len(self._last):
-            last = self._last[number]
+        component = self.components.setdefault(self.component, len(self.components))
+        number = len(self.tensors)
+        if number < len(self.last):
+            last = self.last[number]
             if (
                 last.fqn == fqn
                 and last.dtype == dtype
@@ -339,15 +337,15 @@ class _InventoryBuilder:
                 and last.view == view
                 and last.component == component
             ):
-                self._tensors.append(last)
+                self.tensors.append(last)
                 return
-        self._tensors.append(TensorEntry(fqn, dtype, shape, view, component))
+        self.tensors.append(TensorEntry(fqn, dtype, shape, view, component))
 
     def _describe(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
-        local = describe(leaf.value, fqn, rank=self._rank, group=self._group_ranks)
+        local = describe(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
         view, shape = local.view, local.shape
-        if self._rules is not None and isinstance(view, Whole):
-            view, shape = self._rules.view(fqn, leaf, shape) or (view, shape)
+        if self.rules is not None and isinstance(view, Whole):
+            view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)
         # With ZeRO the last ranks may have no cell of a short tensor, only an empty part.
         if isinstance(view, Flattened) and 0 in local.shape and 0 not in shape:
             local = replace(local, parts=())
@@ -355,18 +353,18 @@ class _InventoryBuilder:
 
     def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
         """Return True if no other tensor begins at the same address: then it is not tied."""
-        return self._by_address.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
+        return self.by_address.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
 
     def _tied(self, fqn: str, part: torch.Tensor) -> str:
         """Return the first name of the same memory with the same layout."""
-        other, leaf = self._by_address[part.data_ptr()]
-        if other not in self._described:
-            self._described[other] = self._describe(other, leaf)
+        other, leaf = self.by_address[part.data_ptr()]
+        if other not in self.described:
+            self.described[other] = self._describe(other, leaf)
         first = fqn
         for name in (other, fqn):
-            local, *stored = self._described[name]
+            local, *stored = self.described[name]
             tie = tie_key(local)
-            first = name if tie is None else self._ties.setdefault((tie, *stored), name)
+            first = name if tie is None else self.ties.setdefault((tie, *stored), name)
         return first
 
     def _claim(self, fqn: str) -> None:
@@ -375,9 +373,9 @@ class _InventoryBuilder:
                 f"{fqn[:100]}...: the name has {len(fqn)} characters, the limit is "
                 f"{MAX_FQN_CHARS}: use shorter keys"
             )
-        if fqn in self._paths:
+        if fqn in self.paths:
             raise ValueError(
                 f"{fqn.removesuffix('.')}: two paths of the state have this name when their keys "
                 "are joined with dots: rename one of the keys"
             )
-        self._paths.add(fqn)
+        self.paths.add(fqn)

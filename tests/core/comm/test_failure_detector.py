@@ -76,11 +76,11 @@ def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
     assert loss_of(watch) is not None
 
 
-def test_what_is_no_heartbeat_of_ours_is_strange_and_nobody_is_known_by_it(clock):
+def test_what_is_no_heartbeat_of_ours_has_invalid_heartbeat_and_nobody_is_known_by_it(clock):
     line = SaveBarrier()
     watch = watch_of(line)
-    assert not watch.is_strange(1)
+    assert not watch.has_invalid_heartbeat(1)
     line.beat = b"nonsense"
     assert loss_of(watch) is None
-    assert watch.is_strange(1)
+    assert watch.has_invalid_heartbeat(1)
     assert not watch.is_known(1)

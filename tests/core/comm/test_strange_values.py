@@ -42,7 +42,7 @@ NUM_CASES = MANY_EXAMPLES if IS_LONG else 300
 FRAIL = Config(heartbeat_timeout_s=4.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 
-FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), fallout=True)
+FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), is_secondary=True)
 ENVELOPE = Envelope("save to /ck", "write", "0123456789abcdef", b"nonc", pack({"a": [1]}), FAILURE)
 MESSAGES: list[tuple[type, bytes]] = [
     (Heartbeat, encode(Heartbeat(3, 2, True, 1, False, "host"))),

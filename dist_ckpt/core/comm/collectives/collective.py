@@ -32,25 +32,17 @@ class Transfer(Protocol):
 class Collective(Protocol):
     """A group's bulk collectives. A call that fails raises RankError and burns the connections.
 
-    After that, and only then, this rank's `epoch` is one higher. All ranks must agree on the
-    highest epoch over the control channel, and call `renew` with it before the next call.
+    After that, and only then, this rank's `epoch` is one higher: the number of the connections that
+    the next call uses. All ranks must agree on the highest epoch over the control channel, and call
+    `renew` with it before the next call.
+
+    `calls` are those so far, and the bytes that this rank has sent in them.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank, counted within the group."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the group."""
-
-    @property
-    def epoch(self) -> int:
-        """The number of the connections that the next call uses."""
-
-    @property
-    def calls(self) -> IoCount:
-        """The calls so far, and the bytes that this rank has sent in them."""
+    rank: int
+    world_size: int
+    epoch: int
+    calls: IoCount
 
     def renew(self, epoch: int) -> None:
         """Use connections of this number from now on; do nothing if they are in use."""

@@ -112,7 +112,7 @@ class GlooCollective:
             self.renew(self.epoch + 1)
             if not isinstance(error, RuntimeError):
                 raise
-            raise _fallout_of(error) from error
+            raise _secondary_error(error) from error
 
     def _connected(self) -> _Group:
         if self._group is None:
@@ -173,17 +173,16 @@ class _GlooTransfer:
                 raise RuntimeError("the connections are closed")
             self._work = begin(group)
         except RuntimeError as error:
-            raise _fallout_of(error) from error
+            raise _secondary_error(error) from error
 
     def wait(self) -> None:
-        """See `Transfer.wait`."""
         try:
             self._work.wait(timedelta(seconds=TRANSFER_S))
         except RuntimeError as error:
-            raise _fallout_of(error) from error
+            raise _secondary_error(error) from error
 
 
-def _fallout_of(error: RuntimeError) -> SecondaryError:
+def _secondary_error(error: RuntimeError) -> SecondaryError:
     reason = str(error).splitlines()[0].partition(". ")[0]
     return SecondaryError(
         f"the gloo connections of dist_ckpt failed: {reason}. If no rank has died, try again: new "

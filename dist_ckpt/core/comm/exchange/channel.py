@@ -44,16 +44,13 @@ class Exchange(ABC):
     A decision is final: a later error stays local. `gather` and `decide` are optional.
     """
 
+    is_coordinator: bool
+
     def __init__(self, phase: str) -> None:
         self.phase = phase
         self._own: bytes | None = None
         self._decided: bytes | Exception | None = None
         self._answer = b""
-
-    @property
-    @abstractmethod
-    def is_coordinator(self) -> bool:
-        """Whether this rank decides."""
 
     def gather(self, own: T) -> Sequence[T] | None:
         """Send this rank's result: a `Message` or plain data, of one class on all ranks.
@@ -128,27 +125,20 @@ class SharedNotes(Protocol):
 
 
 class Channel(Protocol):
-    """A group's control channel. One thread of a rank uses it at a time."""
+    """A group's control channel. One thread of a rank uses it at a time.
 
-    @property
-    def rank(self) -> int:
-        """This rank, counted within the group."""
+    `rank` and `world_size` count within the group; `host` is the name of this rank's host. `notes`
+    cannot be used before the first operation.
+    """
 
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the group."""
-
-    @property
-    def host(self) -> str:
-        """The name of this rank's host."""
+    rank: int
+    world_size: int
+    host: str
+    notes: SharedNotes
 
     @property
     def exchanges(self) -> IoCount:
         """The exchanges so far, and this rank's bytes in them, without heartbeats."""
-
-    @property
-    def notes(self) -> SharedNotes:
-        """The notes of the group. Not before the first operation."""
 
     def enter(self, call: str) -> None:
         """Begin the group's next operation; `call` describes it ("save to /ck/step-5").
@@ -180,10 +170,10 @@ class Channel(Protocol):
         Call it about once a second in work that waits for other ranks outside an exchange.
         """
 
-    def expect_nobody(self, why: str) -> None:
-        """Let this rank's operation fail if it waits for ranks that have not entered it.
+    def fail_without_others(self, why: str) -> None:
+        """Make this rank's operation fail if it waits for ranks that have not entered it.
 
-        For another thread, when these ranks will not come; `why` is the reason.
+        Another thread calls it when these ranks will not come; `why` is the reason.
         """
 
     def leave(self) -> None:
@@ -193,7 +183,7 @@ class Channel(Protocol):
         """Stop the heartbeat. The channel cannot be used afterwards."""
 
 
-class SingleProcessNotes:
+class _SingleProcessNotes:
     """The notes of a single process."""
 
     def __init__(self) -> None:
@@ -201,23 +191,19 @@ class SingleProcessNotes:
         self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
-        """See `SharedNotes.put`."""
         with self._lock:
             self._texts[key] = text
 
     def put_once(self, key: str, text: str) -> str:
-        """See `SharedNotes.put_once`."""
         with self._lock:
             return self._texts.setdefault(key, text)
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
-        """See `SharedNotes.read`."""
         with self._lock:
             texts = [self._texts.get(key) for key in keys]
         return None if None in texts else [text for text in texts if text is not None]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See `SharedNotes.remove`."""
         with self._lock:
             for key in keys:
                 self._texts.pop(key, None)
@@ -232,7 +218,7 @@ class SingleProcessChannel:
     def __init__(self) -> None:
         self.host = socket.gethostname()
         self.exchanges = IoCount()
-        self.notes: SharedNotes = SingleProcessNotes()
+        self.notes: SharedNotes = _SingleProcessNotes()
 
     def enter(self, call: str) -> None:
         """Do nothing: no other rank waits."""
@@ -245,7 +231,7 @@ class SingleProcessChannel:
     def watch(self, ranks: Sequence[int]) -> None:
         """Do nothing."""
 
-    def expect_nobody(self, why: str) -> None:
+    def fail_without_others(self, why: str) -> None:
         """Do nothing."""
 
     def leave(self) -> None:

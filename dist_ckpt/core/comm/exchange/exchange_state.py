@@ -118,7 +118,7 @@ class ExchangeState:
         # How long to wait for a rank that was never seen.
         self.unseen_s = config.join_timeout_s
         # Why ranks outside the operation will not enter it, "" if they may.
-        self.absent = ""
+        self.absence_reason = ""
         self._start = 0
 
     @property
@@ -201,7 +201,7 @@ class ExchangeState:
         for rank in ranks:
             loss = self.detector.loss(rank, self.number, was_in=bool(self.token))
             remedy = self._texts.lost
-            if self.detector.is_strange(rank):
+            if self.detector.has_invalid_heartbeat(rank):
                 loss = "has an invalid heartbeat in the store"
                 remedy = self._texts.strange
             if loss is not None:
@@ -241,8 +241,8 @@ class ExchangeState:
         absent = [rank for rank in ranks if not self.detector.has_entered(rank, self.number)]
         if self.token or not absent:
             return {}
-        if self.absent:
-            return {absent[0]: Failure("RankError", self.absent, absent[0], self.phase)}
+        if self.absence_reason:
+            return {absent[0]: Failure("RankError", self.absence_reason, absent[0], self.phase)}
         message = (
             f"{self.detector.name(absent)} did not call {self.call}: rank {self.rank} (host "
             f"{self.host}) has waited for {poll.waited_s:.3g} s. {self._texts.absent}"

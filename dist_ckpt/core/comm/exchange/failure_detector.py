@@ -76,7 +76,7 @@ class FailureDetector:
         """Return True if a rank was ever seen."""
         return self._beat(rank) is not None
 
-    def is_strange(self, rank: int) -> bool:
+    def has_invalid_heartbeat(self, rank: int) -> bool:
         """Return True if a rank's heartbeat is not a valid one."""
         return rank in self._last_seen and self._beat(rank) is None
 

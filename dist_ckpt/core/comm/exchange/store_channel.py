@@ -225,7 +225,7 @@ def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
     the answer to a call. Not for a secondary error: its cause is still to come.
     """
     return any(
-        envelope.operation and envelope.failure is not None and not envelope.failure.fallout
+        envelope.operation and envelope.failure is not None and not envelope.failure.is_secondary
         for envelope in envelopes.values()
     )
 
@@ -354,7 +354,7 @@ class StoreChannel:
                 "process: call one after the other"
             )
         control.call, control.token, control.turn = call, "", 0
-        control.absent = ""
+        control.absence_reason = ""
         try:
             control.begin(control.number + 1)
         except BaseException:  # an interrupt, or the store is gone: the next operation can begin
@@ -380,9 +380,9 @@ class StoreChannel:
         """Limit the wait for ranks that were never seen. Any thread may call it."""
         self._control.unseen_s = min(unseen_s, self._control.config.join_timeout_s)
 
-    def expect_nobody(self, why: str) -> None:
-        """See `Channel.expect_nobody`."""
-        self._control.absent = why
+    def fail_without_others(self, why: str) -> None:
+        """See `Channel.fail_without_others`."""
+        self._control.absence_reason = why
 
     def linger(self, most_s: float) -> None:
         """Delay the coordinator's end until the others have the last answer, for this time."""
@@ -411,13 +411,9 @@ class StoreChannel:
 class _StoreExchange(Exchange):
     def __init__(self, phase: str, control: ExchangeState, role: Coordinator | Participant) -> None:
         super().__init__(phase)
+        self.is_coordinator = control.rank == COORDINATOR
         self._control = control
         self._role = role
-
-    @property
-    def is_coordinator(self) -> bool:
-        """See `Exchange.is_coordinator`."""
-        return self._control.rank == COORDINATOR
 
     def _gathered(self) -> Sequence[bytes]:
         assert isinstance(self._role, Coordinator)
@@ -472,26 +468,26 @@ class StoreNotes:
 
     def put(self, key: str, text: str) -> None:
         """See `SharedNotes.put`."""
-        self._client.call(client_thread.put, _note(key), text.encode())
+        self._client.call(client_thread.put, _note_key(key), text.encode())
 
     def put_once(self, key: str, text: str) -> str:
         """See `SharedNotes.put_once`."""
-        return _text(self._client.call(client_thread.put_once, _note(key), text))
+        return _decoded(self._client.call(client_thread.put_once, _note_key(key), text))
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
-        values = self._client.call(client_thread.get_all, [_note(key) for key in keys])
-        return None if values is None else [_text(data) for data in values]
+        values = self._client.call(client_thread.get_all, [_note_key(key) for key in keys])
+        return None if values is None else [_decoded(data) for data in values]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
-        self._client.post(client_thread.delete, [_note(key) for key in keys])
+        self._client.post(client_thread.delete, [_note_key(key) for key in keys])
 
 
-def _note(key: str) -> str:
+def _note_key(key: str) -> str:
     return f"notes/{key}"
 
 
-def _text(data: bytes) -> str:
+def _decoded(data: bytes) -> str:
     # Invalid text is not from dist_ckpt: its reader finds nothing valid in it.
     return data.decode(errors="replace")

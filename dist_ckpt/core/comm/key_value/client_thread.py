@@ -223,7 +223,7 @@ class StoreClientThread:
         self._gone = texts.gone
         self._heartbeat = heartbeat
         self._period_s = period_s
-        self._patience_s = stall_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -234,11 +234,11 @@ class StoreClientThread:
         future: Future[T] = Future()
         self._submit(future, partial(function, self._store, *args, **kwargs))
         try:
-            return future.result(timeout=self._patience_s)
+            return future.result(timeout=self._stall_timeout_s)
         except TimeoutError:
             future.cancel()
             raise NoAnswerError(
-                self._gone.format(f"no answer for {self._patience_s:g} s")
+                self._gone.format(f"no answer for {self._stall_timeout_s:g} s")
             ) from None
         except (RuntimeError, OSError) as error:
             raise NoAnswerError(self._gone.format(first_reached(error))) from error

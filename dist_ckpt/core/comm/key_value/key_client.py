@@ -138,7 +138,7 @@ class KeyClient:
             wanted = keys[len(values) :]
             answer = self._call(list, ["get", wanted])
             if not (0 < len(answer) <= len(wanted) and {*map(type, answer)} <= {bytes, type(None)}):
-                raise self._nonsense("it sent no values")
+                raise self._invalid_answer("it sent no values")
             if None in answer:
                 raise KeyError(wanted[answer.index(None)])
             values += answer
@@ -187,21 +187,21 @@ class KeyClient:
             if isinstance(error, OSError):
                 raise ConnectionError(f"{self._name} is gone: {error}") from error
             if isinstance(error, ValueError):
-                raise self._nonsense(str(error)) from error
+                raise self._invalid_answer(str(error)) from error
             raise
         match answer:
             case ["refused", str(text)]:
                 raise RuntimeError(f"{self._name} refuses: {text}")
             case ["done", value] if type(value) is expected:
                 return value
-        raise self._nonsense("it sent a wrong answer")
+        raise self._invalid_answer("it sent a wrong answer")
 
-    def _nonsense(self, problem: str) -> ConnectionError:
+    def _invalid_answer(self, problem: str) -> ConnectionError:
         self.close()
         return ConnectionError(f"{self._name} is not a key server of dist_ckpt: {problem}")
 
     def _send(self, data: bytes, until: float) -> None:
-        self._socket.settimeout(_left(until))
+        self._socket.settimeout(_remaining_s(until))
         self._socket.sendall(data)
 
     def _receive(self, until: float) -> bytes:
@@ -211,7 +211,7 @@ class KeyClient:
     def _exactly(self, nbytes: int, until: float) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
-            self._socket.settimeout(_left(until))
+            self._socket.settimeout(_remaining_s(until))
             data += checked(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
         return bytes(data)
 
@@ -234,7 +234,7 @@ def _connected(address: tuple[str, int], until: float) -> socket.socket:
     ):
         link = socket.socket(family, kind, protocol)
         try:
-            link.settimeout(min(_left(until), ATTEMPT_S))
+            link.settimeout(min(_remaining_s(until), ATTEMPT_S))
             link.connect(endpoint)
             # Without a listener on this host, a socket can be connected with itself.
             if link.getsockname() == link.getpeername():
@@ -248,7 +248,7 @@ def _connected(address: tuple[str, int], until: float) -> socket.socket:
     raise failure
 
 
-def _left(until: float) -> float:
+def _remaining_s(until: float) -> float:
     left_s = until - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("the time is up")

@@ -240,7 +240,7 @@ class _Service:
         """Serve until the end."""
         try:
             while self._is_open:
-                for key, _ in self._selector.select(self._patience_s()):
+                for key, _ in self._selector.select(self._wait_s()):
                     act: Callable[[], None] = key.data
                     act()
                 self._drop_strangers()
@@ -254,7 +254,7 @@ class _Service:
     def _end(self) -> None:
         self._is_open = False
 
-    def _patience_s(self) -> float | None:
+    def _wait_s(self) -> float | None:
         due = [*self._strangers.values()][:1]
         if self._accept_at is not None:
             due.append(self._accept_at)

@@ -21,8 +21,13 @@ from dataclasses import dataclass, field
 from math import isfinite
 from time import monotonic
 
-from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
+from dist_ckpt.core.commit.attempts import (
+    entries_at,
+    find,
+    is_there,
+    new_id,
+    not_found_if_removed,
+)
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     DELETION_INTENT_S,
@@ -183,14 +188,14 @@ def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
 def protections_at(
     storage: Storage,
     path: str,
-    those: Collection[Attempt],
+    attempts: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> dict[Attempt, tuple[str, ...]]:
     """Return the protections of attempts at a path, as texts; only of those that have some.
 
     `clock` returns the storage's time at a folder. A root without annotations costs one listing.
     """
-    if not those:
+    if not attempts:
         return {}
     root = posixpath.dirname(real_path(path))
     entries = entries_at(storage, root)
@@ -201,7 +206,7 @@ def protections_at(
     subjects = {
         (annotation.step, annotation.attempt)
         for annotation in annotations
-        if annotation.attempt in those and annotation.name.kind in (PIN, TAG, LEASE)
+        if annotation.attempt in attempts and annotation.name.kind in (PIN, TAG, LEASE)
     }
     if not subjects:
         return {}
@@ -212,11 +217,11 @@ def protections_at(
 def check_unprotected(
     storage: Storage,
     path: str,
-    those: Collection[Attempt],
+    attempts: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> None:
     """Raise ExistsError if an attempt that a save would replace is pinned, tagged or leased."""
-    for attempt, texts in sorted(protections_at(storage, path, those, clock).items()):
+    for attempt, texts in sorted(protections_at(storage, path, attempts, clock).items()):
         raise ExistsError(
             f"{path}: the checkpoint there ({attempt}) is protected: {'; '.join(texts)}. Remove "
             f"the protection first, or choose another path"
@@ -230,20 +235,21 @@ def remove_if_unprotected(
     subject: CheckpointRef,
     remove: Callable[[], None],
     *,
-    others: Iterable[StoredAnnotation] = (),
+    other_annotations: Iterable[StoredAnnotation] = (),
     force: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
     """Remove a checkpoint, unless it is protected: then return its protections as texts.
 
-    `others` are annotations of other checkpoints, by which tags may have moved. `check` raises
-    what forbids the removal, right before it. `remove` begins with the rename. If it raises, the
-    deletion intent stays, so that `finish` can complete the removal, unless nothing is removed yet.
+    `other_annotations` are those of other checkpoints, by which tags may have moved. `check` raises
+    an error if the removal is forbidden; it is called right before it. `remove` begins with the
+    rename. If it raises, the deletion intent stays, so that `finish` can complete the removal,
+    unless nothing is removed yet.
     """
     began = monotonic()
     intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
     try:
-        protections = () if force else _protections_of(subject, others, intent)
+        protections = () if force else _protections_of(subject, other_annotations, intent)
         if not protections:
             check()
         if not protections and monotonic() - began > DELETION_INTENT_S / 2:
@@ -265,7 +271,7 @@ def remove_if_unprotected(
 
 
 def _protections_of(
-    subject: CheckpointRef, others: Iterable[StoredAnnotation], intent: AnnotationName
+    subject: CheckpointRef, other_annotations: Iterable[StoredAnnotation], intent: AnnotationName
 ) -> tuple[str, ...]:
     annotations = subject.annotations()
     # The intent was written just now: so this is the time. Without it another has removed all.
@@ -273,7 +279,9 @@ def _protections_of(
         (annotation.modified_at for annotation in annotations if annotation.name == intent),
         default=0.0,
     )
-    of_others = [other for other in others if (other.step, other.attempt) != subject.where]
+    of_others = [
+        other for other in other_annotations if (other.step, other.attempt) != subject.where
+    ]
     return protections_of([*of_others, *annotations], now).of(subject.where)
 
 
@@ -379,7 +387,7 @@ def _is_gone(subject: CheckpointRef) -> bool:
 @contextmanager
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
     """Yield the checkpoint at `path`, protected as `leased` does inside the `with`."""
-    attempt, index = attempts.find(storage, path)
+    attempt, index = find(storage, path)
     with leased(storage, path, attempt, index):
         yield attempt, index
 
@@ -396,5 +404,5 @@ def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Itera
         if index.step is not None and can_lease(storage, root):
             subject = CheckpointRef(storage, root, path, (index.step, attempt))
             stack.enter_context(renewed_lease(subject))
-        stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))
+        stack.enter_context(not_found_if_removed(storage, path, attempt))
         yield

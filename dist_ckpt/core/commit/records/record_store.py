@@ -186,7 +186,7 @@ def read_annotations(
     return _sorted(
         _annotations_of(storage, above, step, attempt)
         for above in _folders(root, with_old=with_old)
-        for step, attempt in _annotated(storage, above)
+        for step, attempt in _list_annotated(storage, above)
     )
 
 
@@ -211,7 +211,7 @@ def _sorted(several: Iterable[Iterable[StoredAnnotation]]) -> tuple[StoredAnnota
     return tuple(sorted(chain.from_iterable(several), key=key))
 
 
-def _annotated(storage: Storage, above: str) -> Iterator[tuple[int, Attempt]]:
+def _list_annotated(storage: Storage, above: str) -> Iterator[tuple[int, Attempt]]:
     for entry in entries_at(storage, above):
         if (step := parse_step(entry.name)) is not None:
             for attempt in attempts_in(entries_at(storage, f"{above}/{entry.name}")):
@@ -228,7 +228,7 @@ def _annotations_of(
         if name is not None and file.kind == "file":
             with suppress(FileNotFoundError):  # pruned since
                 unread = StoredAnnotation(step, attempt, name, file.modified_at, {}, is_old=is_old)
-                yield _read(storage, f"{folder}/{file.name}", unread)
+                yield _read_values(storage, f"{folder}/{file.name}", unread)
 
 
 def new_annotation(
@@ -248,7 +248,7 @@ def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
     return f"{root}/{ANNOTATIONS}/{step}/{attempt}"
 
 
-def _read(storage: Storage, file: str, unread: StoredAnnotation) -> StoredAnnotation:
+def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> StoredAnnotation:
     """Return an annotation with the values in its file, or with the reason that it has none."""
     try:
         annotation = decode_record(
@@ -283,13 +283,13 @@ def make_durable_folders(storage: Storage, root: str, folder: str) -> None:
     new_folders: list[str] = []
     make_folders(storage, folder, new_folders)
     # The process that made an existing folder may have died before it synced the name.
-    below = {parent for parent in _above(folder) if parent.startswith(root)}
+    below = {parent for parent in _parents_of(folder) if parent.startswith(root)}
     for parent in below | {posixpath.dirname(path) for path in new_folders}:
         with suppress(FileNotFoundError):  # removed since: the caller detects it
             storage.sync(parent)
 
 
-def _above(folder: str) -> Iterator[str]:
+def _parents_of(folder: str) -> Iterator[str]:
     while (parent := posixpath.dirname(folder)) != folder:
         yield parent
         folder = parent
@@ -308,12 +308,12 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
         # The storage may have renamed it and lost the reply: the file there decides.
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             storage.remove(temporary)
-        if not _is(storage, file, data):
+        if not _has_content(storage, file, data):
             raise
     storage.sync(folder)
 
 
-def _is(storage: Storage, file: str, data: bytes) -> bool:
+def _has_content(storage: Storage, file: str, data: bytes) -> bool:
     try:
         return read_document(storage, file, MAX_NBYTES_OF_RECORD) == data
     except (CorruptError, FileNotFoundError):

@@ -131,10 +131,8 @@ def _read(
     parts: dict[int, dict[str, ParameterPart]] = {}
     for flat in parameters:
         for original in flat.originals:
-            tensor = flat.shard[original.offset : original.offset + original.numel]
-            part = ParameterPart(
-                tensor, original.shape, original.start, flat=flat, original=original
-            )
+            tensor, shape = original.part_of(flat.shard), original.shape
+            part = ParameterPart(tensor, shape, original.start, flat=flat, original=original)
             for owner, name in original.owners:
                 parts.setdefault(id(owner), {})[name] = part
     rows = {id(flat.parameter) for flat in parameters}

@@ -113,11 +113,7 @@ class FlatOptimizer(OptimizerState):
         original, has_own = part.original, part.original.parameter is not None
         shape = part.shape if has_own else tuple(part.flat.shard.shape)
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-            local = (
-                value
-                if has_own
-                else value.detach()[original.offset : original.offset + original.numel]
-            )
+            local = value if has_own else original.part_of(value.detach())
             return FlatShard(local, original.shape, original.start)
         if isinstance(value, torch.Tensor) and not value.ndim:
             # A copy for each name: they may have been saved with several.
@@ -255,7 +251,7 @@ def _joined_row(
     else:
         row = torch.zeros_like(like, dtype=values[0].tensor.dtype)
     for value, part in zip(values, parts, strict=True):
-        target = row[part.original.offset : part.original.offset + part.original.numel]
+        target = part.original.part_of(row)
         if target.data_ptr() != value.tensor.data_ptr():
             target.copy_(value.tensor)
     return row

@@ -60,6 +60,10 @@ class Original:
     numel: int
     parameter: nn.Parameter | None
 
+    def part_of(self, row: torch.Tensor) -> torch.Tensor:
+        """Return its elements in a tensor like the shard."""
+        return row[self.offset : self.offset + self.numel]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatParameter:
@@ -215,7 +219,7 @@ def _check_memory(original: Original, shard: torch.Tensor) -> None:
     parameter = original.parameter
     if parameter is None or not original.numel:
         return
-    here = shard[original.offset : original.offset + original.numel]
+    here = original.part_of(shard)
     if (parameter.data_ptr(), parameter.numel()) != (here.data_ptr(), original.numel):
         raise ValueError(
             f"{original.owners[0][1]} of shape {original.shape} has memory outside FSDP1's shard "
