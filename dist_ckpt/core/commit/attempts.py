@@ -37,29 +37,14 @@ from dist_ckpt.errors import (
     StorageError,
 )
 
-
-def hint_for(names: Set[str]) -> str:
-    """Return a remedy for a folder with files that dist_ckpt did not write."""
-    if {"model.safetensors", "model.safetensors.index.json"} & names:
-        return (
-            "They are from Hugging Face: dc.open and dc.load read them, and `dist-ckpt import "
-            "--from hf` converts them to a checkpoint"
-        )
-    if any(name.endswith(".safetensors") for name in names):
-        return "Pass one of these files, or add model.safetensors.index.json"
-    if any(name.endswith(".distcp") for name in names):
-        return (
-            "They are from torch.distributed.checkpoint, without the .metadata that its saves "
-            "write last: this save did not end. Use another one"
-        )
-    return "Pass the folder that was given to save"
-
-
 # The longest stored text about an abandoned attempt: by whom, and why.
 MAX_TEXT = 2000
 
 # How often the attempts at a path may change while the highest is searched.
 ROUNDS = 16
+
+# The number of names in a folder without a checkpoint that are examined for a message.
+MAX_ATTEMPTS_READ = 16
 
 AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible"]
 
@@ -75,10 +60,6 @@ class Status:
     state: AttemptState
     modified_at: float
     nbytes: int
-
-
-# The number of names in a folder without a checkpoint that are examined for a message.
-MAX_ATTEMPTS_READ = 16
 
 
 def new_id() -> str:
@@ -271,6 +252,23 @@ def _contents_text(storage: Storage, path: str) -> str:
         return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
     return f"the folder holds {names}. {hint_for({entry.name for entry in entries})}"
+
+
+def hint_for(names: Set[str]) -> str:
+    """Return a remedy for a folder with files that dist_ckpt did not write."""
+    if {"model.safetensors", "model.safetensors.index.json"} & names:
+        return (
+            "They are from Hugging Face: dc.open and dc.load read them, and `dist-ckpt import "
+            "--from hf` converts them to a checkpoint"
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return "Pass one of these files, or add model.safetensors.index.json"
+    if any(name.endswith(".distcp") for name in names):
+        return (
+            "They are from torch.distributed.checkpoint, without the .metadata that its saves "
+            "write last: this save did not end. Use another one"
+        )
+    return "Pass the folder that was given to save"
 
 
 def _is_checkpoint(storage: Storage, path: str) -> bool:

@@ -84,6 +84,9 @@ from dist_ckpt.errors import (
 
 _POLL_S = 0.05
 
+# "in place": it is visible, but may not be durable.
+CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -408,8 +411,7 @@ def discard_attempt(storage: Storage, claim: Claim) -> None:
             storage.remove(folder)
 
 
-# "in place": it is visible, but may not be durable.
-CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
+# --- the outcome after an error --------------------------------------------------------------
 
 
 def resolve_outcome(
@@ -444,6 +446,9 @@ def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> Stor
         f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it survives a "
         f"power cut: check the storage, then repeat the call with overwrite=True"
     )
+
+
+# --- receipts --------------------------------------------------------------------------------
 
 
 def check_receipts(

@@ -132,13 +132,13 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
         builder.add_root(root)
         return builder.local_state()
 
-    def of_optimizer(fqn: str, leaf: OptimizerLeaf) -> list[str]:
+    def optimizer_names(fqn: str, leaf: OptimizerLeaf) -> list[str]:
         return state_names(leaf.state, parameters[fqn], fqn)
 
-    chosen = selected(root, "", selection, of_optimizer)
+    chosen = selected(root, "", selection, optimizer_names)
     assert chosen is None or isinstance(chosen, Branch), "as the root is"
     builder.add_root(chosen or Branch(root.kind, None, {}))
-    unmatched = selection.unmatched(choices(root, of_optimizer))
+    unmatched = selection.unmatched(choices(root, optimizer_names))
     if chosen is None or not chosen.children:
         unmatched += (f"nothing of the state is left to save: change {selection}",)
     return replace(builder.local_state(), unmatched=unmatched)

@@ -107,7 +107,7 @@ def module_state(module: nn.Module) -> ModuleState:
     module = _innermost(module)
     prefixes = _prefixes(module)
     state = module.state_dict()
-    keys = _keys_of(state, prefixes)
+    keys = _map_keys(state, prefixes)
     entries = {name: state[key] for name, key in keys.items()}
     # `state_dict` above puts sharded parameters back in place (FSDP2 reshards), so the live ones
     # are read after it.
@@ -138,7 +138,7 @@ def merged(states: Sequence[ModuleState]) -> ModuleState | None:
     return ModuleState([part for state in states for part in state.parts], entries, live, left_out)
 
 
-def _keys_of(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, str]:
+def _map_keys(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, str]:
     if not isinstance(state, Mapping) or not {str}.issuperset(map(type, state)):
         raise TypeError("it returned something else than a mapping with str keys")
     keys = {_unwrapped(key, prefixes): key for key in state}

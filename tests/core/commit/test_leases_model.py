@@ -181,7 +181,7 @@ def test_each_mistake_in_the_protocol_is_found(fault: str) -> None:
 
 # --- the real code ---------------------------------------------------------------------------
 
-protections_of = leases._protections_of
+protections_of = leases._find_protections
 
 STEP = 7
 ATTEMPT = Attempt(1, "a" * 16)
@@ -244,7 +244,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
         monkeypatch.setattr(module, "new_id", made.new)
     monkeypatch.setattr(leases, "new_annotation", _annotation)
     monkeypatch.setattr(leases, "put_annotation", _put_annotation)
-    monkeypatch.setattr(leases, "_protections_of", _protections_of)
+    monkeypatch.setattr(leases, "_find_protections", _protections_of)
     decode = functools.cache(decode_record)
     monkeypatch.setattr(record_store, "decode_record", decode)
     return made

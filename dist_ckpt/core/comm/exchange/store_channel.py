@@ -40,6 +40,11 @@ from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.reports import IoCount
 
+T = TypeVar("T")
+
+# How long the coordinator's process delays its end for the other ranks.
+LINGER_S = 2.0
+
 # Answers to operations that some rank missed are kept for it, up to this number.
 MAX_KEPT_ANSWERS = 64
 
@@ -280,16 +285,16 @@ class Participant:
     def _ask(self, own: Envelope) -> Answer:
         """Write the envelope; wait for the answer, or until it can never come."""
         control = self._control
-        envelope, key = control.key(control.rank), control.key("answer")
-        self._envelopes.append(envelope)
+        envelope_key, answer_key = control.key(control.rank), control.key("answer")
+        self._envelopes.append(envelope_key)
         self._is_answered = False
-        control.put(envelope, encode(own))
+        control.put(envelope_key, encode(own))
         poll = PollInterval(control.world_size, control.config)
         while True:
             is_time_to_look = poll.is_time_to_look()
             if is_time_to_look:
                 control.detector.look([COORDINATOR])
-            (data,) = control.client.call(client_thread.get_each, [key])
+            (data,) = control.client.call(client_thread.get_each, [answer_key])
             if data is not None:
                 answer = control.unpack(COORDINATOR, data, Answer)
                 self._is_answered = True
@@ -300,16 +305,10 @@ class Participant:
                     raise control.no_answer(failure.message)
                 for failure in control.missing_ranks([COORDINATOR], poll).values():
                     # The envelope stays: it shows the coordinator that this call is over.
-                    self._envelopes.remove(envelope)
-                    control.put(envelope, encode(replace(own, failure=failure, gave_up=True)))
+                    self._envelopes.remove(envelope_key)
+                    control.put(envelope_key, encode(replace(own, failure=failure, gave_up=True)))
                     raise control.no_answer(failure.message)
             poll.pause()
-
-
-T = TypeVar("T")
-
-# How long the coordinator's process delays its end for the other ranks.
-LINGER_S = 2.0
 
 
 class StoreChannel:

@@ -68,6 +68,10 @@ from dist_ckpt.errors import (
     StorageError,
 )
 
+LIVENESS_INTERVAL_S = 30.0
+
+NO_LIVENESS = "no heartbeat: it has ended, or has only just begun"
+
 
 class Incarnation(Message, frozen=True):
     """One start of the run in `root`, a path of the storage. Its number is a fencing token."""
@@ -303,10 +307,6 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
 
 
 # --- liveness --------------------------------------------------------------------------------
-
-LIVENESS_INTERVAL_S = 30.0
-
-NO_LIVENESS = "no heartbeat: it has ended, or has only just begun"
 
 
 class LivenessFile:

@@ -21,13 +21,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from time import monotonic
 
-from dist_ckpt.core.commit.attempts import (
-    entries_at,
-    find,
-    is_there,
-    new_id,
-    not_found_if_removed,
-)
+from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     DELETION_INTENT_S,
@@ -60,6 +55,11 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
+
+_log = logging.getLogger("dist_ckpt")
+
+# Longer than a storage is unavailable, and short enough for the leases of dead processes.
+TTL_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,14 @@ def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
 def protections_at(
     storage: Storage,
     path: str,
-    attempts: Collection[Attempt],
+    candidates: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> dict[Attempt, tuple[str, ...]]:
     """Return the protections of attempts at a path, as texts; only of those that have some.
 
     `clock` returns the storage's time at a folder. A root without annotations costs one listing.
     """
-    if not attempts:
+    if not candidates:
         return {}
     root = posixpath.dirname(real_path(path))
     entries = entries_at(storage, root)
@@ -206,7 +206,7 @@ def protections_at(
     subjects = {
         (annotation.step, annotation.attempt)
         for annotation in annotations
-        if annotation.attempt in attempts and annotation.name.kind in (PIN, TAG, LEASE)
+        if annotation.attempt in candidates and annotation.name.kind in (PIN, TAG, LEASE)
     }
     if not subjects:
         return {}
@@ -217,11 +217,11 @@ def protections_at(
 def check_unprotected(
     storage: Storage,
     path: str,
-    attempts: Collection[Attempt],
+    candidates: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> None:
     """Raise ExistsError if an attempt that a save would replace is pinned, tagged or leased."""
-    for attempt, texts in sorted(protections_at(storage, path, attempts, clock).items()):
+    for attempt, texts in sorted(protections_at(storage, path, candidates, clock).items()):
         raise ExistsError(
             f"{path}: the checkpoint there ({attempt}) is protected: {'; '.join(texts)}. Remove "
             f"the protection first, or choose another path"
@@ -249,7 +249,7 @@ def remove_if_unprotected(
     began = monotonic()
     intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
     try:
-        protections = () if force else _protections_of(subject, other_annotations, intent)
+        protections = () if force else _find_protections(subject, other_annotations, intent)
         if not protections:
             check()
         if not protections and monotonic() - began > DELETION_INTENT_S / 2:
@@ -270,7 +270,7 @@ def remove_if_unprotected(
     return ()
 
 
-def _protections_of(
+def _find_protections(
     subject: CheckpointRef, other_annotations: Iterable[StoredAnnotation], intent: AnnotationName
 ) -> tuple[str, ...]:
     annotations = subject.annotations()
@@ -336,12 +336,6 @@ def _remove(storage: Storage, path: str) -> None:
 # --- renewal ---------------------------------------------------------------------------------
 
 
-_log = logging.getLogger("dist_ckpt")
-
-# Longer than a storage is unavailable, and short enough for the leases of dead processes.
-TTL_S = 1800.0
-
-
 @contextmanager
 def renewed_lease(subject: CheckpointRef, ttl_s: float = TTL_S) -> Iterator[None]:
     """Lease a checkpoint inside the `with`, however long that takes; released at its end.
@@ -387,7 +381,7 @@ def _is_gone(subject: CheckpointRef) -> bool:
 @contextmanager
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
     """Yield the checkpoint at `path`, protected as `leased` does inside the `with`."""
-    attempt, index = find(storage, path)
+    attempt, index = attempts.find(storage, path)
     with leased(storage, path, attempt, index):
         yield attempt, index
 
@@ -404,5 +398,5 @@ def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Itera
         if index.step is not None and can_lease(storage, root):
             subject = CheckpointRef(storage, root, path, (index.step, attempt))
             stack.enter_context(renewed_lease(subject))
-        stack.enter_context(not_found_if_removed(storage, path, attempt))
+        stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))
         yield

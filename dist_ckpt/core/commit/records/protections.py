@@ -78,7 +78,7 @@ def protections_of(annotations: Iterable[StoredAnnotation], now: float) -> Prote
 def newest_values(annotations: Iterable[StoredAnnotation], kind: str) -> _Newest:
     """Return the newest value of each name, for each checkpoint. Pure."""
     newest: dict[tuple[Where, str], tuple[Scalar, StoredAnnotation]] = {}
-    for annotation in _of_kind(annotations, kind):
+    for annotation in _select_kind(annotations, kind):
         for name, value in annotation.values.items():
             newest[(annotation.step, annotation.attempt), name] = value, annotation
     return newest
@@ -93,13 +93,13 @@ def tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, Where]:
 def newest_tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, tuple[Where, Scalar]]:
     """Return the newest annotation of each tag of a root; a tag may be removed by it. Pure."""
     newest: dict[str, tuple[Where, Scalar]] = {}
-    for annotation in _of_kind(annotations, TAG):
+    for annotation in _select_kind(annotations, TAG):
         for name, value in annotation.values.items():
             newest[name] = (annotation.step, annotation.attempt), value
     return newest
 
 
-def _of_kind(annotations: Iterable[StoredAnnotation], kind: str) -> list[StoredAnnotation]:
+def _select_kind(annotations: Iterable[StoredAnnotation], kind: str) -> list[StoredAnnotation]:
     """Return the annotations of a kind, the newest last."""
     chosen = [annotation for annotation in annotations if annotation.name.kind == kind]
     return sorted(chosen, key=lambda stored: (stored.is_old, stored.name.number, stored.name.id))

@@ -65,61 +65,6 @@ _log = logging.getLogger("dist_ckpt")
 
 OLD_FOLDERS = (OLD_ANNOTATIONS, OLD_INCARNATIONS)
 
-
-def old_folders_in(entries: Iterable[Entry]) -> tuple[str, ...]:
-    """Return the names of the old folders among the entries of a root."""
-    names = {entry.name for entry in entries if entry.kind == "folder"}
-    return tuple(name for name in OLD_FOLDERS if name in names)
-
-
-def find_old_folders(
-    storage: Storage, root: str, names: Iterable[str] = OLD_FOLDERS
-) -> tuple[str, ...]:
-    """Return the names of the old folders in a root.
-
-    Costs one listing each of a missing folder: cheaper than listing a root of a thousand
-    checkpoints.
-    """
-    return tuple(name for name in names if _is_folder(storage, f"{root.rstrip('/')}/{name}"))
-
-
-def _is_folder(storage: Storage, path: str) -> bool:
-    try:
-        storage.list(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def check_upgraded(storage: Storage, root: str) -> None:
-    """Raise IncompatibleError if a root has old records: call it before anything is written."""
-    refuse_old(root, find_old_folders(storage, root))
-
-
-def refuse_old(root: str, folders: tuple[str, ...]) -> None:
-    """Raise IncompatibleError if a root has these old folders; do nothing for ()."""
-    if folders:
-        raise IncompatibleError(
-            f"{root}: {_named(folders)} of dist_ckpt 0.1.0, so nothing is written or removed here. "
-            f"End the jobs of 0.1.0 that use this root, then run `dist-ckpt upgrade {root}`"
-        )
-
-
-@cache
-def warn_of_old(root: str, folders: tuple[str, ...]) -> None:
-    """Log once for each process that a root needs an upgrade; do nothing for ()."""
-    if folders:
-        _log.warning(
-            "%s: %s of dist_ckpt 0.1.0, which can only be read. Run `dist-ckpt upgrade %s`",
-            *(root, _named(folders), root),
-        )
-
-
-def _named(folders: tuple[str, ...]) -> str:
-    verb = "is" if len(folders) == 1 else "are"
-    return f"{' and '.join(folders)} {verb}"
-
-
 # The annotation kind for checkpoints of which every byte was read and is correct.
 VERIFIED = "verified"
 
@@ -184,7 +129,7 @@ def read_annotations(
     refused there, leave it out.
     """
     return _sorted(
-        _annotations_of(storage, above, step, attempt)
+        _read_attempt(storage, above, step, attempt)
         for above in _folders(root, with_old=with_old)
         for step, attempt in _list_annotated(storage, above)
     )
@@ -195,8 +140,7 @@ def read_annotations_of(
 ) -> tuple[StoredAnnotation, ...]:
     """Return the annotations of one attempt, by name; `with_old` as in `read_annotations`."""
     return _sorted(
-        _annotations_of(storage, above, step, attempt)
-        for above in _folders(root, with_old=with_old)
+        _read_attempt(storage, above, step, attempt) for above in _folders(root, with_old=with_old)
     )
 
 
@@ -218,7 +162,7 @@ def _list_annotated(storage: Storage, above: str) -> Iterator[tuple[int, Attempt
                 yield step, attempt
 
 
-def _annotations_of(
+def _read_attempt(
     storage: Storage, above: str, step: int, attempt: Attempt
 ) -> Iterator[StoredAnnotation]:
     folder = f"{above}/{step}/{attempt}"
@@ -356,3 +300,60 @@ def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
     warn_of_old(root, old)
     has_new = any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries)
     return has_new or bool(old), bool(old)
+
+
+# --- records of dist_ckpt 0.1.0 --------------------------------------------------------------
+
+
+def old_folders_in(entries: Iterable[Entry]) -> tuple[str, ...]:
+    """Return the names of the old folders among the entries of a root."""
+    names = {entry.name for entry in entries if entry.kind == "folder"}
+    return tuple(name for name in OLD_FOLDERS if name in names)
+
+
+def find_old_folders(
+    storage: Storage, root: str, names: Iterable[str] = OLD_FOLDERS
+) -> tuple[str, ...]:
+    """Return the names of the old folders in a root.
+
+    Costs one listing each of a missing folder: cheaper than listing a root of a thousand
+    checkpoints.
+    """
+    return tuple(name for name in names if _is_folder(storage, f"{root.rstrip('/')}/{name}"))
+
+
+def _is_folder(storage: Storage, path: str) -> bool:
+    try:
+        storage.list(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def check_upgraded(storage: Storage, root: str) -> None:
+    """Raise IncompatibleError if a root has old records: call it before anything is written."""
+    refuse_old(root, find_old_folders(storage, root))
+
+
+def refuse_old(root: str, folders: tuple[str, ...]) -> None:
+    """Raise IncompatibleError if a root has these old folders; do nothing for ()."""
+    if folders:
+        raise IncompatibleError(
+            f"{root}: {_named(folders)} of dist_ckpt 0.1.0, so nothing is written or removed here. "
+            f"End the jobs of 0.1.0 that use this root, then run `dist-ckpt upgrade {root}`"
+        )
+
+
+@cache
+def warn_of_old(root: str, folders: tuple[str, ...]) -> None:
+    """Log once for each process that a root needs an upgrade; do nothing for ()."""
+    if folders:
+        _log.warning(
+            "%s: %s of dist_ckpt 0.1.0, which can only be read. Run `dist-ckpt upgrade %s`",
+            *(root, _named(folders), root),
+        )
+
+
+def _named(folders: tuple[str, ...]) -> str:
+    verb = "is" if len(folders) == 1 else "are"
+    return f"{' and '.join(folders)} {verb}"

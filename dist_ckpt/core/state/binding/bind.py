@@ -224,14 +224,12 @@ def _counted(names: Sequence[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.partition(".")[0], []).append(name)
-    texts = [_group_text(group) for group in groups.values()]
+    texts = [
+        group[0] + f" and {len(group) - 1} more in {above!r}" * (len(group) > 1)
+        for above, group in groups.items()
+    ]
     more = f", and more in {len(texts) - MAX_LISTED} others" if len(texts) > MAX_LISTED else ""
     return f"{len(names)} names: {', '.join(texts[:MAX_LISTED])}{more}"
-
-
-def _group_text(group: Sequence[str]) -> str:
-    above = group[0].partition(".")[0]
-    return group[0] + f" and {len(group) - 1} more in {above!r}" * (len(group) > 1)
 
 
 def _them(names: Sequence[str]) -> str:

@@ -49,6 +49,10 @@ from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_value
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
+# As in torch: unless the step is computed on the device, its count is in host memory.
+_STEP = "step"
+
+
 def saved_groups(context: BindContext, groups: str) -> dict[str, str]:
     """Return the name of the saved group of each parameter."""
     saved: dict[str, str] = {}
@@ -240,10 +244,6 @@ def options_of_torch() -> frozenset[str]:
         if isinstance(cls, type) and torch.optim.Optimizer in cls.__mro__[1:]
     )
     return frozenset(name for cls in classes for name in signature(cls).parameters) - LOCAL_KEYS
-
-
-# As in torch: unless the step is computed on the device, its count is in host memory.
-_STEP = "step"
 
 
 def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:

@@ -50,9 +50,9 @@ class Template:
 
     def names(self) -> Iterator[str]:
         """Yield the names that a load may choose from; of an optimizer's groups each option."""
-        return choices(self.root, self._of_optimizer)
+        return choices(self.root, self._optimizer_names)
 
-    def _of_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
+    def _optimizer_names(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
         groups = enumerate(leaf.state.groups)
         options = (join(join(fqn, GROUPS), f"{n}.{key}") for n, group in groups for key in group)
         return [*options, *state_names(leaf.state, self.parameters[fqn], fqn)]

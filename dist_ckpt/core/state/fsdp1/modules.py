@@ -145,7 +145,11 @@ def _read(
     live: dict[str, torch.Tensor | ParameterPart] = {}
     extras: dict[str, nn.Module] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        _check_own(owner)
+        if change := find_state_dict_change(owner):
+            raise TypeError(
+                f"{type(owner).__name__} has {change}, and running it would gather all parameters "
+                f"on every rank: {_OTHER_WAYS}"
+            )
         tensors: Mapping[str, torch.Tensor | ParameterPart] = {
             **own_tensors(owner),
             **parts.get(id(owner), {}),
@@ -158,11 +162,3 @@ def _read(
                 extras[name] = owner
                 entries[name] = owner.get_extra_state()
     return FlatModule(entries, live, parameters, tuple(cast.values()), extras)
-
-
-def _check_own(module: nn.Module) -> None:
-    if change := find_state_dict_change(module):
-        raise TypeError(
-            f"{type(module).__name__} has {change}, and running it would gather all parameters on "
-            f"every rank: {_OTHER_WAYS}"
-        )

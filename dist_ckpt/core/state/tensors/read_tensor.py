@@ -186,7 +186,7 @@ def _local_tensor(
     if isinstance(value, ShardedTensor):
         return _sharded(value, fqn)
     if _is_chunked(value):
-        return _parts(fqn, value.dtype, tuple(value.shape), _shards_of(value, fqn))
+        return _parts(fqn, value.dtype, tuple(value.shape), _read_chunks(value, fqn))
     if isinstance(value, torch.Tensor):
         return _whole(unwrapped(value), fqn)
     raise TypeError(f"{fqn}: {class_name(value)} is not a tensor")
@@ -229,7 +229,7 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Loc
     placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
     local = unwrapped(local_of(value))
     if _is_chunked(local):
-        return _parts(fqn, local.dtype, shape, _shards_of(local, fqn))
+        return _parts(fqn, local.dtype, shape, _read_chunks(local, fqn))
     mesh = mesh_within(value.device_mesh, group, fqn)
     view = plan.MeshPlaced(mesh, placements) if mesh else plan.Parts(())
     if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
@@ -258,7 +258,7 @@ def _is_chunked(value: object) -> TypeGuard[_Chunked]:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _shards_of(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
+def _read_chunks(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
     shards = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
         if 0 not in chunk.sizes:

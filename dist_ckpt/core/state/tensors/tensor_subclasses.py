@@ -316,7 +316,7 @@ def _tables(
     rows, row = cut.box.shape[0], prod(cut.shape[1:])
     runs = {rows * row // t.numel() for t in inner.values() if t.ndim == 1 and t.numel()}
     for count in sorted({run // gcd(run, row) for run in runs if run}):
-        if 0 < count < rows and (sliced := _rows_of(local, count)):
+        if 0 < count < rows and (sliced := _slice_rows(local, count)):
             # A single element may be for this rank's part, or for the whole.
             return {
                 name: sliced[name].shape == tensor.shape
@@ -326,7 +326,7 @@ def _tables(
     return {}
 
 
-def _rows_of(local: torch.Tensor, count: int) -> dict[str, torch.Tensor] | None:
+def _slice_rows(local: torch.Tensor, count: int) -> dict[str, torch.Tensor] | None:
     try:
         with torch.no_grad():
             rows = local[:count]

@@ -139,35 +139,37 @@ def requires_grad(root: Tree) -> dict[str, bool]:
 
 
 # Returns the names of an optimizer that a selection may choose from.
-OfOptimizer = Callable[[str, OptimizerLeaf], Iterable[str]]
+OptimizerNames = Callable[[str, OptimizerLeaf], Iterable[str]]
 
 
-def choices(tree: Tree, of_optimizer: OfOptimizer, fqn: str = "") -> Iterator[str]:
+def choices(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "") -> Iterator[str]:
     """Yield the names that a selection may choose from, at and below `fqn`."""
     if fqn:
         yield fqn
     if isinstance(tree, OptimizerLeaf):
-        yield from of_optimizer(fqn, tree)
+        yield from optimizer_names(fqn, tree)
     elif isinstance(tree, Branch | ModuleLeaf):
         for key, child in tree.children.items():
-            yield from choices(child, of_optimizer, join(fqn, key))
+            yield from choices(child, optimizer_names, join(fqn, key))
 
 
-def selected(tree: Tree, fqn: str, selection: Selection, of_optimizer: OfOptimizer) -> Tree | None:
+def selected(
+    tree: Tree, fqn: str, selection: Selection, optimizer_names: OptimizerNames
+) -> Tree | None:
     """Return the part of a tree that a selection chooses, None if nothing.
 
     Objects and tensor subclasses are chosen as a whole; an optimizer stays if any part of it does.
     ValueError if a list would lose an item.
     """
     if isinstance(tree, OptimizerLeaf):
-        names = (fqn, *of_optimizer(fqn, tree))
+        names = (fqn, *optimizer_names(fqn, tree))
         return tree if any(name in selection for name in names) else None
     if not isinstance(tree, Branch | ModuleLeaf):
         return tree if fqn in selection else None
     chosen = {
         key: child
         for key, own in tree.children.items()
-        if (child := selected(own, join(fqn, key), selection, of_optimizer)) is not None
+        if (child := selected(own, join(fqn, key), selection, optimizer_names)) is not None
     }
     if not chosen and (tree.children or fqn not in selection):
         return None

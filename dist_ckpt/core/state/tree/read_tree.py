@@ -146,7 +146,7 @@ def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
         raise ValueError(f"{fqn}: nested deeper than {MAX_DEPTH}: flatten the state")
     above = (*above, id(value))
     if isinstance(value, nn.Module):
-        return _read_module(_state_of_module(value, fqn), fqn, above)
+        return _read_module(_read_module_state(value, fqn), fqn, above)
     if entries is None:
         return ObjectLeaf(value, read_value(state_of(value, fqn), fqn, above))
     return _read_container(value, entries, fqn, above)
@@ -213,7 +213,7 @@ def _read_modules(
     modules: list[nn.Module] | tuple[nn.Module, ...], fqn: str, above: tuple[int, ...]
 ) -> ModuleLeaf | Branch:
     """Read a list of modules: one model in parts, unless they share names."""
-    states = [_state_of_module(module, join(fqn, n)) for n, module in enumerate(modules)]
+    states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(modules)]
     whole = merged(states)
     if whole is not None:
         return _read_module(whole, fqn, above)
@@ -223,7 +223,7 @@ def _read_modules(
     return Branch(kind_of(modules) or "list", modules, models)
 
 
-def _state_of_module(module: nn.Module, fqn: str) -> ModuleState:
+def _read_module_state(module: nn.Module, fqn: str) -> ModuleState:
     if (flat := flat_state(module, fqn)) is not None:
         return flat
     with calling_user_code(fqn, module, "state_dict"):

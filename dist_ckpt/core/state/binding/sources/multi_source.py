@@ -14,15 +14,15 @@ from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.state.binding.sources.saved_tree import (
+    GROUPS,
     SavedTree,
     Scope,
     SourceCatalog,
+    optimizer_of,
     state_of,
     tagged,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
-
-_GROUPS = ".param_groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     mains = {view.number: view.saved.main for view in views}
     return replace(
         first,
-        catalog=_catalog_of(origins),
+        catalog=_merge_catalogs(origins),
         leaves=leaves,
         kinds=kinds,
         entries=entries,
@@ -127,8 +127,8 @@ class _Allocation:
             self.above.update(dict.fromkeys(above, key))
         params = {group: names for group, names in saved.params.items() if group in provided}
         for group, names in params.items():
-            self.groups.setdefault((key, _optimizer_of(group)), []).extend(names)
-            self.numbers[key, _optimizer_of(group)] = _number_of(group) + 1
+            self.groups.setdefault((key, optimizer_of(group)), []).extend(names)
+            self.numbers[key, optimizer_of(group)] = _number_of(group) + 1
         leaves = {name: saved.leaves[name] for name in provided if name in saved.leaves}
         alive = frozenset(above for name in provided for above in names_above(name))
         return _SourceNames(view.number, saved, leaves, params, alive)
@@ -156,11 +156,10 @@ class _Allocation:
         """
         saved, key = view.saved, view.scope.key
         moved: dict[str, str | None] = {}
-        behind: dict[
-            str, Sequence[str]
-        ] = {}  # separate: a new number may be the old one of another
+        # Not in `saved.params`: a new number may be the old one of another group.
+        renumbered: dict[str, Sequence[str]] = {}
         for group in sorted(saved.params, key=_number_of):
-            optimizer = _optimizer_of(group)
+            optimizer = optimizer_of(group)
             if (key, optimizer) not in self.groups:
                 continue
             moved[group] = None
@@ -169,10 +168,12 @@ class _Allocation:
             if remaining and view.scope.gives(group):
                 number = self.numbers[key, optimizer]
                 self.numbers[key, optimizer] = number + 1
-                moved[group] = f"{optimizer}{_GROUPS}.{number}"
-                behind[f"{optimizer}{_GROUPS}.{number}"] = remaining
-        same = {group: names for group, names in saved.params.items() if group not in moved}
-        return _moved(replace(saved, params=same | behind), moved) if moved else saved
+                moved[group] = new = f"{optimizer}{GROUPS}{number}"
+                renumbered[new] = remaining
+        if not moved:
+            return saved
+        params = {group: names for group, names in saved.params.items() if group not in moved}
+        return _moved(replace(saved, params=params | renumbered), moved)
 
 
 def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
@@ -223,10 +224,6 @@ def _unit_of(name: str, units: frozenset[str]) -> str:
         if above in units:
             unit = above
     return unit
-
-
-def _optimizer_of(group: str) -> str:
-    return group[: group.rindex(f"{_GROUPS}.")] if f"{_GROUPS}." in group else group
 
 
 def _number_of(group: str) -> int:
@@ -291,7 +288,7 @@ def _in_order(kind: str, entries: list[tuple[PathKey, str]]) -> Sequence[tuple[P
     return entries if is_mapping(kind) else sorted(entries, key=lambda entry: int(entry[0]))
 
 
-def _catalog_of(origins: Sequence[SourceCatalog]) -> Catalog:
+def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
     """Return one catalog of all checkpoints. Its numbers of ranks encode the checkpoint too."""
     layouts: list[Layout] = []
     tensors: dict[str, TensorRecord] = {}

@@ -23,6 +23,9 @@ from dist_ckpt.core.state.tree.containers import (
 from dist_ckpt.errors import CorruptError
 
 _TAG = "source "
+_PARAMS = ".params"
+GROUPS = ".param_groups."
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
 def tagged(number: int, fqn: str) -> str:
@@ -94,11 +97,6 @@ class Scopes:
         """Return the paths of the sources that may have a name and do not leave it out."""
         about = (scope for scope in self.scopes if scope.is_about(name) and name in scope.selection)
         return tuple(dict.fromkeys(scope.path for scope in about))
-
-
-_PARAMS = ".params"
-_GROUPS = ".param_groups."
-_GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,9 +342,14 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
     return groups
 
 
+def optimizer_of(group: str) -> str:
+    """Return the name of the optimizer that has a group; that of a lone group is its own."""
+    return group[: group.rindex(GROUPS)] if GROUPS in group else group
+
+
 def state_of(group: str) -> str:
     """Return the name of the state of a group's parameters: `optim.state`."""
-    return f"{group[: group.rindex(_GROUPS)]}.state" if _GROUPS in group else group
+    return f"{optimizer_of(group)}.state" if GROUPS in group else group
 
 
 def _renamed_groups(

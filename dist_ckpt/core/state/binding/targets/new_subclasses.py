@@ -128,7 +128,7 @@ def new_subclass_tensor(
 
 def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
     """Create the whole tensor without memory, and compare it with the record."""
-    cls, record = _class_of(saved, name, hint)
+    cls, record = _read_class(saved, name, hint)
     inner: dict[str, torch.Tensor] = {}
     for attribute, child in _inner_names(saved, name):
         if (stored := saved.tensor(child)) is None:
@@ -174,7 +174,7 @@ def _wanted(
         raise IncompatibleError(
             f"{name}: a part of a {class_name(whole)} is a {class_name(local)}: {_REMEDY}"
         )
-    _, record = _class_of(saved, name, hint)
+    _, record = _read_class(saved, name, hint)
     with calling_user_code(name, local, "__tensor_flatten__"):
         parts, wholes = inner_tensors(local, name), inner_tensors(whole, name)
     if parts.keys() != wholes.keys():
@@ -199,7 +199,7 @@ def _wanted(
     return NewSubclassTensor(name, local, context, inner, hint.parameter)
 
 
-def _class_of(
+def _read_class(
     saved: SavedTree, name: str, hint: PlacementHint
 ) -> tuple[type[torch.Tensor], Mapping[str, object]]:
     full = join(name, RECORD)

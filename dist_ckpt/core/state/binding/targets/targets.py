@@ -238,7 +238,7 @@ class FillTargets:
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
-        cells = self._cells_of(name, local, leaf, record.shape)
+        cells = self._find_cells(name, local, leaf, record.shape)
         if cells is None:
             self.problems.append(self._mismatch_text(name, local, leaf))
             return value
@@ -276,7 +276,7 @@ class FillTargets:
         except (TypeError, ValueError):
             return False
         record = self._tensor(name)[1]
-        cells = self._cells_of(name, local, leaf, record.shape)
+        cells = self._find_cells(name, local, leaf, record.shape)
         return cells is not None and local.dtype == record.dtype
 
     def whole(self, name: str) -> NewTensor:
@@ -312,7 +312,7 @@ class FillTargets:
                 numel = sum(cell.numel for cell in flat)
                 return self._request_new(name, flat, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (hint.rule, tuple(parameter.shape)))
-        cells = self._cells_of(name, local, leaf, record.shape)
+        cells = self._find_cells(name, local, leaf, record.shape)
         if cells is not None:
             return self._request_new(name, cells, partial(empty_like_saved, parameter, dtype))
         if not record.shape:
@@ -412,7 +412,7 @@ class FillTargets:
             return None
         return value.dtype, value.shape, record.dtype, record.shape, record.layout
 
-    def _cells_of(
+    def _find_cells(
         self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
         ruled = self._ruled(name, local, leaf)
