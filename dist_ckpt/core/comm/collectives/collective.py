@@ -30,7 +30,7 @@ class Transfer(Protocol):
 
 
 class Collective(Protocol):
-    """A group's bulk collectives. A call that fails raises RankError and burns the connections.
+    """A group's bulk collectives. A call that fails raises RankError and ends the connections.
 
     After that, and only then, this rank's `epoch` is one higher: the number of the connections that
     the next call uses. All ranks must agree on the highest epoch over the control channel, and call
@@ -64,7 +64,7 @@ class Collective(Protocol):
         """Begin to fill `data` with bytes that a rank sends; see `send`."""
 
     def break_off(self) -> None:
-        """Burn the connections: every transfer fails at once, on every rank. Never raises."""
+        """End the connections: every transfer fails at once, on every rank. Never raises."""
 
     def close(self) -> None:
         """Close the connections. Never raises."""

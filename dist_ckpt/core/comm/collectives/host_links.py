@@ -2,7 +2,7 @@
 
 A link is a Unix socket, over which each side passes its anonymous memory (`memfd_create`). A link
 proves that two ranks are on one machine, whatever the names of their hosts; its end means that the
-other rank is gone. A process that does not know the meeting is rejected, and its memory is not
+other rank is gone. A process without the name of the meeting is rejected, and its memory is not
 mapped. Nothing is in a file system, so nothing remains, and a small /dev/shm in a container does
 not matter. Links serve one meeting; memory may serve many, one after another.
 """

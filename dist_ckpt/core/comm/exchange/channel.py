@@ -143,8 +143,8 @@ class Channel(Protocol):
     def enter(self, call: str) -> None:
         """Begin the group's next operation; `call` describes it ("save to /ck/step-5").
 
-        `call` is the same on all ranks. By it a late rank can tell the call that the others gave up
-        from a newer one. Every `enter` is followed by `leave`.
+        `call` is the same on all ranks. It distinguishes, for a late rank, the call that the others
+        gave up from a newer one. Every `enter` is followed by `leave`.
         """
 
     def exchange(self, phase: str) -> Exchange:

@@ -42,12 +42,12 @@ STALE = (
     "Give every start a store of its own (torchrun does), and restart the job"
 )
 
-# How much longer a wait may take than necessary: polls grow rarer with the time waited.
+# How much longer a wait may take than necessary: polls become rarer with the time waited.
 OVERSHOOT = 0.15
 
 
 class PollInterval:
-    """The rhythm of one wait: polls that grow rarer, and regular looks at the heartbeats."""
+    """The intervals of one wait: polls become rarer; looks at the heartbeats are regular."""
 
     def __init__(self, world_size: int, config: Config) -> None:
         self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
