@@ -25,6 +25,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint
+from dist_ckpt.tools.inspect.summary import CheckpointSummary, summarize
 
 # Of longer texts the middle is left out: a page stays small whatever is in a checkpoint.
 MAX_CHARS = 300
@@ -362,36 +363,31 @@ def _known(one: RunCheckpoint | None) -> dict[str, Json]:
 
 
 def _facts_of(ck: Checkpoint) -> dict[str, Json]:
-    index = ck.index
+    summary = summarize(ck)
     own = {fqn: info for fqn, info in ck.tensors.items() if info.alias_of is None}
     return {
-        "step": ck.step,
-        "kind": ck.kind,
-        "attempt": index.attempt,
-        "saved_at": index.saved_at,
-        "saved_by": [[bounded(name), bounded(text)] for name, text in index.saved_by.items()],
-        "world_size": ck.world_size,
-        "mesh": [[bounded(name), size] for name, size in index.catalog.mesh],
-        "nbytes": ck.nbytes,
-        "tensor_nbytes": sum(info.nbytes for info in own.values()),
-        "num_files": index.num_files,
-        "num_tensors": len(own),
-        "num_tied": len(ck.tensors) - len(own),
-        "num_values": len(index.catalog.values),
-        **_parameters(ck),
+        "step": summary.step,
+        "kind": summary.kind,
+        "attempt": summary.attempt,
+        "saved_at": summary.saved_at,
+        "saved_by": [[bounded(name), bounded(text)] for name, text in summary.saved_by.items()],
+        "world_size": summary.world_size,
+        "mesh": [[bounded(name), size] for name, size in summary.mesh],
+        "nbytes": summary.nbytes,
+        "tensor_nbytes": sum(summary.nbytes_by_component.values()),
+        "num_files": summary.num_files,
+        "num_tensors": summary.num_tensors,
+        "num_tied": summary.num_aliases,
+        "num_values": summary.num_values,
+        # None if they cannot be read: the verification reports the damage.
+        "num_parameters": summary.num_parameters,
+        "num_trainable": summary.num_trainable,
         "tree": sizes_tree(ck.tensors),
         **_by_component(own),
         "largest": [*map(_tensor, _largest(own))],
-        "ranks": rank_sizes(index),
-        **_given(ck, index),
+        "ranks": rank_sizes(ck.index),
+        **_saved_values(summary),
     }
-
-
-def _parameters(ck: Checkpoint) -> dict[str, Json]:
-    try:
-        return {"num_parameters": ck.num_parameters, "num_trainable": ck.num_trainable}
-    except CheckpointError:  # the verification reports the damage
-        return {"num_parameters": None, "num_trainable": None}
 
 
 def _largest(own: Mapping[str, TensorInfo]) -> list[tuple[str, TensorInfo]]:
@@ -439,22 +435,19 @@ def _by_component(own: Mapping[str, TensorInfo]) -> dict[str, Json]:
     }
 
 
-def _given(ck: Checkpoint, index: Index) -> dict[str, Json]:
-    """Return what was given to the save besides tensors: files, configuration, metadata."""
-    try:
-        config, num_more_config = named_values(ck.config or {})
-        config_problem = None
-    except CheckpointError as error:
-        config, num_more_config, config_problem = [], 0, bounded(str(error))
-    own = {name: of for name, of in index.metadata.items() if name not in (CONFIG, KIND)}
-    metadata, num_more_metadata = named_values(own)
+def _saved_values(summary: CheckpointSummary) -> dict[str, Json]:
+    """Return the attached files, the configuration and the metadata."""
+    problem = summary.config_problem
+    config, num_more_config = named_values(summary.config or {})
+    users = {name: value for name, value in summary.metadata.items() if name not in (CONFIG, KIND)}
+    metadata, num_more_metadata = named_values(users)
     per_rank, num_more_per_rank = first_of(
-        [bounded(fqn), len(keys)] for fqn, keys in index.catalog.per_rank.items()
+        [bounded(fqn), num] for fqn, num in summary.per_rank.items()
     )
     return {
-        "attached": [[bounded(name), nbytes] for name, nbytes in ck.attached.items()],
+        "attached": [[bounded(name), nbytes] for name, nbytes in summary.attached.items()],
         "config": config,
-        "config_problem": config_problem,
+        "config_problem": None if problem is None else bounded(problem),
         "num_more_config": num_more_config,
         "metadata": metadata,
         "num_more_metadata": num_more_metadata,
