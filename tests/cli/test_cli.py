@@ -171,7 +171,7 @@ def test_verify_of_a_runs_folder_verifies_all_in_it(run, checkpoint):
         str(root / "step-00000008"),
         str(root),
     ]
-    assert "not committed (open): it is not checked" in out
+    assert "not committed (open): not checked" in out
     assert out.endswith("2 checkpoints checked, 0 damaged\n")
     file = damage(checkpoint)
     code, out, _ = run("verify", root)
@@ -407,7 +407,7 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
     [
         ("ls {path}", ">&-", 0, ""),
         ("ls {path}", "<&- >&- 2>&-", 0, ""),
-        ("rm {path}", "<&-", 6, "is not deleted: say --yes"),
+        ("rm {path}", "<&-", 6, "is not deleted: add --yes"),
         ("verify {path}", "2>&- >/dev/null", 0, ""),
         ("verify {path}-not-there", "2>&- >/dev/null", 3, ""),
         ("ls {path}", ">/dev/full", 5, "(ENOSPC): free space"),

@@ -58,7 +58,7 @@ def test_a_dry_run_explains_what_keeps_each(run, root):
 def test_prune_without_yes_is_refused(run, root):
     code, _, err = run("prune", root, "--keep", "last(1)")
     assert (code, steps(root)) == (6, [1, 2, 3, 4])
-    assert "3 checkpoints are not removed: say --yes" in err
+    assert "3 checkpoints are not removed: add --yes" in err
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_strip_asks_drops_and_says_what_is_left(run, tmp_path):
     root = tmp_path / "stripped"
     dc.save({"model": {"w": torch.ones(3)}, "optim": {"m": torch.ones(3)}}, root / "s1", step=1)
     code, _, err = run("strip", f"{root}@1", "optim")
-    assert (code, "is not stripped: say --yes" in err) == (6, True)
+    assert (code, "is not stripped: add --yes" in err) == (6, True)
     assert run("strip", f"{root}@1", "none", "--yes")[0] == 2
     run("pin", f"{root}@1")
     code, _, err = run("strip", f"{root}@1", "optim", "--yes")

@@ -23,7 +23,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.cli.commands import request_save as request_save_module
 from dist_ckpt.cli.commands import watch as watch_module
-from dist_ckpt.cli.commands.watch import _looks, lines
+from dist_ckpt.cli.commands.watch import _observe, lines
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
@@ -121,11 +121,11 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     with watching(root, subprocess.PIPE) as process:
         assert process.stdout is not None
         shown = Shown(process.stdout.fileno())
-        shown.until(f"{root} is not there yet\n")
+        shown.until(f"{root} does not exist yet\n")
         dc.save({"x": 1}, root / "s1", step=1)
         shown.until("step 1")
         assert interrupted(process) == 0
-    assert shown.text.count("is not there yet") == 1
+    assert shown.text.count("does not exist yet") == 1
 
 
 def test_who_reads_no_more_ends_it(root: Path) -> None:
@@ -177,7 +177,7 @@ def test_of_many_the_newest_are_shown(root: Path) -> None:
 
 
 def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = _looks(LocalStorage(), str(root), 0.0, None)
+    looks = _observe(LocalStorage(), str(root), 0.0, None)
     first, told = next(looks)
     assert len(told) == 1
 
@@ -188,7 +188,7 @@ def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.Mon
         patch.setattr(watch_module, "observe_run", refuse)
         look, told = next(looks)
         assert look is first  # what was seen last stays on the terminal
-        assert told[0].endswith("it cannot be read now: planted")
+        assert told[0].endswith("run cannot be read now: planted")
         assert next(looks)[1] == []
     dc.save({"x": 4}, root / "s4", step=4)
     assert "step 4 is durable" in next(looks)[1][0]
@@ -206,7 +206,7 @@ def test_a_request_needs_a_run(run: Callable[..., Result], root: Path, tmp_path:
     assert not (tmp_path / "nowhere").exists()
     code, _, err = run("request-save", root, "--timeout", "3")
     assert code == 2
-    assert "give --wait as well" in err
+    assert "--timeout needs --wait" in err
     assert run("request-save", root, "--wait", "--timeout", "-1")[0] == 2
     assert not (root / ".requests").exists()
 
@@ -235,9 +235,9 @@ def test_a_request_that_nobody_answers_is_taken_back(
 @pytest.mark.parametrize(
     ("sign_s", "shows", "told"),
     [
-        (60.0, "nothing", "see whether the job is alive, and comes to a step"),
+        (60.0, "nothing", "check that the job is alive, and reaches a step"),
         (0.01, "nothing", "last seen at 2"),
-        (0.01, "a sign", "alive, but has come to no step and no poll"),
+        (0.01, "a sign", "alive, but reached no step and no poll"),
         (0.01, "its end", "the job has ended"),
     ],
 )

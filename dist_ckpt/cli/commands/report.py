@@ -13,7 +13,6 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.report_results import (
     CheckpointReport,
     DamagedReport,
-    ReportResult,
     RunReport,
 )
 from dist_ckpt.cli.results import convert
@@ -37,9 +36,9 @@ from dist_ckpt.tools.report.write_report import check_target, report_facts, writ
     type=click.Choice(CHECKS),
     default="quick",
     show_default=True,
-    help="How to look for damage.",
+    help="The check for damage.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace a file that is no report.")
+@click.option("--overwrite", is_flag=True, help="Also replace a file that is not a report.")
 @shared_options.dry_run
 @shared_options.json
 def report(
@@ -51,20 +50,23 @@ def report(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write a page about a checkpoint or a run: one HTML file that loads nothing from anywhere.
+    """Write a page about a checkpoint or a run.
 
-    PATH is one checkpoint, or a run's folder. Of a checkpoint the page has its sizes by name, who
-    stores what, what is damaged, what is attached, configuration and metadata. Of a run it has what
-    was saved when and how long it took, metrics with what is kept, orphaned or damaged, and
-    sizes. An older report is replaced. Exit code 1 if anything is damaged, 5 if something could not
-    be checked. With --json no page is written.
+    PATH is one checkpoint, or a run's folder. The page is one HTML file that loads nothing from
+    other files or the network. It replaces an older report. With --json no page is written.
+
+    The page of a checkpoint shows its sizes by name and by rank, damage, attached files,
+    configuration and metadata. The page of a run shows its saves and their durations, metrics,
+    protected, orphaned and damaged checkpoints, and sizes.
+
+    Exit code 1 if anything is damaged, 5 if something could not be checked.
 
     \b
     dist-ckpt report runs/a -o run.html
     dist-ckpt report runs/a@latest --verify full
     """  # noqa: D301 - click knows the backspace
     if as_json and (file is not None or overwrite or dry_run):
-        raise click.UsageError("--json writes no page: leave --output and the like out")
+        raise click.UsageError("--json writes no page: leave out -o, --overwrite and --dry-run")
     file = file or "report.html"
     if dry_run:
         report_facts(path, check="none", progress_of=lambda _: lambda *_: None)
@@ -73,9 +75,9 @@ def report(
         return
     with ExitStack() as bars:
 
-        def progress_of(what: str) -> Progress:
-            bars.close()  # that of the checkpoint before
-            return bars.enter_context(output.progress(what))
+        def progress_of(label: str) -> Progress:
+            bars.close()  # the bar of the last checkpoint
+            return bars.enter_context(output.progress(label))
 
         if as_json:
             facts = report_facts(path, check=check, progress_of=progress_of)
@@ -83,44 +85,42 @@ def report(
             facts = write_report(
                 path, file, check=check, overwrite=overwrite, progress_of=progress_of
             )
-    with output.exit_with(_code(facts)):
+    document = _document(facts)
+    with output.exit_with(_code(document)):
         if as_json:
-            output.print_json(convert(facts, _type_of(facts)))
+            output.print_json(document)
         else:
-            click.echo(output.printable(f"{file}: {_summary(facts)}"))
+            click.echo(output.printable(f"{file}: {_summary(document)}"))
 
 
-def _type_of(facts: Mapping[str, Any]) -> type[ReportResult]:
+def _document(facts: Mapping[str, Any]) -> RunReport | DamagedReport:
     if facts["about"] == "run":
-        return RunReport
-    return CheckpointReport if facts["unreadable"] is None else DamagedReport
+        return convert(facts, RunReport)
+    return convert(facts, CheckpointReport if facts["unreadable"] is None else DamagedReport)
 
 
-def _summary(facts: Mapping[str, Any]) -> str:
-    if facts["about"] == "run":
-        num = facts["num_checkpoints"]
-        checked = "" if facts["check"] == "none" else f", {facts['num_damaged']} damaged"
-        failed = sum(checkpoint["has_failed"] for checkpoint in facts["checkpoints"])
-        more = f", {failed} could not be checked" if failed else ""
-        return f"{num} checkpoint{'s' * (num != 1)}{checked}{more}"
-    check = facts["verification"]
-    if check["result"] == "not checked":
-        why = f": {check['why']}" if check["has_failed"] else ""
-        return f"one checkpoint, not checked{why}"
-    return f"one checkpoint, {check['num_problems']} problems by the {check['level']} check"
+def _summary(report: RunReport | DamagedReport) -> str:
+    if isinstance(report, RunReport):
+        num = report.num_checkpoints
+        checked = "" if report.check == "none" else f", {report.num_damaged} damaged"
+        num_failed = sum(row.has_failed for row in report.checkpoints)
+        failed = f", {num_failed} could not be checked" if num_failed else ""
+        return f"{num} checkpoint{'s' * (num != 1)}{checked}{failed}"
+    check = report.verification
+    if check.result == "not checked":
+        return f"one checkpoint, not checked{f': {check.why}' * check.has_failed}"
+    return f"one checkpoint, {check.num_problems} problems by the {check.level} check"
 
 
-def _code(facts: Mapping[str, Any]) -> int:
-    """Return the exit code, as `dist-ckpt verify` has it."""
-    is_run = facts["about"] == "run"
-    if facts["num_damaged"] if is_run else facts["unreadable"] or facts["verification"]["problems"]:
+def _code(report: RunReport | DamagedReport) -> int:
+    """Return the exit code, as of `dist-ckpt verify`."""
+    if not isinstance(report, RunReport):
+        if report.unreadable or report.verification.problems:
+            return output.FINDING
+        return output.IO_ERROR if report.verification.has_failed else output.FINE
+    if report.num_damaged:
         return output.FINDING
-    failed = (
-        [checkpoint for checkpoint in facts["checkpoints"] if checkpoint["has_failed"]]
-        if is_run
-        else []
-    )
-    if any(checkpoint["state"] == "incompatible" for checkpoint in failed):
+    failed = [row for row in report.checkpoints if row.has_failed]
+    if any(row.state == "incompatible" for row in failed):
         return output.INCOMPATIBLE
-    has_failed = bool(failed) if is_run else facts["verification"]["has_failed"]
-    return output.IO_ERROR if has_failed else output.FINE
+    return output.IO_ERROR if failed else output.FINE

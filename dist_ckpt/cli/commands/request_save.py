@@ -18,14 +18,14 @@ from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.runs import save_requests as asking
 
-# How long who asks for a save waits for it: steps of minutes, and a large save, fit in.
+# Long enough for steps of minutes and a large save.
 ANSWER_S = 600.0
 
 
 @click.command("request-save")
 @click.argument("root", type=shared_options.PATH)
-@click.option("--stop", "stops", is_flag=True, help="End the run once it is saved.")
-@click.option("--wait", is_flag=True, help="Wait until it is durable, and say what happened.")
+@click.option("--stop", "stops", is_flag=True, help="End the run after the save.")
+@click.option("--wait", is_flag=True, help="Wait until the save is durable, and print the outcome.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -37,24 +37,28 @@ ANSWER_S = 600.0
 def request_save(
     root: str, *, stops: bool, wait: bool, timeout_s: float | None, dry_run: bool, as_json: bool
 ) -> None:
-    """Ask the job that writes into ROOT to save now.
+    """Request a save from the job that writes into ROOT.
 
-    All ranks save at their next step, or where they poll; with --stop the job then ends as on a
-    signal. Jobs that begin later do not get the request. With --wait the exit code is 0 once what
-    was trained is durable, 1 if it cannot be, and 6 without an answer: then the request is
-    withdrawn.
+    All ranks save at their next step, or at their next poll(). With --stop the job then ends as on
+    a signal. A job that starts later ignores the request.
+
+    \b
+    Exit code with --wait:
+    0  all training before the request is durable
+    1  it could not be saved
+    6  no answer; the request is withdrawn
 
     \b
     dist-ckpt request-save runs/a --stop --wait --timeout 300
     """  # noqa: D301 - click knows the backspace
     if timeout_s is not None and not wait:
-        raise click.UsageError("--timeout says how long to wait: give --wait as well")
-    storage, where = open_storage(root)
-    incarnation = asking.incarnation_to_ask(storage, where)
-    request = None if dry_run else asking.request_save(storage, where, stops=stops)
+        raise click.UsageError("--timeout needs --wait: give both")
+    storage, folder = open_storage(root)
+    incarnation = asking.incarnation_to_ask(storage, folder)
+    request = None if dry_run else asking.request_save(storage, folder, stops=stops)
     incarnation = incarnation if request is None else request.incarnation
-    before = last_liveness(storage, where, incarnation)
-    text = f"incarnation {incarnation} of the run in {where} to save{' and to end' * stops}"
+    before = last_liveness(storage, folder, incarnation)
+    text = f"incarnation {incarnation} of the run in {folder} to save{' and to end' * stops}"
     if not as_json:
         click.echo(f"{'would ask' if dry_run else 'asked'} {output.printable(text)}")
     if before is None and not as_json:
@@ -62,11 +66,11 @@ def request_save(
     answer, why = None, ""
     if wait and request is not None:
         waits_s = ANSWER_S if timeout_s is None else timeout_s
-        answer, why = _wait_for_answer((storage, where), request, before, waits_s)
+        answer, why = _wait_for_answer((storage, folder), request, before, waits_s)
     if as_json:
         saved = None if answer is None else answer.saved
         document = RequestSaveResult(
-            root=where,
+            root=folder,
             incarnation=incarnation,
             stops=stops,
             wait=wait,
@@ -88,7 +92,7 @@ def request_save(
 def _wait_for_answer(
     at: tuple[Storage, str], request: RequestRecord, before: float | None, timeout_s: float
 ) -> tuple[AnswerRecord | None, str]:
-    """Return the answer to a request, if there is one, and why nothing is saved, if so."""
+    """Return the answer, None without one; and the reason if nothing was saved."""
     began = time.monotonic()
     answer = asking.wait_for_answer(*at, request, timeout_s=timeout_s)
     if answer is not None:
@@ -102,14 +106,14 @@ def _wait_for_answer(
 
 
 def _describe_life(before: float | None, after: float | None, waited_s: float) -> str:
-    """Return as text if a job lives, by its last heartbeats before and after waiting."""
+    """Describe if a job is alive, by its liveness before and after the wait."""
     if after is None:
-        return "the job has ended, or has died as it began"
+        return "the job has ended, or died when it started"
     if after != before:
-        return "the job is alive, but has come to no step and no poll() in that time"
+        return "the job is alive, but reached no step and no poll() in that time"
     if waited_s > 2 * LIVENESS_INTERVAL_S:
         return (
             f"the job was last seen at {utc(after)}: it was killed, is stalled, or cannot write "
             f"into the root"
         )
-    return "see whether the job is alive, and comes to a step or a poll() in that time"
+    return "check that the job is alive, and reaches a step or a poll() in that time"

@@ -34,10 +34,10 @@ from dist_ckpt.runs.selectors import resolve
 )
 @shared_options.json
 def verify(path: str, *, quick: bool, as_json: bool) -> None:
-    """Check every byte of a checkpoint and name what is damaged.
+    """Check every byte of a checkpoint, and name damaged files and tensors.
 
-    PATH is one checkpoint, or a run's folder: then all that "dist-ckpt ls" lists are checked, but
-    for what is not committed. Exit code 1 if anything is damaged.
+    PATH is one checkpoint, or a run's folder. In a folder it checks all committed checkpoints that
+    "dist-ckpt ls" lists. Exit code 1 if anything is damaged.
 
     \b
     dist-ckpt verify runs/a@latest
@@ -53,7 +53,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
 
 
 def _verify_one(path: str, level: Level, *, as_json: bool) -> None:
-    """Check one checkpoint and print what was found; exit with `FINDING` if that is damage."""
+    """Check one checkpoint and print the report. Exit with `FINDING` if it is damaged."""
     with output.progress("verify") as update:
         report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
     with output.exit_with(output.FINE if report.ok else output.FINDING):
@@ -65,7 +65,7 @@ def _verify_one(path: str, level: Level, *, as_json: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _NotChecked:
-    """A checkpoint of a run that was not checked, and why; `code` is what that exits with."""
+    """A checkpoint of a run that was not checked, and the exit code for it."""
 
     path: str
     why: str
@@ -75,10 +75,10 @@ class _NotChecked:
 def _verify_all(
     root: str, listing: Sequence[RunCheckpoint], level: Level, *, as_json: bool
 ) -> None:
-    """Check the checkpoints of a run, each as `_verify_one` would; what fails stops none of them.
+    """Check the checkpoints of a run. An error of one does not stop the others.
 
-    Exits with `FINDING` if one is damaged, else with the code of the first that could not be
-    checked. Raises NotFoundError if none is committed.
+    Exit with `FINDING` if one is damaged, else with the lowest code of those that could not be
+    checked. Raise NotFoundError if none is committed.
     """
     reports: list[VerifyReport] = []
     not_checked: list[_NotChecked] = []
@@ -89,7 +89,7 @@ def _verify_all(
         else:
             not_checked.append(result)
         if not as_json:
-            with suppress(BrokenPipeError):  # the exit code is still to be found out
+            with suppress(BrokenPipeError):  # the exit code needs the other checks
                 _print(result)
     codes = {checkpoint.code for checkpoint in not_checked} - {output.FINE}
     if not reports and not codes:
@@ -118,7 +118,7 @@ def _verify(checkpoint: RunCheckpoint, level: Level) -> VerifyReport | _NotCheck
         with output.progress(f"verify {checkpoint.name}") as update:
             return verify_checkpoint(checkpoint.path, level=level, progress=update)
     except NotFoundError:
-        return _NotChecked(checkpoint.path, "replaced or deleted meanwhile")
+        return _NotChecked(checkpoint.path, "replaced or deleted during the check")
     except CheckpointError as error:
         return _NotChecked(checkpoint.path, str(error), output.exit_code(error))
 
@@ -126,7 +126,7 @@ def _verify(checkpoint: RunCheckpoint, level: Level) -> VerifyReport | _NotCheck
 def _print(report: VerifyReport | _NotChecked) -> None:
     if isinstance(report, _NotChecked):
         path, why = output.printable(report.path), output.printable(report.why)
-        click.echo(f"note     {path}: {why}: it is not checked")
+        click.echo(f"note     {path}: {why}: not checked")
         return
     for problem in report.problems:
         click.echo(f"DAMAGED  {output.printable(problem.what)}")

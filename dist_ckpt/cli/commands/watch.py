@@ -30,11 +30,12 @@ from dist_ckpt.runs.watch_changes import (
     observe_run,
 )
 
-# What changed last, below what there is: so many lines, and no more than this part of a terminal.
+# The last changes are shown below the checkpoints: at most this many lines, and at most one third
+# of the terminal.
 NUM_EVENTS = 8
 EVENTS_OF_TERMINAL = 3
 
-# A look at a large run takes a while: at most this part of the time is spent with looking.
+# Listing a large run takes long: at most this part of the time is spent on it.
 MOST_OF_TIME = 0.2
 
 
@@ -46,74 +47,74 @@ MOST_OF_TIME = 0.2
     type=output.Seconds(min=0.1),
     default=2.0,
     show_default=True,
-    help="Seconds between two looks; more where a look takes long.",
+    help="Seconds between two listings; more if a listing takes long.",
 )
-@click.option("--once", is_flag=True, help="Look once, print what there is, and end.")
-@click.option("--keep", "policy", help="The run's policy: then it shows what its rules keep.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON document a line.")
+@click.option("--once", is_flag=True, help="Print the run once, and end.")
+@click.option("--keep", "policy", help="Show which checkpoints this retention policy keeps.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on each line.")
 def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_json: bool) -> None:
-    """Follow the run in ROOT: its newest step, what is being written, kept, and gone.
+    """Follow the run in ROOT: new, open, protected and removed checkpoints.
 
-    On a terminal the checkpoints are shown as they are; else there is a line for each change. A
-    folder that is not there yet is waited for. Ctrl-C ends it. Nothing is changed. With --json a
-    document is printed for each look at which something has changed.
+    On a terminal it shows the current checkpoints. Otherwise it prints one line for each change,
+    and with --json one document for each time that something has changed. It waits for a folder
+    that does not exist yet. It never changes the run. Ctrl-C ends it.
 
     \b
     dist-ckpt watch runs/a --keep "last(3) | best(2, min='val/loss')"
     dist-ckpt watch runs/a --once --json
     """  # noqa: D301 - click knows the backspace
-    storage, where = open_storage(root)
+    storage, folder = open_storage(root)
     keep = None if policy is None else policies.parse(policy)
     if once:
-        look = observe_run(storage, where)
+        run = observe_run(storage, folder)
         if as_json:
-            output.print_json(_document(look, where, [], keep), indent=None)
+            output.print_json(_document(run, folder, [], keep), indent=None)
         else:
-            click.echo("\n".join(lines(look, keep)))
+            click.echo("\n".join(lines(run, keep)))
         return
-    looks = _looks(storage, where, interval_s, keep)
+    observations = _observe(storage, folder, interval_s, keep)
     with suppress(KeyboardInterrupt):
         if as_json:
-            for seen, events in looks:
+            for observation, events in observations:
                 if events:
-                    output.print_json(_document(seen, where, events, keep), indent=None)
+                    output.print_json(_document(observation, folder, events, keep), indent=None)
         elif sys.stdout.isatty() and not Console().is_dumb_terminal:
-            _show(looks, keep)
+            _show(observations, keep)
         else:
-            for _, events in looks:
+            for _, events in observations:
                 for line in _timed(events):
                     click.echo(line)
 
 
 def _show(
-    looks: Iterator[tuple[RunObservation | None, list[str]]], keep: RetentionPolicy | None
+    observations: Iterator[tuple[RunObservation | None, list[str]]], keep: RetentionPolicy | None
 ) -> None:
-    """Show the run on the terminal, and below it what changed last."""
+    """Show the run on the terminal, and the last changes below it."""
     console, last = Console(), deque[str](maxlen=NUM_EVENTS)
     with Live(console=console, auto_refresh=False) as live:
-        for look, events in looks:
+        for run, events in observations:
             last += _timed(events)
-            height = console.size.height - 1  # the cursor stands in the last
+            height = console.size.height - 1  # the last line is for the cursor
             newest = [*last][-(height // EVENTS_OF_TERMINAL) :]
-            shown = [] if look is None else [*lines(look, keep, height - len(newest) - 1), ""]
+            shown = [] if run is None else [*lines(run, keep, height - len(newest) - 1), ""]
             live.update(Text("\n".join([*shown, *newest]), no_wrap=True), refresh=True)
 
 
-def _looks(
+def _observe(
     storage: Storage, root: str, interval_s: float, keep: RetentionPolicy | None
 ) -> Iterator[tuple[RunObservation | None, list[str]]]:
-    """Look again and again; yield what was seen last, if anything was, and what has changed."""
+    """Observe the run again and again; yield the last observation and the changes."""
     before: RunObservation | None = None
     problem = ""
     while True:
         began = time.monotonic()
         try:
-            look = observe_run(storage, root)
-            events, problem = [*changes(before, look, keep)], ""
-            before = look
+            after = observe_run(storage, root)
+            events, problem = [*changes(before, after, keep)], ""
+            before = after
         except CheckpointError as error:
             waits = isinstance(error, NotFoundError) and before is None
-            text = f"{root} is not there yet" if waits else f"it cannot be read now: {error}"
+            text = f"{root} does not exist yet" if waits else f"{root} cannot be read now: {error}"
             events, problem = [text] * (text != problem), text
         yield before, events
         took_s = time.monotonic() - began
@@ -126,10 +127,10 @@ def _timed(events: Sequence[str]) -> list[str]:
 
 
 def _document(
-    look: RunObservation | None, root: str, events: Sequence[str], keep: RetentionPolicy | None
+    run: RunObservation | None, root: str, events: Sequence[str], keep: RetentionPolicy | None
 ) -> WatchResult:
     """Return the document of an observation; None if the folder does not exist yet."""
-    if look is None:
+    if run is None:
         return WatchResult(
             root=root,
             at=time.time(),
@@ -140,7 +141,7 @@ def _document(
             problem="",
             checkpoints=(),
         )
-    kept, newest = kept_by(look, keep), look.newest
+    kept, newest = kept_by(run, keep), run.newest
     rows = tuple(
         WatchedRow(
             name=checkpoint.name,
@@ -151,62 +152,62 @@ def _document(
             metrics=checkpoint.metrics,
             is_orphaned=checkpoint.is_orphaned,
             nbytes_written=None
-            if (status := look.writing.get(checkpoint.path)) is None
+            if (status := run.writing.get(checkpoint.path)) is None
             else status.nbytes,
             kept_by=kept.get(checkpoint.path, ()),
         )
-        for checkpoint in look.listing.checkpoints
+        for checkpoint in run.listing.checkpoints
     )
     return WatchResult(
         root=root,
-        at=look.at,
+        at=run.at,
         changes=tuple(events),
-        incarnation=None if look.incarnation is None else look.incarnation.number,
-        last_liveness=look.last_liveness,
+        incarnation=None if run.incarnation is None else run.incarnation.number,
+        last_liveness=run.last_liveness,
         step=None if newest is None else newest.step,
-        problem=look.listing.history_problem,
+        problem=run.listing.history_problem,
         checkpoints=rows,
     )
 
 
 def lines(
-    look: RunObservation, keep: RetentionPolicy | None, height: int | None = None
+    run: RunObservation, keep: RetentionPolicy | None, height: int | None = None
 ) -> list[str]:
-    """Return what is to be shown of a run, in so many lines: of its checkpoints the newest."""
-    head = [output.printable(look.listing.root)]
-    if look.incarnation is not None:
-        began = output.age(look.at - look.incarnation.at)
-        head.append(output.printable(f"{describe_incarnation(look.incarnation)} ({began} ago)"))
+    """Return the text of a run. It fits in `height` lines: then only the newest checkpoints."""
+    head = [output.printable(run.listing.root)]
+    if run.incarnation is not None:
+        began = output.age(run.at - run.incarnation.at)
+        head.append(output.printable(f"{describe_incarnation(run.incarnation)} ({began} ago)"))
         last_seen = NO_LIVENESS
-        if look.last_liveness is not None:
-            last_seen = f"last seen {output.age(look.at - look.last_liveness)} ago"
+        if run.last_liveness is not None:
+            last_seen = f"last seen {output.age(run.at - run.last_liveness)} ago"
         head.append(last_seen)
-    if (newest := look.newest) is not None:
-        saved = output.age(look.at - (newest.saved_at or 0.0))
+    if (newest := run.newest) is not None:
+        saved = output.age(run.at - (newest.saved_at or 0.0))
         head.append(f"newest: step {newest.step}, saved {saved} ago")
-    for path, status in look.writing.items():
-        quiet = output.age(look.at - status.modified_at)
+    for path, status in run.writing.items():
+        quiet = output.age(run.at - status.modified_at)
         name = output.printable(os.path.basename(path))
-        head.append(f"being written: {name}, {size(status.nbytes)}, the last of it {quiet} ago")
-    if look.listing.history_problem:
-        head.append(output.printable(look.listing.history_problem))
-    # Two are the head of the table, and how many are left out.
+        head.append(f"being written: {name}, {size(status.nbytes)}, last write {quiet} ago")
+    if run.listing.history_problem:
+        head.append(output.printable(run.listing.history_problem))
+    # Two lines are the head of the table and the number of older checkpoints.
     most = None if height is None else max(height - len(head) - 2, 1)
-    return [*head, *_table(look, keep, most)]
+    return [*head, *_table(run, keep, most)]
 
 
-def _table(look: RunObservation, keep: RetentionPolicy | None, most: int | None) -> Sequence[str]:
-    there = look.listing.checkpoints
-    if not there:
+def _table(run: RunObservation, keep: RetentionPolicy | None, most: int | None) -> Sequence[str]:
+    checkpoints = run.listing.checkpoints
+    if not checkpoints:
         return ["no checkpoints"]
-    shown = there if most is None else there[-most:]
-    kept = kept_by(look, keep)
+    shown = checkpoints if most is None else checkpoints[-most:]
+    kept = kept_by(run, keep)
     rows = [
         (
             checkpoint.name if checkpoint.step is None else str(checkpoint.step),
             "orphaned" if checkpoint.is_orphaned else checkpoint.state,
             "-" if checkpoint.nbytes is None else size(checkpoint.nbytes),
-            "-" if checkpoint.saved_at is None else output.age(look.at - checkpoint.saved_at),
+            "-" if checkpoint.saved_at is None else output.age(run.at - checkpoint.saved_at),
             output.metrics_cell(checkpoint.metrics),
             "; ".join(kept.get(checkpoint.path, ())),
         )
@@ -214,5 +215,5 @@ def _table(look: RunObservation, keep: RetentionPolicy | None, most: int | None)
     ]
     heads = ("STEP", "STATE", "SIZE", "AGE", "METRICS", "KEPT BY")
     table = output.table_lines(heads, rows, right=frozenset({0, 2, 3}))
-    earlier = len(there) - len(shown)
-    return [table[0], *[f"... and {earlier} before these"] * bool(earlier), *table[1:]]
+    num_older = len(checkpoints) - len(shown)
+    return [table[0], *[f"... and {num_older} before these"] * bool(num_older), *table[1:]]
