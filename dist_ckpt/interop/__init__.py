@@ -1,6 +1,6 @@
-"""Other systems: their files in and out, and their functions over our format.
+"""Other systems: read and write their files, and use their functions with this format.
 
-`interop/dcp/adapter.py` serves torch's checkpoint functions. The `export` modules write files for
+`interop/dcp/adapter.py` adapts torch's checkpoint functions. The `export` modules write files for
 other libraries, and `imports.py` makes checkpoints from theirs. The `read` modules, and those in
 `interop/frameworks/`, read files in place. `interop/shrew/files.py` reads and writes one-file
 checkpoints. Each format has a line in `cli/commands/import_.py` or `cli/commands/export.py`.

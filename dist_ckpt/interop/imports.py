@@ -1,4 +1,4 @@
-"""Checkpoints out of what other systems wrote: DCP, torch.save, Hugging Face, and frameworks.
+"""Import checkpoints of other systems: DCP, torch.save, Hugging Face, and frameworks.
 
     imports.from_dcp("old/step-100", "runs/a/step-00000100", step=100, world_size=8)
     imports.from_torch("old.pt", "runs/b/step-00000100", step=100)
@@ -8,13 +8,13 @@
     imports.from_deepspeed("out/global_step100", "runs/e/step-00000100")
     imports.from_megatron("out/iter_0000100", "runs/f/step-00000100")
 
-One process does it, without torch, and memory is bounded whatever the size; only a tensor that lies
-transposed in its file is brought into order as a whole, in twice its size. Nothing in a file is
-executed: pickles are read by an interpreter of ours, which makes plain data and nothing else.
+One process imports, without torch, in bounded memory. Only a tensor that is transposed in its file
+needs twice its size. Nothing in a file is executed: pickles are read without unpickling, as plain
+data.
 
-Each takes `ImportOptions`. On return the checkpoint is complete and durable. Raises NotFoundError
-for files that are not there, CorruptError for what is damaged, IncompatibleError, by name, for what
-is wanted and no plain data, and what `dc.reshard` raises.
+Each function takes `ImportOptions`. On return the checkpoint is complete and durable. Raises
+NotFoundError for missing files, CorruptError for damaged ones, IncompatibleError for selected
+values that are not plain data, and the errors of `dc.reshard`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
 
 ForeignPath = str | os.PathLike[str]
 
-# Of tensors on their way; more is not faster.
+# The memory for tensors; more is not faster.
 _MAX_MEMORY = 256 << 20
 
 
 class ImportOptions(TypedDict, total=False):
-    """How a checkpoint is made of the files of another system.
+    """The options of an import.
 
-    Tensors are cut evenly for `world_size` ranks, 1 unless given. `step` is what the checkpoint is
-    of, as in a run, if that is not what the files say. `include` and `exclude` are globs on the
-    names in the new checkpoint: of what is written, and of what is left out and not looked into.
-    `overwrite` replaces the checkpoint that is there, once the new one is durable.
+    Tensors are split evenly for `world_size` ranks, by default 1. `step` is the step of the
+    checkpoint, by default the one in the files. `include` and `exclude` are globs on the names in
+    the new checkpoint. Excluded values are not read, so they may be of any type. `overwrite`
+    replaces an existing checkpoint once the new one is durable.
     """
 
     world_size: int
@@ -71,9 +71,9 @@ class ImportOptions(TypedDict, total=False):
 def from_dcp(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a folder that `torch.distributed.checkpoint` has written.
+    """Make the checkpoint at `target` from a folder of `torch.distributed.checkpoint`.
 
-    Names are those that `dc.save` would give the state: nested as it was, before DCP made it flat.
+    Names are those that `dc.save` would use for the nested state.
     """
     return _import("dcp", source, target, options)
 
@@ -81,10 +81,10 @@ def from_dcp(
 def from_torch(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a file that `torch.save` has written.
+    """Make the checkpoint at `target` from a file of `torch.save`.
 
-    The file holds a dict, nested as you like, of tensors and plain data. One of tensors alone, as
-    of a model's `state_dict()`, becomes `{"model": ...}`. Tensors that were tied still are.
+    The file has a dict of tensors and plain data, nested in any way. A dict of only tensors, such
+    as a model's `state_dict()`, becomes `{"model": ...}`. Tied tensors stay tied.
     """
     return _import("torch", source, target, options)
 
@@ -92,9 +92,9 @@ def from_torch(
 def from_hf(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of safetensors files.
+    """Make the checkpoint at `target` from a safetensors file, or a Hugging Face folder of them.
 
-    They are one file, or a folder as Hugging Face writes it, and become `{"model": ...}`.
+    Its state is `{"model": ...}`.
     """
     return _import("hf", source, target, options)
 
@@ -102,10 +102,10 @@ def from_hf(
 def from_lightning(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of one of Lightning's, of its `global_step`.
+    """Make the checkpoint at `target` from one of Lightning, with its `global_step` as the step.
 
-    The LightningModule is `model`, the first optimizer `optim`, the next `optim_1`; all else has
-    the name that it has there, such as `lr_schedulers`, `loops`, `callbacks`, `hyper_parameters`.
+    The LightningModule is `model`, the first optimizer `optim`, the next `optim_1`. Everything else
+    keeps its name, such as `lr_schedulers`, `loops`, `callbacks`, `hyper_parameters`.
     """
     return _import("lightning", source, target, options)
 
@@ -113,11 +113,11 @@ def from_lightning(
 def from_accelerate(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a folder of accelerate's `save_state`.
+    """Make the checkpoint at `target` from a folder of accelerate's `save_state`.
 
-    The first model is `model`, the next `model_1`; likewise `optim`, `scheduler`, `sampler`,
-    `dataloader`, `custom_checkpoint`, and `scaler`. `rng` are the generators of each rank, for a
-    `dc.RNG`; of a rank that sees several GPUs, that of the GPU of its number.
+    The first model is `model`, the next `model_1`. The same holds for `optim`, `scheduler`,
+    `sampler`, `dataloader`, `custom_checkpoint` and `scaler`. `rng` has the generators of each
+    rank, for a `dc.RNG`. If a rank sees several GPUs, it has the one of the rank's number.
     """
     return _import("accelerate", source, target, options)
 
@@ -125,11 +125,11 @@ def from_accelerate(
 def from_deepspeed(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a folder of DeepSpeed's, of its `global_steps`.
+    """Make the checkpoint at `target` from a folder of DeepSpeed, with its `global_steps`.
 
-    With ZeRO of any stage `model` has the fp32 master weights, whole, and buffers and frozen
-    parameters as they are; `optim` has the state by the parameters' names. The vectors of all ranks
-    are read where they lie.
+    With any stage of ZeRO, `model` has the whole fp32 master weights, and buffers and frozen
+    parameters unchanged. `optim` has the state by parameter names. The vectors of all ranks are
+    read in place.
     """
     return _import("deepspeed", source, target, options)
 
@@ -137,10 +137,10 @@ def from_deepspeed(
 def from_megatron(
     source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
-    """Make the checkpoint at `target` of a torch_dist folder of Megatron's, of its `iteration`.
+    """Make the checkpoint at `target` from a torch_dist folder of Megatron, with its `iteration`.
 
-    Tensors have the names that they are sharded under, below `model` or `optim`: layers of one
-    shape are one tensor, the layers first. Objects of ranks are below `objects`.
+    Tensors keep the names of their sharded tensors, below `model` or `optim`. Layers of one shape
+    are one tensor, whose first dimension is the layer. Objects of ranks are below `objects`.
     """
     return _import("megatron", source, target, options)
 
@@ -201,8 +201,8 @@ def _open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 
 def _check(options: ImportOptions) -> None:
-    if strange := sorted(options.keys() - ImportOptions.__annotations__.keys()):
-        raise TypeError(f"{strange[0]!r} is not an option of an import: see ImportOptions")
+    if unknown := sorted(options.keys() - ImportOptions.__annotations__.keys()):
+        raise TypeError(f"{unknown[0]!r} is not an option of an import: see ImportOptions")
     step = options.get("step")
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")

@@ -86,6 +86,16 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
     return tuple(entry.name for entry in entries if entry.name not in replaced)
 
 
+def write_document(storage: Storage, path: str, data: bytes) -> int:
+    """Write a small file, durably; return its size."""
+    file = storage.create(path, len(data))
+    try:
+        file.write_at(0, data)
+        return file.finish()
+    finally:
+        file.discard()
+
+
 def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
     try:
         state = read.read_file(storage, f"{folder}/{name}")

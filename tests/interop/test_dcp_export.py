@@ -102,7 +102,7 @@ def test_what_is_put_there_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(LocalStorage, "sync", others_are_faster)
     for export in (export_folder, hf.export_folder):
-        with pytest.raises(ExistsError, match="put there meanwhile"):
+        with pytest.raises(ExistsError, match="was created meanwhile"):
             export(tmp_path / "ck", new)
         assert (new / ".metadata").read_text() == "theirs"
         assert sorted(one.name for one in tmp_path.iterdir()) == ["ck", "new"]

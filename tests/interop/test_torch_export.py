@@ -156,7 +156,7 @@ def test_a_component_is_what_it_was_alone(tmp_path: Path) -> None:
     export_file(tmp_path / "ours", tmp_path / "c.pt", only="net.gen")
     net().load_state_dict(load(tmp_path / "c.pt"))
     for only in ("model", "net.gen.3", "optim.state.n"):
-        with pytest.raises(IncompatibleError, match=r"has no .*\(net, optim\)"):
+        with pytest.raises(IncompatibleError, match=r"has no .* of net, optim"):
             export_file(tmp_path / "ours", tmp_path / "d.pt", only=only)
     with pytest.raises(ValueError, match="only=''"):
         export_file(tmp_path / "ours", tmp_path / "d.pt", only="")

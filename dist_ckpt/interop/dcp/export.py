@@ -1,9 +1,9 @@
-"""A checkpoint as a folder of `torch.distributed.checkpoint`, which `dcp.load` reads."""
+"""Export a checkpoint as a folder of `torch.distributed.checkpoint`, for `dcp.load`."""
 
 from __future__ import annotations
 
 import os
-import pickle  # noqa: TID251 - what DCP reads is one; written here, never read
+import pickle  # noqa: TID251 - DCP reads pickles; they are only written here
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
@@ -29,7 +29,7 @@ from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
-from dist_ckpt.interop.new_folder import check_replaceable, new_folder
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
 from dist_ckpt.interop.torch_save.export import can_be_saved
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
@@ -38,7 +38,7 @@ from dist_ckpt.tools.rewrite.write_plan import WritePlan
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 
-# A larger tensor is written in parts; three times as much is in memory, as windows.
+# A larger tensor is written in parts. Three windows of this size are in memory.
 _PART_NBYTES = 32 << 20
 
 
@@ -52,15 +52,14 @@ def export_folder(
 ) -> int:
     """Write the checkpoint at `source` as a folder that `dcp.load` reads; return its size in bytes.
 
-    `source` is what `dc.open` takes, such as "runs/a@latest"; however it was sharded, `dcp.load`
-    reshards it on any number of ranks. Names are as `get_state_dict` has them; tied tensors lie
-    there once. `include` and `exclude` are globs on names in the checkpoint. One process does it,
-    with about 150 MB for tensors however large they are.
-    `progress` is called with the bytes done, and those in all.
+    `source` is a path for `dc.open`, such as "runs/a@latest". `dcp.load` reshards the folder on any
+    number of ranks. Names are those of `get_state_dict`. Tied tensors are written once. `include`
+    and `exclude` are globs on names in the checkpoint. One process calls this; it needs about
+    150 MB for tensors of any size. `progress` is called with the bytes done and in all.
 
-    On return the folder is durable; until then it has another name, and if this raises there is
-    none. ExistsError if something is there; IncompatibleError, with all names, for what DCP has no
-    place for, as `export_file` of `torch_export`; and what reading raises.
+    On return the folder is durable. Until then it has another name, and after an error it does not
+    exist. ExistsError if something exists there. IncompatibleError names all that DCP cannot store,
+    as `export_file` of `interop.torch_save` does. Otherwise the errors of reading.
     """
     return plan_export(source, folder, include=include, exclude=exclude).run(progress=progress)
 
@@ -106,7 +105,7 @@ def _write(
     first: dict[str, str] = {}
     for key, entry in tensors.items():
         whole, itemsize = Region.whole(tuple(entry.size)), entry.properties.dtype.itemsize
-        # As `stream` cuts them.
+        # The boxes of `stream`.
         entry.chunks = [_chunk(box) for box in boxes_in_order(whole, _PART_NBYTES // itemsize)]
         first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION
@@ -122,7 +121,7 @@ def _write(
             }
             items |= _put_tensors(opened, first, data, progress)
             data.finish()
-        # Tied tensors are cut alike.
+        # Tied tensors have the same chunks.
         metadata.storage_data = items | {
             MetadataIndex(key, chunk.offsets): items[
                 MetadataIndex(first[stored.fqn(key)], chunk.offsets)
@@ -130,7 +129,7 @@ def _write(
             for key, entry in tensors.items()
             for chunk in entry.chunks
         }
-        return data.nbytes + _put(storage, f"{new}/{_METADATA}", pickle.dumps(metadata))
+        return data.nbytes + write_document(storage, f"{new}/{_METADATA}", pickle.dumps(metadata))
 
 
 def _opened(
@@ -145,27 +144,27 @@ def _opened(
     metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
     names = stored.names
     entries, paths = metadata.state_dict_metadata, metadata.planner_data
-    kept = stored.chosen(selection)
-    chosen = {key: entry for key, entry in entries.items() if names[key] in kept}
-    if problems := [*_problems(stored, chosen, kept, selection)]:
+    chosen_names = stored.chosen(selection)
+    chosen = {key: entry for key, entry in entries.items() if names[key] in chosen_names}
+    if problems := [*_problems(stored, chosen, chosen_names, selection)]:
         raise IncompatibleError(
-            f"{path}: a folder of DCP has no place for all of it: {listed(problems, '; ')}"
+            f"{path}: a folder of DCP cannot store all of it: {listed(problems, '; ')}"
         )
     if entries and not chosen:
         raise ValueError(f"{selection} leaves nothing: give other patterns")
     metadata.state_dict_metadata = chosen
-    metadata.planner_data = {key: where for key, where in paths.items() if key in chosen}
+    metadata.planner_data = {key: nested for key, nested in paths.items() if key in chosen}
     return opened, stored, metadata
 
 
 def _problems(
-    stored: DcpKeys, chosen: Mapping[str, object], kept: Set[str], selection: Selection
+    stored: DcpKeys, chosen: Mapping[str, object], chosen_names: Set[str], selection: Selection
 ) -> Iterator[str]:
-    """Yield what cannot be written, with what to do."""
-    for name in stored.broken_lists(kept):
+    """Yield the parts that cannot be written, with remedies."""
+    for name in stored.broken_lists(chosen_names):
         remedy = f"leave all of it out ({excluded_names(name)})"
-        yield f"{name} is a list out of whose midst something is left out: {remedy}"
-    for name in sorted(kept):
+        yield f"{name} is a list whose items would move, as earlier ones are left out: {remedy}"
+    for name in sorted(chosen_names):
         if name.endswith(f".{RECORD}"):
             whole = name.removesuffix(f".{RECORD}")
             remedy = f"leave it out ({excluded_names(whole)})"
@@ -178,23 +177,23 @@ def _problems(
             dtype, name = stored.record(key).dtype, stored.names[key]
             if not can_be_saved(dtype):
                 remedy = f"leave it out ({excluded_names(name)})"
-                yield f"{name} is {dtype}, which torch.save does not know: {remedy}"
+                yield f"{name} is {dtype}, which torch.save does not support: {remedy}"
 
 
 def _put_tensors(
     opened: OpenCheckpoint, keys: Mapping[str, str], data: StreamedFile, progress: Progress | None
 ) -> dict[MetadataIndex, DcpStorageInfo]:
-    """Write the tensors with these names, by DCP's keys, a box after another; return their places.
+    """Write the tensors of some names, box by box; return the locations by DCP's keys.
 
-    Boxes of a tensor are items of the file; a tensor without elements is one.
+    Each box is an item of the file. A tensor without elements is one item.
     """
-    places, done, nbytes = {}, 0, opened.tensor_nbytes(keys)
+    locations, done, nbytes = {}, 0, opened.tensor_nbytes(keys)
     for fqn, key in keys.items():
         record = opened.catalog.tensors[fqn]
         if 0 in record.shape:
             empty = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
             index = MetadataIndex(key, torch.Size([0] * len(record.shape)))
-            places[index] = _put_item(data, empty)
+            locations[index] = _put_item(data, empty)
     windows = opened.stream(keys, window_nbytes=_PART_NBYTES, order="names")
     with closing(windows):
         for want, memory in (part for window in windows for part in window.parts):
@@ -202,11 +201,11 @@ def _put_tensors(
             assert isinstance(box, Region)
             tensor = torch.frombuffer(memory, dtype=torch_dtype(want.dtype)).view(box.shape)
             index = MetadataIndex(keys[want.fqn], torch.Size(box.offset))
-            places[index] = _put_item(data, tensor)
+            locations[index] = _put_item(data, tensor)
             done += memory.nbytes
             if progress is not None:
                 progress(done, nbytes)
-    return places
+    return locations
 
 
 def _chunk(region: Region) -> ChunkStorageMetadata:
@@ -214,20 +213,11 @@ def _chunk(region: Region) -> ChunkStorageMetadata:
 
 
 def _put_item(data: StreamedFile, value: object) -> DcpStorageInfo:
-    """Write an item, an archive of torch.save; return where it is."""
+    """Write an item, which is an archive of torch.save; return its location."""
     start = data.nbytes
     try:
         torch.save(value, data)  # type: ignore[arg-type]  # noqa: TID251 - as DCP has it
     except RuntimeError:
-        # Torch tells only that something went wrong while it wrote, if only an interrupt.
+        # Torch's error does not have the cause, even for an interrupt.
         raise data.failure or StorageError(f"{_DATA} cannot be written") from None
     return DcpStorageInfo(_DATA, start, data.nbytes - start)
-
-
-def _put(storage: Storage, path: str, data: bytes) -> int:
-    file = storage.create(path, len(data))
-    try:
-        file.write_at(0, data)
-        return file.finish()
-    finally:
-        file.discard()

@@ -36,7 +36,7 @@ from dist_ckpt.interop.hf.export_plan import (
     packed,
 )
 from dist_ckpt.interop.hf.read import INDEX, MODEL
-from dist_ckpt.interop.new_folder import check_replaceable, new_folder
+from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
@@ -115,10 +115,10 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
 ) -> WritePlan[int]:
     """Return the plan of `export_folder`. Raises the errors that it raises before it writes.
 
-    If all values fit into a narrower dtype is only known when they are converted.
+    The conversion to a narrower dtype can still fail in `run`, for values that do not fit.
     """
     selection = selection_of(include, exclude)
-    wanted, most = dtype_of(dtype), nbytes_of(max_shard_size)
+    new_dtype, max_nbytes = dtype_of(dtype), nbytes_of(max_shard_size)
     if type(reflink) is not bool:
         raise TypeError(f"reflink={reflink!r}: give True or False")
     if not isinstance(only, str) or not only:
@@ -126,19 +126,19 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     storage, source_path = OPENER.find(source)
     target, path = open_storage(folder)
     path = real_path(path)
-    if path != real_path(source_path):  # a folder of an export may take its own place
+    if path != real_path(source_path):  # an export may replace a folder that is its source
         check_outside(real_path(source_path), path)
-    stays = check_replaceable(target, path, overwrite=overwrite)
+    retained = check_replaceable(target, path, overwrite=overwrite)
     opened = OpenCheckpoint.at(storage, source_path)
     with opened.not_found_if_removed():
-        tensors = chosen(opened.catalog, source_path, only, selection, wanted)
-        files = packed(tensors, most, _whole_files(opened, tensors) if reflink else {})
-    there = os.listdir(path) if os.path.isdir(path) else []
+        tensors = chosen(opened.catalog, source_path, only, selection, new_dtype)
+        files = packed(tensors, max_nbytes, _whole_files(opened, tensors) if reflink else {})
+    names = os.listdir(path) if os.path.isdir(path) else []
     return WritePlan(
         path,
         partial(_write, opened, files, (target, path), overwrite=overwrite),
         partial(_sizes, files),
-        tuple(f"{path}/{name}" for name in sorted({*there} - {*stays})),
+        tuple(f"{path}/{name}" for name in sorted({*names} - {*retained})),
     )
 
 
@@ -166,17 +166,8 @@ def _write(
             _write_file(source, storage, new, file, tell)
         nbytes = sum(file.nbytes for file in files)
         if len(files) > 1:
-            nbytes += _put_index(storage, new, index_of(files))
+            nbytes += write_document(storage, f"{new}/{INDEX}", index_of(files))
     return nbytes
-
-
-def _put_index(storage: Storage, folder: str, data: bytes) -> int:
-    file = storage.create(f"{folder}/{INDEX}", len(data))
-    try:
-        file.write_at(0, data)
-        return file.finish()
-    finally:
-        file.discard()
 
 
 # --- files -------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""A checkpoint as one file that `torch.load` reads, also with `weights_only=True`.
+"""Export a checkpoint as one file for `torch.load`, also with `weights_only=True`.
 
-    torch_export.export_file("runs/a@latest", "model.pt", only="model")
-    model.load_state_dict(torch.load("model.pt"))
-
-The other way needs no function: `dist_ckpt.interop.dcp.load` reads such a file where it lies.
+torch_save.export_file("runs/a@latest", "model.pt", only="model")
+model.load_state_dict(torch.load("model.pt"))
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle  # noqa: TID251 - what torch.load reads has one; written here, never read
+import pickle  # noqa: TID251 - torch.load reads pickles; they are only written here
 import struct
 import zipfile
 from collections import Counter, OrderedDict
@@ -49,14 +47,14 @@ __all__ = ["export_file"]
 
 _log = logging.getLogger("dist_ckpt")
 
-# What torch.save calls the folder in an archive that it writes to no path.
+# The folder in an archive of torch.save that is not written to a path.
 _FOLDER = "archive"
 
-# Torch writes tensors at such offsets, so that they can be mapped into memory.
+# Torch writes tensors at multiples of this offset, so that they can be mapped into memory.
 _ALIGNMENT = 64
 
-# Before a record's name; after it, what zipfile puts there for records of any size; and how what
-# fills the place up begins: its two letters, as torch has them, and its size.
+# In a record's header: the bytes before its name, the zip64 field that zipfile writes after it, and
+# the start of the padding field, torch's letters "FB" and the size.
 _HEADER_NBYTES, _ZIP64_NBYTES, _PADDING = 30, 20, struct.Struct("<2sH")
 
 
@@ -72,24 +70,22 @@ def export_file(  # noqa: PLR0913 - a front door
 ) -> int:
     """Write the checkpoint at `source` as a file for `torch.load`; return its size in bytes.
 
-    `source` is what `dc.open` takes, such as "runs/a@latest"; however it was sharded, tensors are
-    whole, on the CPU, and those that are tied share a storage. It is the state that was saved:
-    containers and values as they were, but for numpy arrays, which are tensors. Parameters of an
-    optimizer that `dc.save` has named go by the names that they have in their model, as torch's
-    `get_optimizer_state_dict` has it, which the optimizer's `load_state_dict` takes as well. `only`
-    is the component, or a container within one, that is written instead of all. `include` and
-    `exclude` are globs on names in the checkpoint.
+    `source` is a path for `dc.open`, such as "runs/a@latest". The file has the saved state with its
+    containers and values. Tensors are whole and on the CPU, and tied ones share a storage. Numpy
+    arrays become tensors. Parameters of an optimizer get the names of torch's
+    `get_optimizer_state_dict`, which the optimizer's `load_state_dict` also accepts. `only` is the
+    one component, or container within one, to write. `include` and `exclude` are globs on names in
+    the checkpoint.
 
-    One process does it, with some tens of MiB however large the tensors are; every block that is
-    read is checked. `progress` is called with the bytes done, and those in all.
+    One process calls this. It needs some tens of MiB for tensors of any size, and checks every
+    block that it reads. `progress` is called with the bytes done and in all.
 
-    On return the file is durable; until then it has another name, and if this raises there is none.
-    Of values that `torch.load` takes with `weights_only=False` alone a warning is logged. Raises
-    IncompatibleError for what such a file cannot hold, with all names: values of each rank,
-    quantized tensors, integers of less than a byte, and lists out of whose midst something is left
-    out. ValueError for a name that torch.load would take for another format (.safetensors).
-    ExistsError without `overwrite` if something is there; otherwise what `dc.open` and reading
-    raise.
+    On return the file is durable. Until then it has another name, and after an error it does not
+    exist. A warning lists values for which `torch.load` needs `weights_only=False`.
+    IncompatibleError names all that such a file cannot store: values of each rank, quantized
+    tensors, integers of less than a byte, and lists with an excluded item before others. ValueError
+    for a name that torch.load would read as another format (.safetensors). ExistsError without
+    `overwrite` if something exists there; otherwise the errors of `dc.open` and of reading.
     """
     plan = plan_export_file(
         source, file, only=only, include=include, exclude=exclude, overwrite=overwrite
@@ -114,14 +110,16 @@ def plan_export_file(
     if only is not None and (not isinstance(only, str) or not only):
         raise ValueError(f"only={only!r}: give the name of a component, or None for all")
     if os.fspath(file).endswith(SUFFIX):
-        raise ValueError(f"torch.load reads files named *{SUFFIX} as such: choose another name")
+        raise ValueError(
+            f"torch.load reads files named *{SUFFIX} as safetensors: choose another name"
+        )
     storage, source_path = OPENER.find(source)
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(source_path), real_path(path))
     opened = OpenCheckpoint.at(storage, source_path, make=make)
     saved = saved_tree_of(opened.catalog, opened.objects(), opened.objects)
     state = torch_state(saved, source_path, only, selection)
-    # The widest first, each aligned to its own size.
+    # The widest dtype first, so that each tensor is aligned to it.
     tensors = sorted(state.tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
     contents = _ArchiveContents(opened, pickled(state), tensors, state.not_plain)
     return plan_of_file(path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes)
@@ -129,7 +127,7 @@ def plan_export_file(
 
 @dataclass(frozen=True, slots=True)
 class _ArchiveContents:
-    """What is read, and written: `tensors` are the records of data, in their order."""
+    """The contents of an archive: `tensors` are the records of data, in their order."""
 
     source: OpenCheckpoint
     pickled: bytes
@@ -142,7 +140,7 @@ class _ArchiveContents:
 
     @property
     def nbytes(self) -> int:
-        """What the archive has at least: not what lies around each record."""
+        """The minimum size of the archive, without headers and padding."""
         return len(self.pickled) + self.data_nbytes
 
 
@@ -176,7 +174,7 @@ def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: CopyProgress) -> None:
-    """Write the data of all tensors, a record each, from windows that are read one by one."""
+    """Write each tensor's data as a record, from windows that are read one by one."""
     with closing(_parts(contents)) as parts:
         for tensor in contents.tensors:
             with _record(archive, tensor.name) as record:
@@ -189,7 +187,7 @@ def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: Cop
 
 
 def _parts(contents: _ArchiveContents) -> Generator[memoryview]:
-    """Yield the data of the tensors, in order; no part is of two of them."""
+    """Yield the data of the tensors, in order; each part belongs to one tensor."""
     names = [tensor.fqn for tensor in contents.tensors]
     windows = contents.source.stream(names, window_nbytes=WINDOW_NBYTES, order="names")
     with closing(windows):
@@ -199,7 +197,7 @@ def _parts(contents: _ArchiveContents) -> Generator[memoryview]:
 
 @contextmanager
 def _record(archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
-    """Write a record, whose data begins where torch would have it begin."""
+    """Write a record whose data begins at an offset that torch would choose."""
     info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
     assert archive.fp is not None
     before = archive.fp.tell() + _HEADER_NBYTES + len(info.filename) + _ZIP64_NBYTES
@@ -209,19 +207,19 @@ def _record(archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
         yield record
 
 
-# --- the state that is pickled ---------------------------------------------------------------
+# --- the pickled state -----------------------------------------------------------------------
 
 
-# What torch.load takes with weights_only=True, besides containers of them.
+# The types that torch.load accepts with weights_only=True, besides containers of them.
 _PLAIN = (type(None), bool, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
-# It takes no integers whose pickles say their size in four bytes.
-_MOST_BITS = 8 * 255
+# It refuses larger integers: their pickles have a size of four bytes.
+_MAX_BITS = 8 * 255
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DataRecord:
-    """The data of a tensor: the number of its record, and what it is made of."""
+    """The data of a tensor: the number of its record, its dtype and its number of elements."""
 
     number: int
     dtype: str
@@ -238,9 +236,9 @@ class _PickledTensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchState:
-    """The state of a checkpoint for torch.save: what to pickle, and the tensors' data, by number.
+    """The state of a checkpoint for torch.save: the value to pickle, and the tensors by number.
 
-    `not_plain` are the names of values that `torch.load` takes with `weights_only=False` alone.
+    `not_plain` are the names of values for which `torch.load` needs `weights_only=False`.
     """
 
     value: object
@@ -249,18 +247,18 @@ class TorchState:
 
 
 def torch_state(saved: SavedTree, path: str, only: str | None, selection: Selection) -> TorchState:
-    """Return what is chosen of a checkpoint, nested as it was saved, or a container in it.
+    """Return the selected state, nested as it was saved, or the container `only` in it.
 
-    IncompatibleError names all that torch.save has no place for. ValueError for a pattern that
-    matches nothing, and for patterns that leave nothing.
+    IncompatibleError names all that torch.save cannot store. ValueError for a pattern that matches
+    nothing, and for patterns that leave nothing.
     """
     if problems := selection.unmatched(saved.leaves):
         raise ValueError("; ".join(problems))
     if only is not None and not saved.holds(only):
-        there = [name for _, name in saved.children("")]
+        components = [name for _, name in saved.children("")]
         raise IncompatibleError(
-            f"{path} has no {only!r}: of what it has ({listed(there) or 'nothing'}), or of what "
-            f"lies below that, give one (only=, on the command line --only)"
+            f"{path} has no {only!r}: give a component, or a container within one (only=, on the "
+            f"command line --only), of {listed(components) or 'none'}"
         )
     names = (*((only,) if only in saved.leaves else ()), *saved.below(only or ""))
     if not selection.is_everything and not any(name in selection for name in names):
@@ -269,7 +267,7 @@ def torch_state(saved: SavedTree, path: str, only: str | None, selection: Select
     value = walk.at(only or "")
     if walk.problems:
         raise IncompatibleError(
-            f"{path}: torch.save has no place for all of it: {listed(walk.problems, '; ')}"
+            f"{path}: torch.save cannot store all of it: {listed(walk.problems, '; ')}"
         )
     return TorchState(value, tuple(walk.tensors), tuple(walk.not_plain))
 
@@ -286,7 +284,7 @@ class _Walk:
         above = {child: name for name, items in saved.entries.items() for _, child in items}
         self._models = models_of(saved.main, saved.leaves.keys() & _tensors_of(saved), above)
         self._storages: dict[str, _DataRecord] = {}
-        # Of each group, and the list of them, which optimizer's it is.
+        # The optimizer of each group, and of each list of groups.
         self._optimizers: dict[str, str] = {}
         for group in saved.params:
             groups = group.rpartition(".")[0]
@@ -315,10 +313,10 @@ class _Walk:
     def _container(self, name: str) -> object:
         kind, model = self._saved.kinds.get(name, "dict"), self._models.get(name)
         children = self._saved.children(name)
-        taken = [(key, child) for key, child in children if self._takes(child)]
-        if not is_mapping(kind) and taken != list(children)[: len(taken)]:
-            self._refuse(name, f"is a {kind} whose items would move up where others are left out")
-        items = [(key, self.at(child)) for key, child in taken]
+        chosen = [(key, child) for key, child in children if self._is_chosen(child)]
+        if not is_mapping(kind) and chosen != list(children)[: len(chosen)]:
+            self._refuse(name, f"is a {kind} whose items would move, as earlier ones are left out")
+        items = [(key, self.at(child)) for key, child in chosen]
         if model is not None:
             items = [(str(key).removeprefix(f"{model}."), child) for key, child in items]
         if name in self._saved.params:
@@ -328,7 +326,7 @@ class _Walk:
         return container(kind, items)
 
     def _of_group(self, name: str) -> dict[str, object]:
-        """Return what is said of a group of parameters, but for what are tensors."""
+        """Return the values of a group of parameters, with the names that torch uses."""
         value = self._plain(name, self._saved.value(name))
         if not isinstance(value, dict):
             raise CorruptError(
@@ -336,20 +334,21 @@ class _Walk:
             )
         return {**value, "params": relative(f"{name}.params", value["params"], self._models)}
 
-    def _takes(self, name: str) -> bool:
-        """Say whether something is chosen of what is at and below a name, or nothing lies there.
+    def _is_chosen(self, name: str) -> bool:
+        """Return True if something at or below a name is selected, or if it is empty.
 
-        The groups of an optimizer stay as long as anything of it does, as in a save.
+        As in a save, an optimizer's groups are included if any part of the optimizer is.
         """
         if self._selection.is_everything:
             return True
-        own = [name] if name in self._saved.leaves else []
-        leaves = [*own, *self._saved.below(self._optimizers.get(name, name))]
+        leaves = [*self._saved.below(self._optimizers.get(name, name))]
+        if name in self._saved.leaves:
+            leaves.append(name)
         return not leaves or any(leaf in self._selection for leaf in leaves)
 
     def _tensor(self, name: str, fqn: str, record: TensorRecord) -> _PickledTensor:
         if not can_be_saved(record.dtype):
-            self._refuse(name, f"is {record.dtype}, which torch.save does not know")
+            self._refuse(name, f"is {record.dtype}, which torch.save does not support")
         if fqn not in self._storages:
             number, shape, dtype = len(self.tensors), record.shape, record.dtype
             self.tensors.append(ExportContents(f"data/{number}", fqn, dtype, dtype, shape))
@@ -382,12 +381,12 @@ def _is_plain(value: object) -> bool:
         assert isinstance(value, Collection)
         return all(map(_is_plain, value))
     if type(value) is int:
-        return value.bit_length() < _MOST_BITS
-    return type(value) in _PLAIN and value != b""  # of which a pickle has a call of bytes
+        return value.bit_length() < _MAX_BITS
+    return type(value) in _PLAIN and value != b""  # pickled as a call of bytes
 
 
 def pickled(state: TorchState) -> bytes:
-    """Return the pickle of a state, as torch.save makes it, but for the data of its tensors."""
+    """Return the pickle of a state, as torch.save makes it, without the tensors' data."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(state.value)
     return buffer.getvalue()
@@ -405,20 +404,20 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not _PickledTensor:
             return NotImplemented
-        function, further = _rebuilt_by(value.storage.dtype)
-        # Of each its own: the hooks of a tensor that is loaded are in there.
-        own = map(copy, further)
-        return function, (value.storage, 0, value.shape, _strides(value.shape), *own)
+        function, further = _rebuild_call(value.storage.dtype)
+        # Copies: torch.load stores the hooks of each loaded tensor in its arguments.
+        copies = map(copy, further)
+        return function, (value.storage, 0, value.shape, _strides(value.shape), *copies)
 
 
 _KINDS = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
 
 
 @cache
-def _rebuilt_by(dtype: str) -> tuple[Any, list[Any]]:
-    """Return what makes a tensor again, of a storage with a dtype or without, as torch has it.
+def _rebuild_call(dtype: str) -> tuple[Any, list[Any]]:
+    """Return torch's function that rebuilds a tensor of a dtype, and its last arguments.
 
-    With what it is given besides the storage, the offset, the shape and the strides.
+    The first arguments are the storage, the offset, the shape and the strides.
     """
     function, (_, _, _, _, *further) = torch.empty(0, dtype=torch_dtype(dtype)).__reduce_ex__(2)
     return function, further
