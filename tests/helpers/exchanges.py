@@ -7,6 +7,9 @@ from typing import Any
 
 from dist_ckpt.core.comm.exchange.channel import Channel
 
+# Only a hang waits for so long.
+HANG_S = 55.0
+
 # What one rank tells the others: here any plain data.
 Doc = Any
 

@@ -32,9 +32,9 @@ RANKS = 4
 SHAPE = (1024, 768)
 STORED_NBYTES = 4 * SHAPE[0] * SHAPE[1]
 # The first in a load waits so long for the others; what hangs would wait longer than the second.
-ARRIVE_S = 4
-FRAIL = {"DIST_CKPT_JOIN_TIMEOUT_S": str(ARRIVE_S), "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "4"}
-NOTICED_S = 50
+ARRIVE_S = 15
+FRAIL = {"DIST_CKPT_JOIN_TIMEOUT_S": str(ARRIVE_S), "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "6"}
+NOTICED_S = 100
 
 
 def whole() -> torch.Tensor:
@@ -234,7 +234,7 @@ def load_without_one(rank: int, path: str) -> tuple[str, float]:
 
 
 def test_a_rank_that_dies_while_it_reads_is_named_to_the_others(path: str) -> None:
-    options = Options(timeout_s=60, environ=FRAIL)
+    options = Options(timeout_s=200, environ=FRAIL)
     outcomes = try_ranks(RANKS, load_without_one, path, options=options)
     assert outcomes.pop(1).signal == signal.SIGKILL
     for one in outcomes:

@@ -28,13 +28,14 @@ from dist_ckpt.testing.thread_channel import (
     run_ranks,
     try_ranks,
 )
-from exchanges import Doc, exchange
+from exchanges import HANG_S, Doc, exchange
 
 pytestmark = pytest.mark.waits
 
-# Deadlines that pass within a test. A busy machine may stop a rank for longer than FRAIL bears.
-HASTY = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, join_warning_s=0.1)
-FRAIL = Config(heartbeat_timeout_s=2.0, join_timeout_s=20.0, join_warning_s=20.0)
+# A deadline that passes within a test: of ranks that come, and of ranks that live. No busy machine
+# stops a thread for so long.
+HASTY = Config(heartbeat_timeout_s=20.0, join_timeout_s=3.0, join_warning_s=0.1)
+FRAIL = Config(heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 OUR_ERRORS = [
     errors.NotFoundError,
@@ -241,7 +242,7 @@ def test_an_error_is_told_while_others_still_work_and_they_are_told_it_when_they
             if rank == failing:
                 raise errors.StorageError("the disk is full")
             if rank == 2:
-                assert told.wait(10), "nobody was told before this rank was done"
+                assert told.wait(HANG_S), "nobody was told before this rank was done"
                 raise errors.ConflictError("the folder is gone")
 
         channel.enter("save")
@@ -264,7 +265,7 @@ def test_what_a_rank_has_touched_is_told_there_though_the_answer_came_before():
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         def read() -> Doc:
-            assert rank == 0 or told.wait(10)
+            assert rank == 0 or told.wait(HANG_S)
             raise CorruptError("block 3 is damaged", touched=("both", f"only on {rank}"))
 
         channel.enter("load")
@@ -298,7 +299,7 @@ def test_a_fallout_waits_for_the_error_that_has_brought_it_about():
         finally:
             channel.leave()
 
-    for error in errors_of(try_ranks(3, run, config=HASTY)):
+    for error in errors_of(try_ranks(3, run)):
         assert type(error) is ValueError
         assert str(error).startswith("rank 1 (host thread-1): the cause (also failed: ranks 0")
 
@@ -314,7 +315,7 @@ def test_an_error_in_the_first_exchange_waits_for_all_so_that_each_knows_which_c
             ask(channel, describe, what="save to a")
         return ask(channel, lambda: rank, sum, what="save to b")
 
-    assert run_ranks(2, run, config=HASTY) == [1, 1]
+    assert run_ranks(2, run) == [1, 1]
 
 
 def test_after_an_error_the_ranks_go_on_with_the_next_operation():
@@ -357,12 +358,12 @@ def test_a_rank_that_comes_late_gets_the_error_of_the_others():
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         if rank == 2:
-            given_up.wait(10)
+            given_up.wait(HANG_S)
         try:
             return ask(channel)
         finally:
             if rank != 2:
-                given_up.wait(10)
+                given_up.wait(HANG_S)
 
     raised = errors_of(try_ranks(3, run, config=HASTY))
     assert [type(error) for error in raised] == [RankError] * 3
@@ -379,10 +380,10 @@ def test_a_call_by_rank_0_alone_does_not_spoil_the_next_call_by_all(what, order)
             with pytest.raises(RankError, match="ranks 1-2 did not call save"):
                 ask(channel, what="save to the same path")
             alone.set()
-        alone.wait(10)
+        alone.wait(HANG_S)
         place = order.index(rank)
         if place:
-            turns[place].wait(10)
+            turns[place].wait(HANG_S)
         threading.Timer(0.01, turns[place + 1].set).start()
         return ask(channel, lambda: rank, sum, what=f"save to {what}")
 
@@ -399,11 +400,11 @@ def test_after_a_call_by_some_alone_they_may_come_late_to_the_next_call(early):
         if rank in early:
             with pytest.raises(RankError, match="did not call save to a"):
                 ask(channel, what="save to a")
-        alone.wait(10)
-        time.sleep(0.6 if rank in early else 0)
+        alone.wait(HANG_S)
+        time.sleep(2.5 if rank in early else 0)
         return ask(channel, lambda: rank, sum, what="save to b")
 
-    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=2.0, join_warning_s=1.0)
+    config = Config(heartbeat_timeout_s=5.0, join_timeout_s=8.0, join_warning_s=4.0)
     assert run_ranks(3, run, config=config) == [3, 3, 3]
 
 
@@ -416,11 +417,11 @@ def test_a_call_by_all_but_rank_0_does_not_spoil_the_next_call_by_all(what, firs
         if rank != 0:
             with pytest.raises(NoAnswerError, match="rank 0 did not call save"):
                 ask(channel, what="save to the same path")
-        alone.wait(10)
+        alone.wait(HANG_S)
         if (rank == 0) == (first == 0):
             threading.Timer(0.01, entered.set).start()
         else:
-            entered.wait(10)
+            entered.wait(HANG_S)
         return ask(channel, lambda: rank, sum, what=f"save to {what}")
 
     assert run_ranks(3, run, config=HASTY) == [3, 3, 3]
@@ -431,11 +432,11 @@ def test_rank_0_that_comes_too_late_is_told_who_has_given_its_call_up():
 
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> str:
         if rank == 0:
-            alone.wait(10)
+            alone.wait(HANG_S)
         with pytest.raises(RankError) as raised:
             ask(channel, what="save to /ck")
         if rank == 1:
-            alone.wait(10)
+            alone.wait(HANG_S)
         return str(raised.value)
 
     told, given_up = run_ranks(2, run, config=HASTY)
@@ -490,7 +491,7 @@ def test_a_rank_that_leaves_between_two_exchanges_is_named_at_once():
             return exchange(channel, "write", int, len)
         finally:
             channel.leave()
-            done.wait(10)
+            done.wait(HANG_S)
 
     outcomes = try_ranks(3, run)
     for error in errors_of([outcomes[0], outcomes[2]]):
@@ -510,7 +511,7 @@ def test_a_coordinator_that_leaves_leaves_no_answer():
             return None if rank == 0 else exchange(channel, "write", int, len)
         finally:
             channel.leave()
-            done.wait(10)
+            done.wait(HANG_S)
 
     for error in errors_of(try_ranks(3, run)[1:]):
         assert isinstance(error, NoAnswerError)
@@ -532,12 +533,12 @@ def test_an_unanswered_envelope_is_withdrawn_and_deleted_when_a_later_one_is_ans
             channel.leave()
             while rank == 1 and store.get("1/1/2/1") != b"x2":
                 time.sleep(0.001)
-            left.wait(10)
+            left.wait(HANG_S)
             if rank == 0:
                 assert get_each(store, ["1/1/2/1"]) == [None]
                 assert get_all(store, ["1/1/2/1", "1/beat/0"]) is None
             assert store.check(["1/1/2/1", "1/1/2/1/0", "1/1/2/1/1"])
-            left.wait(10)
+            left.wait(HANG_S)
             ask(channel)
 
     run_ranks(2, run)
@@ -611,12 +612,12 @@ def test_a_rank_whose_heartbeat_stops_is_dead_after_silence_s(silent):
 def test_a_rank_that_works_longer_than_every_deadline_is_only_slow():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         def work() -> Doc:
-            time.sleep(1.5 if rank == 1 else 0)
+            time.sleep(6 if rank == 1 else 0)
             return rank
 
         return ask(channel, work, sum)
 
-    config = Config(heartbeat_timeout_s=1.2, join_timeout_s=0.5, join_warning_s=0.5)
+    config = Config(heartbeat_timeout_s=5.0, join_timeout_s=5.0, join_warning_s=5.0)
     assert run_ranks(3, run, config=config) == [3, 3, 3]
 
 
@@ -648,24 +649,22 @@ def test_a_store_that_does_not_answer_is_lost_after_silence_s():
     store, thawed, told = ThreadStore(), threading.Event(), threading.Barrier(2)
 
     def freeze(_: str) -> None:
-        thawed.wait(100)
+        thawed.wait(2 * HANG_S)
 
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> object:
         mine = FailingStore(store)
         with closing(ThreadChannel(mine, rank, 2, FRAIL)) as channel:
             ask(channel)
             mine.fail = freeze
-            start = time.monotonic()
             try:
                 return ask(channel)
             finally:
-                assert time.monotonic() - start < 50
-                told.wait(10)
+                told.wait(HANG_S)
                 thawed.set()
 
     for error in errors_of(try_ranks(2, run)):
         assert isinstance(error, NoAnswerError)
-        assert "no answer for 2 s" in str(error)
+        assert "no answer for 5 s" in str(error)
 
 
 def test_what_an_earlier_start_left_in_the_store_is_not_seen():

@@ -6,6 +6,7 @@ There are more of the random cases with --long.
 from __future__ import annotations
 
 import random
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -33,13 +34,13 @@ from dist_ckpt.core.comm.messages import (
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore, try_ranks
-from exchanges import Doc, exchange
+from exchanges import HANG_S, Doc, exchange
 from long_mode import IS_LONG, MANY_EXAMPLES
 
 pytestmark = pytest.mark.waits
 
 NUM_CASES = MANY_EXAMPLES if IS_LONG else 300
-FRAIL = Config(heartbeat_timeout_s=4.0, join_timeout_s=20.0, join_warning_s=20.0)
+FRAIL = Config(heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 
 FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), is_secondary=True)
@@ -142,7 +143,7 @@ def test_parts_that_cannot_be_there_cost_nothing(head: bytes):
     client_thread.withdraw(store, ["key"])
     client_thread.delete(store, ["key"])
     assert store.keys() == ()
-    assert time.thread_time() - start < 1
+    assert time.thread_time() - start < 20  # to count a billion parts takes minutes
 
 
 def test_a_document_is_as_long_as_the_parts_that_are_read():
@@ -217,15 +218,17 @@ def test_a_document_within_a_message_is_checked_as_well():
 @pytest.mark.parametrize("owner", [0, 1])
 def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
     store = OverwrittenStore(lambda key: key == f"1/beat/{owner}", b"w\xc1")
+    has_failed = threading.Event()
 
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> Doc:
         with closing(ThreadChannel(store, rank, 2, FRAIL)) as channel:
             channel.enter("save to /ck")
             try:
                 if rank == owner:
-                    time.sleep(1.0)  # until another one looks
+                    assert has_failed.wait(HANG_S)
                 return exchange(channel, "agree", int, len)
             finally:
+                has_failed.set()
                 channel.leave()
 
     outcomes = try_ranks(2, run)
@@ -239,7 +242,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
 def test_ranks_that_count_another_start_are_named_with_the_remedy():
     store = ThreadStore()
     store.add("starts/1", 1)  # an earlier start, of which rank 0 was dead before it saved
-    config = Config(heartbeat_timeout_s=3.0, join_timeout_s=0.3, join_warning_s=0.1)
+    config = Config(heartbeat_timeout_s=20.0, join_timeout_s=3.0, join_warning_s=0.1)
 
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> Doc:
         with closing(ThreadChannel(store, rank, 2, config)) as channel:
