@@ -406,7 +406,7 @@ def _copy_overlapped(
 ) -> None:
     """Start the copies of CUDA devices, and copy the rest. A thread waits for the devices."""
     job.pinned.pin(room.number, room.arena.memory, devices[0])
-    with job.streams.beside(devices) as device_copies:
+    with job.streams.copies(devices) as device_copies:
         late = room.local_state.local.changed_in_steps()
         follow = stage_overlapped(room.arena, images, room.files, device_copies, late)
 

@@ -23,16 +23,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, Shape
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.layout import check_cell
-from dist_ckpt.core.format.strict_json import (
-    VERSION,
-    Json,
-    check_version,
-    corrupt_error,
-    decode_dtype,
-    decode_region,
-    decode_shape,
-    integers,
-)
+from dist_ckpt.core.format.strict_json import Json, corrupt_error
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 
@@ -270,7 +261,7 @@ def header_text(
     Raises ValueError if it is longer than safetensors reads.
     """
     facts: dict[str, Json] = {
-        "format": {"version": VERSION, "requires": []},
+        "format": {"version": strict_json.VERSION, "requires": []},
         "component": component,
         "rank": rank,
         "world_size": world_size,
@@ -413,7 +404,7 @@ def _decode_metadata(value: Json, header: int, label: str) -> ShardFile:
         )
     ours = strict_json.string(metadata["dist_ckpt"], f"{label}, dist_ckpt")
     facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{label}, dist_ckpt")
-    check_version(facts, f"{label}, dist_ckpt")
+    strict_json.check_version(facts, f"{label}, dist_ckpt")
     # Before 2026-12 there was no `format`.
     tools, _, digests = strict_json.fields(
         {"format": _FORMAT, **metadata},
@@ -467,8 +458,8 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, label: str) -> 
 
 def _kind(facts: Json, block_nbytes: int, label: str) -> ShardKind:
     code, sizes, region = strict_json.row(facts, 3, label)
-    dtype = decode_dtype(code, label)
-    shape = decode_shape(sizes, dtype, label)
+    dtype = strict_json.decode_dtype(code, label)
+    shape = strict_json.decode_shape(sizes, dtype, label)
     cell = _decode_cell(region, shape, label)
     nbytes = cell.numel * dtype.itemsize
     entry = strict_json.dump(entry_of(dtype.name, cell)).decode("ascii").removesuffix("}")
@@ -481,9 +472,9 @@ def _decode_cell(value: Json, shape: Shape, label: str) -> Cell:
         if type(value) is dict:
             (flat,) = strict_json.fields(value, ("flat",), label)
             bounds = strict_json.row(flat, 2, label)
-            cell = ElementRange(*integers(bounds, label))
+            cell = ElementRange(*strict_json.integers(bounds, label))
         else:
-            cell = decode_region(value, label)
+            cell = strict_json.decode_region(value, label)
         check_cell(cell, shape)
     except ValueError as error:
         raise corrupt_error(label, str(error)) from None
@@ -502,7 +493,10 @@ def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], labe
             entries.get(shard.name), ("dtype", "shape", "data_offsets"), here
         )
         dtype, shape, offsets = entry
-        stored = {"dtype": dtype, "shape": [*integers(shape, here)]}
+        stored = {"dtype": dtype, "shape": [*strict_json.integers(shape, here)]}
         span = shard.span.start, shard.span.stop
-        if stored != entry_of(shard.dtype, shard.cell) or integers(offsets, here) != span:
+        if (
+            stored != entry_of(shard.dtype, shard.cell)
+            or strict_json.integers(offsets, here) != span
+        ):
             raise corrupt_error(here, f"{strict_json.quoted(entry)} is not what dist_ckpt says")

@@ -78,14 +78,8 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
         "holders": [_encode_holders(holders) for holders in tables],
         "layouts": layouts,
         "tensors": {
-            fqn: [
-                tensor.dtype,
-                list(tensor.shape),
-                tensor.layout,
-                tensor.rotation,
-                tensor.component,
-            ]
-            for fqn, tensor in catalog.tensors.items()
+            fqn: [t.dtype, list(t.shape), t.layout, t.rotation, t.component]
+            for fqn, t in catalog.tensors.items()
         },
         "aliases": dict(catalog.aliases),
         "values": dict(catalog.values),
@@ -93,10 +87,7 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
             fqn: [[_encode_key(key), rank] for key, rank in keys]
             for fqn, keys in catalog.per_rank.items()
         },
-        "parameters": [
-            [first, count, trainable]
-            for first, count, trainable in runs_of(catalog.tensors, catalog.parameters)
-        ],
+        "parameters": [[*run] for run in runs_of(catalog.tensors, catalog.parameters)],
     }
 
 

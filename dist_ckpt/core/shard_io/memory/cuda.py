@@ -111,7 +111,7 @@ class SideStreams:
         self._streams: dict[torch.device, Stream] = {}
 
     @contextmanager
-    def beside(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
+    def copies(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
         """Copy in parallel to training in the block. Call `check_no_capture` first."""
         training, own = {}, {}
         with ExitStack() as stack:
@@ -241,7 +241,7 @@ class PinnedArenas:
             if pinned is not None:
                 pinned.close()
             self._pinned[number] = PinnedMemory(view, device)
-            self._warn(self._pinned[number])
+            self._warn_if_unpinned(self._pinned[number])
 
     def release(self, number: int, nbytes: int) -> None:
         """Unpin an arena that is smaller than this: its memory may be replaced."""
@@ -256,7 +256,7 @@ class PinnedArenas:
             pinned.close()
         self._pinned.clear()
 
-    def _warn(self, pinned: PinnedMemory) -> None:
+    def _warn_if_unpinned(self, pinned: PinnedMemory) -> None:
         if pinned.error and not self._has_warned:
             self._has_warned = True
             _log.warning(
