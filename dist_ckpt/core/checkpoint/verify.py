@@ -319,7 +319,8 @@ class _Verifying:
                     what = digest_problem(need, block_digest(data[start:stop]))
                 if what is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    rows, text = rows_of_block(need), damage_error(file, need, what)
+                    rows = rows_of_block(need)
+                    text = damage_error(file.path, file.header, need, what)
                     self.problems.append(Problem(name, rank, need.shard.fqn, rows, text))
 
     def _add(self, record: ShardFileRecord, what: str, lost: Iterable[_Lost]) -> None:

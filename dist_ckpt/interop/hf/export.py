@@ -220,7 +220,7 @@ def _whole_files(
     for number, record in enumerate(index.files if index.has_digests else ()):
         if record.component not in components:
             continue
-        shards = open_file(source.storage, source.folder, index, number, keep=False).shards
+        shards = open_file(source.storage, source.folder, index, record, keep=False).shards
         if len(shards) and all(
             shard.fqn in by_fqn and shard.cell == Region.whole(shard.shape) for shard in shards
         ):

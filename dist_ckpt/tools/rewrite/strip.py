@@ -40,7 +40,7 @@ from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of
-from dist_ckpt.core.shard_io.write.shard_writer import write_objects
+from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, listed
@@ -183,7 +183,7 @@ class _Remaining:
         records = []
         for name, file in sorted(self.objects.items()):
             encoded = objects_file.encode(file)
-            _, nbytes, _, digest = write_objects(self.source.storage, target, name, encoded)
+            _, nbytes, _, digest = write_document(self.source.storage, target, name, encoded)
             records.append(ObjectsFileRecord(name, nbytes, digest))
         components = self.reduced.catalog.components
         names = {

@@ -216,8 +216,8 @@ def test_all_problems_are_listed_at_once() -> None:
         *("model.a", "model.b", "model.b", "model.c", "model.c", "model.e"),
     ]
     text = "\n".join(problems)
-    assert "saved as float32, wanted as bfloat16" in text
-    assert "saved with shape [4, 4], wanted with [4, 5]" in text
+    assert "saved as float32, requested as bfloat16" in text
+    assert "saved with shape [4, 4], requested with [4, 5]" in text
     assert "region [2:5,0:4] outside shape [4, 4]" in text
     assert "elements 0:17 of 16" in text
     assert "the checkpoint has no tensor of this name" in text

@@ -25,7 +25,7 @@ from dist_ckpt.core.saving.transaction import (
     RankWriteResult,
     Transaction,
 )
-from dist_ckpt.core.shard_io.write.shard_writer import write_objects
+from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -51,7 +51,7 @@ def write_to(storage: Storage) -> Callable[[str], RankWriteResult]:
     """Return a function that writes the files of the only rank."""
 
     def write(folder: str) -> RankWriteResult:
-        return RankWriteResult((write_objects(storage, folder, "objects.msgpack", b"1"),), (), 1.0)
+        return RankWriteResult((write_document(storage, folder, "objects.msgpack", b"1"),), (), 1.0)
 
     return write
 
@@ -187,7 +187,7 @@ def test_an_index_is_committed_when_its_files_are_checked_and_the_caller_is_read
         with pytest.raises(StorageError, match=r"objects\.msgpack is missing"):
             transaction.commit_index(copy, before=before)
         assert seen == []
-        write_objects(storage, transaction.folder, "objects.msgpack", b"1")
+        write_document(storage, transaction.folder, "objects.msgpack", b"1")
         decision = transaction.commit_index(copy, seconds=3.0, before=before)
         assert seen == [[]]
     assert decision == CommitDecision(attempt.name, 1, 1, 0, 3.0)

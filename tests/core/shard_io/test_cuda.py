@@ -69,7 +69,7 @@ class Device:
     # --- as SideStreams, and as what it gives ------------------------------------------------
 
     @contextmanager
-    def beside(self, _: object) -> Iterator[Device]:
+    def copies(self, _: object) -> Iterator[Device]:
         yield self
 
     def takes(self, source: Any) -> bool:

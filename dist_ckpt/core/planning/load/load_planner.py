@@ -41,19 +41,19 @@ def problems_of(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str,
             continue
         if request.dtype != record.dtype:
             problems.append(
-                f"{request.fqn}: saved as {record.dtype}, wanted as {request.dtype}; "
+                f"{request.fqn}: saved as {record.dtype}, requested as {request.dtype}; "
                 "nothing is cast: make the tensor with the saved dtype and cast it after the load"
             )
         if request.shape != record.shape:
             problems.append(
                 f"{request.fqn}: saved with shape {list(record.shape)}, "
-                f"wanted with {list(request.shape)}"
+                f"requested with {list(request.shape)}"
             )
             continue
         if (request.cells, record.shape) in checked:
             continue
         wrong = tuple(_wrong_cells(request.cells, record.shape))
-        problems += [f"{request.fqn}: {problem} is wanted" for problem in wrong]
+        problems += [f"{request.fqn}: requested {problem}" for problem in wrong]
         if not wrong:
             checked.add((request.cells, record.shape))
     return tuple(problems)

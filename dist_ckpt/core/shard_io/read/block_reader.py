@@ -121,7 +121,9 @@ class BlockReader:
             count = readable.read_into(file.header.header_nbytes + begin, data)
         if count < row.span.nbytes:
             cut_off = bisect_right(shards.starts, begin + count) - 1
-            raise CorruptError(damage_error(file, _only_block(file, cut_off), _CUT_OFF))
+            raise CorruptError(
+                damage_error(file.path, file.header, _only_block(file, cut_off), _CUT_OFF)
+            )
         if self._verifies(file):
             self._check_row(file, row, data)
 
@@ -185,7 +187,7 @@ class BlockReader:
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
                 cut_off = next(need for need in needs if need.stop > first + start + count)
-                raise CorruptError(damage_error(file, cut_off, _CUT_OFF))
+                raise CorruptError(damage_error(file.path, file.header, cut_off, _CUT_OFF))
             if verifies and len(needs) == 1:
                 digest.update(part)
         if verifies and len(needs) == 1:
@@ -227,7 +229,7 @@ def _only_block(file: OpenFile, number: int) -> BlockRequest:
 
 def _check(file: OpenFile, need: BlockRequest, actual: str) -> None:
     if (problem := digest_problem(need, actual)) is not None:
-        raise CorruptError(damage_error(file, need, problem))
+        raise CorruptError(damage_error(file.path, file.header, need, problem))
 
 
 def _check_blocks(file: OpenFile, needs: Sequence[BlockRequest], data: memoryview) -> None:

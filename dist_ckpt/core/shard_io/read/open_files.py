@@ -128,7 +128,8 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
         file = opened.get(number)
         try:
             if file is None:
-                file = open_file(storage, folder, index, number, keep=len(new_files) < bound)
+                record = index.files[number]
+                file = open_file(storage, folder, index, record, keep=len(new_files) < bound)
                 new_files[number] = file
         except CorruptError as error:
             problems.append(f"{error}; it holds {_names_of(plan[number])}")
@@ -145,9 +146,10 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
     return OpenFiles(plan, {**opened, **new_files})
 
 
-def open_file(storage: Storage, folder: str, index: Index, number: int, *, keep: bool) -> OpenFile:
+def open_file(
+    storage: Storage, folder: str, index: Index, record: ShardFileRecord, *, keep: bool
+) -> OpenFile:
     """Open and check a file of the index; it stays open if `keep`. Errors have no remedy yet."""
-    record = index.files[number]
     path = f"{folder}/{index.file_name(record)}"
     file = open_readable(storage, path, record)
     try:
@@ -262,12 +264,12 @@ def rows_of_block(need: BlockRequest) -> ByteRange | None:
     return rows_of(shard.cell, shard.shape, part)
 
 
-def damage_error(file: OpenFile, need: BlockRequest, problem: str) -> str:
+def damage_error(path: str, header: ShardFile, need: BlockRequest, problem: str) -> str:
     """Return a message with tensor, rows, rank, file and bytes of a damaged block."""
-    start = file.header.header_nbytes
+    start = header.header_nbytes
     return (
         f"{need.shard.fqn} {rows_text(rows_of_block(need))}: {problem} "
-        f"({file.path} of rank {file.record.rank}, bytes {start + need.start}:{start + need.stop})"
+        f"({path} of rank {header.rank}, bytes {start + need.start}:{start + need.stop})"
     )
 
 
@@ -302,15 +304,15 @@ def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecor
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
-    return _read_whole(storage, path, record)
+    return read_document(storage, path, record)
 
 
 def read_attached_file(storage: Storage, folder: str, record: AttachedFileRecord) -> bytes:
     """Return the bytes of an attached file. CorruptError if they were changed."""
-    return _read_whole(storage, f"{folder}/{record.file_name}", record)
+    return read_document(storage, f"{folder}/{record.file_name}", record)
 
 
-def _read_whole(
+def read_document(
     storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
 ) -> bytes:
     """Return the bytes of a file that has one digest. CorruptError if they were changed."""

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 
-from dist_ckpt.core.format.checksums import block_digest, document_digest
+from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.index.index import (
     AttachedFileRecord,
     Index,
     ObjectsFileRecord,
     ShardFileRecord,
 )
+from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
 from dist_ckpt.core.shard_io.read.open_files import (
     OpenFile,
     damage_error,
     digest_problem,
-    open_readable,
-    read_header,
-    size_problem,
+    open_file,
+    read_document,
 )
 from dist_ckpt.core.shard_io.write.shard_writer import (
     create_file,
     exists_error,
     finish_file,
     sync_names,
+    write_document,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -66,18 +67,20 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     """
 
     def carry(name: str) -> int:
-        record, old, new = files[name], f"{source}/{name}", f"{target}/{name}"
+        record, new = files[name], f"{target}/{name}"
         if isinstance(record, ShardFileRecord):
-            old = f"{source}/{index.file_name(record)}"
-            may_link = links and _may_link(storage, index, record, old, most_names)
-            if may_link and linked(storage, old, new):
-                return record.nbytes
-            _copy_shards(storage, index, record, (old, new), report)
-        else:
-            if links and linked(storage, old, new):
-                return record.nbytes
-            _copy_document(storage, record, old, new)
-            report(record.nbytes)
+            return carry_shards(record, new)
+        if links and linked(storage, f"{source}/{name}", new):
+            return record.nbytes
+        write_document(storage, target, name, read_document(storage, f"{source}/{name}", record))
+        report(record.nbytes)
+        return -1
+
+    def carry_shards(record: ShardFileRecord, new: str) -> int:
+        may_link = links and _may_link(storage, source, index, record, most_names)
+        if may_link and linked(storage, f"{source}/{index.file_name(record)}", new):
+            return record.nbytes
+        _copy_shards(storage, source, index, record, new, report)
         return -1
 
     done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
@@ -105,70 +108,62 @@ def linked(storage: Storage, old: str, new: str) -> bool:
 
 
 def _may_link(
-    storage: Storage, index: Index, record: ShardFileRecord, path: str, most_names: int | None
+    storage: Storage, folder: str, index: Index, record: ShardFileRecord, most_names: int | None
 ) -> bool:
     """Return True if a shard file has few names; CorruptError if its size or header is damaged."""
     if most_names is None:
         return True
-    with closing(open_readable(storage, path, record)) as file:
-        if (problem := size_problem(file, path, record)) is not None:
-            raise CorruptError(f"{problem}; use another checkpoint")
-        read_header(file, path, record, index)
-        return file.num_links < most_names
+    with _opened(storage, folder, index, record) as (_, source):
+        return source.num_links < most_names
 
 
 def _copy_shards(
     storage: Storage,
+    folder: str,
     index: Index,
     record: ShardFileRecord,
-    names: tuple[str, str],
+    new: str,
     report: Callable[[int], None],
 ) -> None:
-    old, new = names
-    with ExitStack() as stack:
-        source = stack.enter_context(closing(open_readable(storage, old, record)))
-        if (problem := size_problem(source, old, record)) is not None:
-            raise CorruptError(f"{problem}; use another checkpoint")
-        file = OpenFile(storage, old, record, read_header(source, old, record, index))
+    with _opened(storage, folder, index, record) as (file, source), ExitStack() as stack:
         target = create_file(storage, new, record.nbytes, stack)
         # The header is last, as in a save: without it the file is invalid.
-        for read in reads_of(every_block(file.header.shards, file.header.block_nbytes)):
-            target.write_at(record.header_nbytes + read.span.start, _checked(file, source, read))
+        for read in reads_of(every_block(file.shards, file.header.block_nbytes)):
+            data = read_blocks(source, file.path, file.header, read)
+            target.write_at(record.header_nbytes + read.span.start, data)
             report(read.span.nbytes)
-        target.write_at(0, _read(source, 0, record.header_nbytes, old))
+        target.write_at(0, read_at(source, file.path, 0, record.header_nbytes))
         finish_file(target, new, record.nbytes)
 
 
-def _checked(file: OpenFile, source: ReadableFile, read: BlockRead) -> memoryview:
+@contextmanager
+def _opened(
+    storage: Storage, folder: str, index: Index, record: ShardFileRecord
+) -> Iterator[tuple[OpenFile, ReadableFile]]:
+    """Open and check a shard file. Errors of damage get a remedy."""
+    try:
+        with (
+            closing(open_file(storage, folder, index, record, keep=True)) as file,
+            file.reading() as source,
+        ):
+            yield file, source
+    except CorruptError as error:
+        raise CorruptError(f"{error}; use another checkpoint") from error
+
+
+def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRead) -> memoryview:
     """Return the bytes of some blocks. CorruptError if one was changed."""
-    start = file.record.header_nbytes + read.span.start
-    data = _read(source, start, read.span.nbytes, file.path)
+    data = read_at(file, path, header.header_nbytes + read.span.start, read.span.nbytes)
     for need in read.needs:
         block = data[need.start - read.span.start : need.stop - read.span.start]
         if (problem := digest_problem(need, block_digest(block))) is not None:
-            raise CorruptError(f"{damage_error(file, need, problem)}; use another checkpoint")
+            raise CorruptError(damage_error(path, header, need, problem))
     return data
 
 
-def _copy_document(storage: Storage, record: _Document, old: str, new: str) -> None:
-    try:
-        source = storage.open(old)
-    except FileNotFoundError as error:
-        raise CorruptError(f"{old} is missing; use another checkpoint") from error
-    with closing(source), ExitStack() as stack:
-        data = _read(source, 0, record.nbytes, old)
-        if (actual := document_digest(data)) != record.digest or source.nbytes != record.nbytes:
-            raise CorruptError(
-                f"{old} is damaged: its digest is {actual}, the index says {record.digest}; use "
-                f"another checkpoint"
-            )
-        target = create_file(storage, new, record.nbytes, stack)
-        target.write_at(0, data)
-        finish_file(target, new, record.nbytes)
-
-
-def _read(file: ReadableFile, start: int, nbytes: int, path: str) -> memoryview:
+def read_at(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
+    """Return some bytes of a file. CorruptError if it ends before."""
     data = memoryview(bytearray(nbytes))
     if file.read_into(start, data) != nbytes:
-        raise CorruptError(f"{path} ends before byte {start + nbytes}; use another checkpoint")
+        raise CorruptError(f"{path} ends before byte {start + nbytes}")
     return data

@@ -18,14 +18,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dist_ckpt.core.format.checksums import block_digest, document_digest
+from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
-from dist_ckpt.core.shard_io.read.open_files import digest_problem
-from dist_ckpt.core.shard_io.write.copied_files import linked
+from dist_ckpt.core.shard_io.write.copied_files import linked, read_at, read_blocks
 from dist_ckpt.core.shard_io.write.shard_writer import (
     NullStorage,
     RankFiles,
@@ -175,7 +174,7 @@ def _checked(
         if file.num_links >= MAX_SHARED:
             return None
         try:
-            header = _read(file, path, 0, header_nbytes)
+            header = read_at(file, path, 0, header_nbytes)
             if file.nbytes != nbytes or document_digest(header) != digest:
                 raise CorruptError(f"{path} has changed since it was written")
             checked = saved.checked.get(name)
@@ -193,24 +192,12 @@ def _warn_of(path: str, error: CheckpointError) -> None:
     _log.warning("%s is not linked but written again: %s", path, error)
 
 
-def _read(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
-    data = memoryview(bytearray(nbytes))
-    if file.read_into(start, data) != nbytes:
-        raise CorruptError(f"{path} ends before byte {start + nbytes}")
-    return data
-
-
 def _read_back(file: ReadableFile, path: str, header: bytes, nbytes: int, threads: int) -> None:
     """Read all blocks of a file. CorruptError if one differs from its digest."""
     decoded = decode_header(header, nbytes=nbytes, label=path)
 
-    def check(read: BlockRead) -> None:
-        data = _read(file, path, decoded.header_nbytes + read.span.start, read.span.nbytes)
-        for need in read.needs:
-            block = data[need.start - read.span.start : need.stop - read.span.start]
-            if (problem := digest_problem(need, block_digest(block))) is not None:
-                raise CorruptError(f"{path}: {need.shard.fqn} is {problem}")
+    def check(read: BlockRead) -> None:  # without a result, which `parallel_for` would store
+        read_blocks(file, path, decoded, read)
 
-    parallel_for(
-        check, reads_of(every_block(decoded.shards, decoded.block_nbytes)), threads=threads
-    )
+    reads = reads_of(every_block(decoded.shards, decoded.block_nbytes))
+    parallel_for(check, reads, threads=threads)

@@ -102,15 +102,15 @@ def write_all(
         storage, folder, files, threads=threads, slots=slots or BufferPool()
     )
     receipts += tuple(
-        write_objects(storage, folder, name, data) for name, data in sorted(files.objects.items())
+        write_document(storage, folder, name, data) for name, data in sorted(files.objects.items())
     )
     if receipts:
         sync_names(storage, folder)
     return receipts
 
 
-def write_objects(storage: WritableStorage, folder: str, name: str, data: bytes) -> FileReceipt:
-    """Write one objects file. It is durable on return, except its name, which needs a sync."""
+def write_document(storage: WritableStorage, folder: str, name: str, data: bytes) -> FileReceipt:
+    """Write a small file at once. It is durable on return, except its name, which needs a sync."""
     with ExitStack() as stack:
         file = create_file(storage, f"{folder}/{name}", len(data), stack)
         file.write_at(0, data)
