@@ -1,4 +1,4 @@
-"""`dc.Checkpointer`: a run's checkpoints, from the first save to the last resume."""
+"""`dc.Checkpointer`: the checkpoints of a run, from the first save to the last resume."""
 
 from __future__ import annotations
 
@@ -34,46 +34,47 @@ _log = logging.getLogger("dist_ckpt")
 
 _RESTORE_FIRST = "call restore(state) first: it returns None if the run is fresh"
 
-# A state, or a function that makes one, for wrappers that come later.
+# A state, or a function that returns it, for wrappers that are made later.
 StateOrMaker = MutableState | Callable[[], MutableState]
 
 
 class Checkpointer:
-    """A run's checkpoints: saved when it is worth it, kept while they matter, resumed from.
+    """The checkpoints of a run: save them by a policy, prune them, and resume from them.
 
         with dc.Checkpointer("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3)) as ck:
             for step in ck.steps(state, until=20_000):
                 loss = train(state, step)
                 ck.metrics(step, {"train/loss": loss})
 
-    A step is an optimizer step that is done; its checkpoint is `root/step-00000500`. `state` is
-    what `dc.save` takes, or a function without arguments that returns it. Every rank of `group`
-    makes a checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and
-    `steps` alike, in the main thread. A process has one at a time.
+    A step is a completed optimizer step. Its checkpoint is `root/step-00000500`. `state` is a state
+    as for `dc.save`, or a function without arguments that returns it. Every rank of `group` makes a
+    checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and `steps`
+    alike, in the main thread. A process has one at a time. With `root=None` nothing is saved.
 
-    `save` says when: steps count on every rank, minutes by rank 0's clock, signals on any rank.
-    Who is asked to save besides its steps does so at a boundary, a `step` or `poll`, on which all
-    ranks agree without a collective and without waiting when nothing is due. `keep` says which
-    checkpoints stay; None keeps all. They are pruned by rank 0 after a commit, in the background.
+    `save` is the policy: steps count on every rank, minutes by rank 0's clock, signals on any rank.
+    Saves outside of the step policy happen at a boundary, a `step` or `poll`. All ranks agree on it
+    without a collective, and without a wait if nothing is due. `keep` is the retention policy; None
+    keeps all checkpoints. Rank 0 prunes after a commit, in the background.
 
-    `init` is where a fresh run takes what it begins with, all that `dc.load` takes: a path, a
-    selector, a `dc.Source`, a list or a mapping of them, with `init_strict` as its `strict`. A
-    resume always wins over it. `must_exist` refuses a fresh run; `read_only` resumes and changes
-    nothing. `config` is saved with each checkpoint; what of it matches a pattern of
-    `config_must_match` must be equal when a run goes on, all else is compared, and a difference
-    logged. So is `kind`, a short text that says what the model is, and must be equal. `attach` is a
-    function of a step that returns what to attach to its checkpoint, as for `dc.save`; it is called
-    on rank 0, when that step is saved, by whatever policy. `include`, `exclude` and
-    `include_frozen` say what of the state is saved and resumed, as in `dc.save` and `dc.load`;
-    tensors that match `link_unchanged`, such as frozen weights, are linked and not written.
+    `init` is the source of a fresh run, as for `dc.load`: a path, a selector, a `dc.Source`, a list
+    or a mapping of them. `init_strict` is its `strict`. If the run has a checkpoint, `init` is
+    ignored. `must_exist` refuses a fresh run. `read_only` resumes and changes nothing.
 
-    With `background` a process of its own writes, see `dc.AsyncSaver`. A save that fails is told
-    once, with what is safe, and tried again; `on_failure` is "warn", "raise" or a function that is
-    called as well, and after `max_failures` in a row the error is raised on all ranks all the same.
-    `on_commit` is called with each new checkpoint, on rank 0, in a thread beside the training;
-    `on_failure` is as well, for a save in the background. On a signal the run is to stop: it is
-    saved, and has `stop_within_s` seconds for that, from the signal on; it waits for no older save,
-    and takes the place of one that is not begun. With `root=None` nothing is saved.
+    `config` is saved with each checkpoint, and compared on resume. Values that match a pattern of
+    `config_must_match` must be equal; other differences are logged. `kind`, a short text about the
+    model, is saved too, and must be equal. `attach` is a function of a step that returns the
+    attachments of its checkpoint, as for `dc.save`. It is called on rank 0 when the step is saved.
+    `include`, `exclude` and `include_frozen` select the part of the state that is saved and
+    resumed, as in `dc.save` and `dc.load`. Tensors that match `link_unchanged`, such as frozen
+    weights, are linked instead of written.
+
+    With `background` a separate process writes: see `dc.AsyncSaver`. A failed save is logged once,
+    with the newest durable checkpoint, and tried again. `on_failure` is "warn", "raise", or a
+    function that is called too. After more than `max_failures` in a row, the error is raised on all
+    ranks in any case. `on_commit` is called with each new checkpoint, on rank 0, in a separate
+    thread; so is `on_failure` for background saves. After a signal the run saves and stops. It has
+    `stop_within_s` seconds from the signal on. This save does not wait for older saves, and
+    supersedes one that has not begun.
     """
 
     @refuse_old_parameters(
@@ -107,9 +108,9 @@ class Checkpointer:
     ) -> None:
         self._run: RunSession | None = None
         self._state: StateOrMaker | None = None
-        self._step = self._last_asked = 0
+        self._step = self._last_saved_by_call = 0
         self._is_closed = self._is_in_loop = False
-        self._body_of: int | None = None
+        self._loop_step: int | None = None
         self._pid = os.getpid()
         if root is None:
             return
@@ -136,139 +137,128 @@ class Checkpointer:
             attach=attach,
             link_unchanged=link_unchanged,
         )
-        self._run = open_run_session(options, group, _check_alone)
-        self._dropped = weakref.finalize(self, self._run.let_go)
+        self._run = open_run_session(options, group, _check_only_one)
+        self._dropped = weakref.finalize(self, self._run.drop)
         self._dropped.atexit = False
-        _live.add(self)
+        _checkpointers.add(self)
 
     # --- begin -----------------------------------------------------------------------------------
 
     def restore(self, state: StateOrMaker, at: str | int | None = None) -> int | None:
-        """Fill a state with what the run goes on from; return its step, None for a fresh run.
+        """Fill a state from the restore point of the run. Return its step, None for a fresh run.
 
-        That is the newest checkpoint that is not orphaned, from memory if a newer save is there.
-        With `at`, such as "@8000", it is that of this step, and what is above it is orphaned then.
-        Collective. Only one that is damaged is stepped over, with the reason in the
-        log. Raises what `dc.load` raises; NotFoundError if `must_exist` and there is none;
-        IncompatibleError if the configuration may not differ and does; CorruptError if none is
-        whole. After an error the state may be filled in part.
+        The restore point is the newest checkpoint that is not orphaned, or a newer save in memory.
+        With `at`, such as "@8000", it is the checkpoint of that step, and later ones are orphaned.
+        Collective. Only damaged checkpoints are skipped; the log has the reason. Raises the errors
+        of `dc.load`. NotFoundError with `must_exist` and no checkpoint, IncompatibleError for a
+        configuration that must match, CorruptError if all checkpoints are damaged. After an error
+        the state may be filled in part.
         """
         if (run := self._open_run()) is None:
             return None
-        asked = None if at is None else str(at).removeprefix("@")
-        if asked is not None and not asked.isdecimal():
-            raise ValueError(f'at={at!r}: give the step to go on from, as "@8000"')
-        step = run.resume(_made(state), asked).step
-        self._state, self._step, self._last_asked = state, step or 0, step or 0
+        at_step = None if at is None else str(at).removeprefix("@")
+        if at_step is not None and not at_step.isdecimal():
+            raise ValueError(f'at={at!r}: give the step to resume from, as "@8000"')
+        step = run.resume(_make_state(state), at_step).step
+        self._state, self._step, self._last_saved_by_call = state, step or 0, step or 0
         return step
 
     # --- boundaries ------------------------------------------------------------------------------
 
     def step(self, step: int, state: StateOrMaker | None = None) -> None:
-        """Say that an optimizer step is done. Saves if it is time to. Every rank calls it alike.
+        """Count a completed optimizer step, and save it if that is due. Every rank calls it alike.
 
-        Steps only grow, and may leave some out. `state`: None for that of `restore`. Costs a few
-        microseconds when nothing is due; else what `dc.AsyncSaver.save` costs. Raises what that
-        raises for a state that cannot be saved, RankError if a rank is lost or does otherwise.
+        Steps must increase, and may skip numbers. `state`: None for that of `restore`. It costs a
+        few microseconds if nothing is due, else as much as `dc.AsyncSaver.save`. Raises its errors
+        for an invalid state. RankError if a rank is lost or calls something else.
         """
         self._count(step, state)
-        if (run := self._open_run()) is None or run.stopped is not None:
-            return
-        is_due = run.saves is not None and run.options.save.is_due(step, run.saves.last)
-        if (turn := run.rounds.arrive("step", step, is_due=is_due)) is not None:
-            run.take(turn, step, self._made_state)
+        if (run := self._open_run()) is not None:
+            is_due = run.saves is not None and run.options.save.is_due(step, run.saves.last)
+            self._arrive(run, "step", step, is_due=is_due)
 
     def poll(self, step: int | None = None) -> None:
-        """Look for requests between two steps, as in a long evaluation. Every rank calls it alike.
+        """Check for save requests between two steps, as in a long evaluation. All ranks call it.
 
-        If a save was asked for, the state is saved as that of `step`, None for the last one. A step
-        that is new is done with this, as with `step`. In the body of a loop over `steps` it has to
-        be said: `poll(step)` once the optimizer has changed the state, and `poll(step - 1)` before,
-        as between the parts of a batch, if nothing else in the state has changed: a data loader
-        and generators would go on after these parts. ValueError if it is not.
+        After a request, the state is saved as that of `step`, by default the last one. A new `step`
+        is counted, as by `step`. The body of a loop over `steps` must pass it: `poll(step)` after
+        the optimizer step, and `poll(step - 1)` before, as between the parts of a batch. Before it,
+        nothing else in the state may have changed: a data loader or generator would continue after
+        these parts. ValueError without it.
         """
-        if step is None and self._body_of not in (None, self._step):
+        if step is None and self._loop_step not in (None, self._step):
             raise ValueError(
-                f"poll() in the body of step {self._body_of} must say of which step the state is: "
-                f"poll(step) if the optimizer has done it, poll(step - 1) if not yet"
+                f"poll() in the body of step {self._loop_step} needs the step of the state: "
+                f"poll(step) after the optimizer step, poll(step - 1) before it"
             )
         if step not in (None, self._step):
             self.step(step)
-            return
-        if (run := self._open_run()) is None or run.stopped is not None:
-            return
-        if (turn := run.rounds.arrive("poll", self._step)) is not None:
-            run.take(turn, self._step, self._made_state)
+        elif (run := self._open_run()) is not None:
+            self._arrive(run, "poll", self._step)
 
     def save(self, step: int, state: StateOrMaker | None = None) -> None:
-        """Save a step, whatever the policies say. Every rank calls it alike.
+        """Save a step, also if no policy does. Every rank calls it alike.
 
-        `step` is the last one or a newer one. If a policy has saved it already nothing is done;
-        ValueError if this has.
+        `step` is the last one or a newer one. A step that a policy has saved is not saved again.
+        ValueError if this method has saved it.
         """
-        if step == self._last_asked and step:
+        if step == self._last_saved_by_call and step:
             raise ValueError(f"step {step} is saved already: save each step once")
         if step != self._step or not step:
             self._count(step, state)
-        self._last_asked = step
-        if (run := self._open_run()) is None or run.stopped is not None:
-            return
-        if (turn := run.rounds.arrive("save", step, is_due=True)) is not None:
-            run.take(turn, step, self._made_state)
+        self._last_saved_by_call = step
+        if (run := self._open_run()) is not None:
+            self._arrive(run, "save", step, is_due=True)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Say what was measured at a step; `keep` and selectors look at it.
+        """Add metrics of a step, for `keep` and selectors.
 
-        Rank 0's count, the other ranks may call it or not. It may come before the step is saved,
-        or long after; of steps that are not saved it is forgotten.
+        Only calls on rank 0 count. They may come before the step is saved, or long after. Metrics
+        of steps that are not saved are dropped.
         """
-        if type(step) is not int:
-            raise TypeError(f"step={step!r}: give a whole number")
+        _check_int("step", step)
         if not isinstance(values, Mapping):
             raise TypeError(f'metrics are a {type(values).__name__}: give {{"val/loss": 0.25}}')
         if (run := self._open_run()) is None:
             return
         if self._state is None:
             raise ValueError(_RESTORE_FIRST)
-        if (keeper := run.requests.keeper) is not None:
-            keeper.measured(step, checked_metrics(values))
+        if (maintenance := run.requests.maintenance) is not None:
+            maintenance.add_metrics(step, checked_metrics(values))
 
     def backup(self, step: int | None = None, *, overwrite: bool = False) -> str | None:
-        """Keep the checkpoint of a step, None for the newest durable one, as `dc.backup` does.
+        """Back up the checkpoint of a step, by default the newest durable one: see `dc.backup`.
 
-        Collective. Rank 0 does it while the others wait, and all return where it is: in
-        `root/backup`, which `keep` and later incarnations never touch. A step that is being saved
-        is waited for. None if there are no checkpoints, with `root=None`.
+        Collective. Rank 0 does it while the others wait. All return the path, in `root/backup`:
+        `keep` and later incarnations never change it. It waits for a running save of `step`. None
+        with `root=None`.
         """
-        if step is not None and type(step) is not int:
-            raise TypeError(f"step={step!r}: give a whole number")
-        if (run := self._open_run()) is None:
-            return None
-        return run.backup(step, overwrite=overwrite)
+        if step is not None:
+            _check_int("step", step)
+        run = self._open_run()
+        return None if run is None else run.backup(step, overwrite=overwrite)
 
     @property
     def stopped(self) -> TrainingStopped | None:
-        """Why the run is to end now, and which exit code makes a scheduler start it again."""
+        """The reason to end the run now, and the exit code with which a scheduler restarts it."""
         return None if self._run is None else self._run.stopped
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is to end now. It changes at boundaries only, on all ranks alike."""
+        """True if the run must end now. It changes only at boundaries, on all ranks alike."""
         return self.stopped is not None
 
     def steps(self, state: StateOrMaker, *, until: int) -> Iterator[int]:
-        """Restore, then yield each step to be done, up to `until`; save when it is time to.
+        """Restore, then yield each step from the next one to `until`, and save when a save is due.
 
-        Steps are counted from 1. What the body of the loop has done counts as the step, also when
-        it ends with `continue` or `break`; so in a `zip` these steps stand last, or the one that
-        has no batch any more would count. So does a step whose error is caught around the loop and
-        inside the `with`: let it out of that, and the step does not count. It ends early when the
-        run is to stop. The body may call `step(step)` or `save(step)` by itself, once the optimizer
-        has stepped.
+        Steps are counted from 1. The loop body is the step, even if it ends with `continue` or
+        `break`. In a `zip`, pass these steps last: otherwise a step without a batch would count. A
+        step also counts if its error is caught around the loop and inside the `with`. It does not
+        count if the error leaves the `with`. The loop ends early if the run must stop. The body may
+        call `step(step)` or `save(step)` after the optimizer step.
         """
         self._open_run()
-        if type(until) is not int:
-            raise TypeError(f"until={until!r}: give a whole number")
+        _check_int("until", until)
         if self._is_in_loop:
             raise ValueError(
                 "this Checkpointer is in a loop of its steps already: end that first, by `break`, "
@@ -287,25 +277,31 @@ class Checkpointer:
         for step in range(self._step + 1, until + 1):
             if self.should_stop:
                 return
-            self._body_of = step
+            self._loop_step = step
             try:
                 yield step
             except GeneratorExit:
-                self._count_body()
+                self._count_loop_step()
                 raise
             finally:
-                self._body_of = None
+                self._loop_step = None
             if step != self._step:
                 self.step(step, state)
 
-    def _count_body(self) -> None:
-        """Count the step whose body the loop was left in."""
-        if self._body_of is not None and self._body_of > self._step:
-            self._step = self._body_of
+    def _count_loop_step(self) -> None:
+        """Count the step in whose body the loop was left."""
+        if self._loop_step is not None and self._loop_step > self._step:
+            self._step = self._loop_step
+
+    def _arrive(self, run: RunSession, label: str, step: int, *, is_due: bool = False) -> None:
+        """Come to the next boundary, and act there if all ranks do."""
+        if run.stopped is None:
+            boundary = run.rounds.arrive(label, step, is_due=is_due)
+            if boundary is not None:
+                run.act(boundary, step, self._current_state)
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
-        if type(step) is not int:
-            raise TypeError(f"step={step!r}: give a whole number")
+        _check_int("step", step)
         if step <= self._step:
             raise ValueError(
                 f"step {step} comes after step {self._step}: count optimizer steps, from "
@@ -327,17 +323,16 @@ class Checkpointer:
             )
         return self._run
 
-    def _made_state(self) -> MutableState:
+    def _current_state(self) -> MutableState:
         assert self._state is not None
-        return _made(self._state)
+        return _make_state(self._state)
 
     # --- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the run: save the last step if `save` has `at_end`, and wait until it is durable.
 
-        Every rank calls it, or leaves the `with`. May be called again. Raises what the last save
-        has failed of.
+        Every rank calls it, or leaves the `with`. Idempotent. Raises the error of the last save.
         """
         self._close(None)
 
@@ -350,7 +345,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it. After an error no rank waits for another, and what is in memory is kept."""
+        """Close it. After an error no rank waits for another, and snapshots stay in memory."""
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
@@ -361,9 +356,9 @@ class Checkpointer:
             return
         try:
             if error is None:
-                # After `break` a variable, or a progress bar, may still have the loop's iterator.
-                self._count_body()
-                run.finish(self._step, self._made_state)
+                # After `break`, a variable or a progress bar may still have the iterator.
+                self._count_loop_step()
+                run.finish(self._step, self._current_state)
         except BaseException as failure:
             error = failure
             raise
@@ -373,41 +368,47 @@ class Checkpointer:
             run.end(error)
 
 
-_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
-def _check_alone() -> None:
-    """Raise ValueError if this process has another one: nobody knows which a signal is for."""
+def _check_only_one() -> None:
+    """Raise ValueError if this process has an open one: a signal must be for one run."""
     if _open_roots():
-        gc.collect()  # one that was dropped may be part of a cycle
+        gc.collect()  # a dropped one may be in a cycle
     for root in _open_roots():
         raise ValueError(
-            f"another Checkpointer of this process is open, for {root}: close it, or save what "
-            f"belongs to several models as parts of one state"
+            f"another Checkpointer of this process is open, for {root}: close it, or save several "
+            f"models as parts of one state"
         )
 
 
 def _open_roots() -> list[str]:
-    own = [one for one in _live if one._pid == os.getpid()]  # and not of who forked this one
+    """Return the roots of open checkpointers of this process, without those of its parent."""
+    own = [checkpointer for checkpointer in _checkpointers if checkpointer._pid == os.getpid()]
     return [one._run.root for one in own if not one._is_closed and one._run is not None]
 
 
-def _tell_open() -> None:
-    """Say what was not closed when the process ends: what is a global is not dropped before."""
-    for one in _live:
-        if one._run is not None and not one._is_closed and one._pid == os.getpid():
-            _log.warning(
-                "the process ends with a Checkpointer for %s open: at_end has saved nothing, and "
-                "what was measured last may be lost. Use it in a `with`",
-                one._run.root,
-            )
+def _warn_of_open() -> None:
+    """Warn of open checkpointers at exit: a global is not dropped before."""
+    for root in _open_roots():
+        _log.warning(
+            "the process ends with a Checkpointer for %s open: at_end has saved nothing, and the "
+            "newest metrics may be lost. Use it in a `with`",
+            root,
+        )
 
 
-atexit.register(_tell_open)
+atexit.register(_warn_of_open)
 
 
-def _made(state: StateOrMaker) -> MutableState:
+def _check_int(name: str, value: object) -> None:
+    if type(value) is not int:
+        raise TypeError(f"{name}={value!r}: give a whole number")
+
+
+def _make_state(state: StateOrMaker) -> MutableState:
     made = state() if callable(state) else state
-    if not isinstance(made, Mapping):  # a fresh run would see it hours later, at its first save
-        raise TypeError(f"the state is a {type(made).__name__}: give a mapping, or what makes one")
+    if not isinstance(made, Mapping):  # otherwise a fresh run fails hours later, at its first save
+        kind = type(made).__name__
+        raise TypeError(f"the state is a {kind}: give a mapping, or a function that returns one")
     return made

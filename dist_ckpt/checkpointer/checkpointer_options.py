@@ -1,4 +1,4 @@
-"""The options of `dc.Checkpointer`, checked once a rank's error can reach the others."""
+"""The options of `dc.Checkpointer`. They are checked inside an exchange: errors reach all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
-# A lock takes no wait that is much longer: it would be known only when the run is to stop.
-_MOST_STOP_S = 1e9
+# Locks accept no longer wait. Without this check the error would come when the run must stop.
+_MAX_STOP_S = 1e9
 
 
 class RunArguments(Message, frozen=True):
-    """What all ranks must ask for alike, as text where a value has one."""
+    """The options that must be equal on all ranks, as text where possible."""
 
     root: str
     save: str
@@ -41,7 +41,7 @@ class RunArguments(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a run is to do; see `Checkpointer`."""
+    """The options of a run: see `Checkpointer`."""
 
     root: str | os.PathLike[str]
     save: SavePolicy
@@ -54,7 +54,7 @@ class RunOptions:
     link_unchanged: str | Sequence[str] = ()
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
+        """Raise TypeError or ValueError for invalid options."""
         if not isinstance(self.save, SavePolicy):
             raise TypeError(f"save={self.save!r}: give policies such as dc.every(steps=500)")
         if self.save == SavePolicy():
@@ -101,36 +101,33 @@ class RunOptions:
         seconds = self.stop_within_s
         if not isinstance(seconds, int | float) or isinstance(seconds, bool):
             raise TypeError(f"stop_within_s={seconds!r}: give a number of seconds")
-        if not 0 < seconds <= _MOST_STOP_S:
-            wanted = f"a number of seconds above 0, up to {_MOST_STOP_S:g}"
-            raise ValueError(f"stop_within_s={seconds}: give {wanted}")
+        if not 0 < seconds <= _MAX_STOP_S:
+            raise ValueError(
+                f"stop_within_s={seconds}: give a number of seconds above 0, up to {_MAX_STOP_S:g}"
+            )
 
     def _check_config(self) -> None:
-        config, config_must_match = self.resume.config, self.resume.config_must_match
+        config, must_match = self.resume.config, self.resume.config_must_match
         check_description(None, config, self.resume.kind)
-        if isinstance(config_must_match, str) or not all(
-            type(one) is str for one in config_must_match
-        ):
+        if isinstance(must_match, str) or not all(type(pattern) is str for pattern in must_match):
             raise TypeError(
-                f'config_must_match={config_must_match!r}: give patterns, such as ("model.*",)'
+                f'config_must_match={must_match!r}: give patterns, such as ("model.*",)'
             )
-        if config_must_match and config is None:
-            raise ValueError(
-                "config_must_match= says what of config= must be equal: give config= as well"
-            )
+        if must_match and config is None:
+            raise ValueError("config_must_match= selects values of config=: give config= too")
 
-    def opened_root(self) -> str:
-        """Return the folder as the storage names it."""
+    def storage_root(self) -> str:
+        """Return the root as the storage names it."""
         try:
             return open_storage(self.root)[1]
         except (TypeError, ValueError) as error:
             raise type(error)(f"root={self.root!r}: {error}") from None
 
-    def asked(self) -> RunArguments:
-        """Return what all ranks must ask for alike."""
+    def run_arguments(self) -> RunArguments:
+        """Return the options that must be equal on all ranks."""
         init, hook = self.resume.init, self.hooks.on_failure
         return RunArguments(
-            root=self.opened_root(),
+            root=self.storage_root(),
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),
             init="" if init is None else text_of(init),

@@ -1,6 +1,6 @@
-"""What rank 0 does beside the training once a save is settled: metrics, hooks, pruning.
+"""Rank 0's work after a save: metrics, hooks and pruning.
 
-One thread does it, so that nothing of it stops the training; what fails is logged, and told once.
+A separate thread does it, so that it never stops the training. Its errors are logged.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from dist_ckpt.tools.inspect.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")
 
-# How often a save under way is looked at.
+# The interval at which a running save is polled.
 LOOK_S = 0.5
 
-# Of so many steps what was measured waits for the step to be saved.
+# The number of steps whose metrics wait for a save.
 MAX_UNSAVED = 10_000
 
-# After so many saves in a row that failed a run is not worth going on, unless it says otherwise.
+# A run ends after more failed saves in a row, by default.
 MAX_FAILURES = 3
 
 OnFailure = Literal["warn", "raise"] | Callable[[Exception], object]
@@ -47,7 +47,7 @@ OnFailure = Literal["warn", "raise"] | Callable[[Exception], object]
 
 @dataclass(frozen=True)
 class Hooks:
-    """What becomes of saves, told to the user. `on_commit` and `on_failure` run in our thread."""
+    """The callbacks of the user for saves. They run in the maintenance thread."""
 
     on_commit: Callable[[Checkpoint], object] | None = None
     on_failure: OnFailure = "warn"
@@ -56,29 +56,29 @@ class Hooks:
 
 @dataclass
 class SaveCounts:
-    """What is known of this run's saves: the newest that is durable, and failures in a row.
+    """The saves of this run: the newest durable one, as text, and the failures in a row.
 
-    `given_up` is the last step whose save has failed for good, and how.
+    `failed` is the last step whose save has finally failed, and the reason.
     """
 
     durable: str = "nothing is durable yet"
     num_failures: int = 0
-    given_up: tuple[int, str] | None = None
+    failed: tuple[int, str] | None = None
 
 
 @dataclass
 class _MaintenanceQueue:
-    """What the thread still has to do; under its lock."""
+    """The open work of the thread, under its lock."""
 
     handles: list[SaveHandle] = field(default_factory=list)
     committed: list[SaveReport] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    may_lack_room: bool = False
+    may_lack_space: bool = False
     is_closed: bool = False
 
 
 class MaintenanceThread:
-    """Rank 0's thread for a run; it runs until `close`. Threads may share it."""
+    """Rank 0's thread of a run. It runs until `close`. Threads may share it."""
 
     def __init__(
         self,
@@ -94,68 +94,69 @@ class MaintenanceThread:
         self._run = run
         self._keep = keep
         self._hooks = hooks
-        self._asks: list[BarrierProposal] = []
-        self._todo = _MaintenanceQueue()
+        self._proposals: list[BarrierProposal] = []
+        self._queue = _MaintenanceQueue()
         self._changed = threading.Condition()
         self._saved: dict[int, Where] = {}
         # Metrics of steps of earlier incarnations may be added too.
         self._restored = self._newest_saved = -1 if restored is None else restored
         self._has_warned: set[str] = set()
-        self._thread = threading.Thread(target=self._work, name="dist_ckpt keeper", daemon=True)
+        name = "dist_ckpt maintenance"
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         self._thread.start()
 
     def follow(self, handle: SaveHandle) -> None:
-        """Look after a save in the background."""
+        """Follow a background save until it is settled."""
         with self._changed:
-            self._todo.handles.append(handle)
+            self._queue.handles.append(handle)
             self._changed.notify()
 
-    def committed(self, report: SaveReport) -> None:
-        """Look after a save that is durable."""
-        self._note_durable(report)
+    def add_committed(self, report: SaveReport) -> None:
+        """Add a save that is durable."""
+        self._set_durable(report)
         with self._changed:
-            self._todo.committed.append(report)
+            self._queue.committed.append(report)
             self._changed.notify()
 
-    def measured(self, step: int, values: Mapping[str, float]) -> None:
-        """Take metrics of a step, to be put down when it is saved, or now if it was."""
+    def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add metrics of a step. They are written when it is saved, or now."""
         with self._changed:
-            unsaved = self._todo.metrics
+            unsaved = self._queue.metrics
             unsaved.setdefault(step, {}).update(values)
             while len(unsaved) > MAX_UNSAVED:
                 del unsaved[min(unsaved)]
             self._changed.notify()
 
-    def wants(self) -> BarrierProposal | None:
-        """Return what is to be asked of all ranks: to save again, or to raise."""
-        return self._asks[0] if self._asks else None
+    def proposal(self) -> BarrierProposal | None:
+        """Return the proposal to all ranks, if any: to save again, or to raise."""
+        return self._proposals[0] if self._proposals else None
 
-    def served(self, ask: BarrierProposal) -> None:
-        """Take an ask as done."""
-        if ask in self._asks:
-            self._asks.remove(ask)
+    def finish(self, proposal: BarrierProposal) -> None:
+        """Remove a proposal that is done."""
+        if proposal in self._proposals:
+            self._proposals.remove(proposal)
 
-    def became_of(self, step: int) -> Where | str | None:
-        """Return which checkpoint of this step or a newer one is durable, or why none will be.
+    def outcome(self, step: int) -> Where | str | None:
+        """Return the durable checkpoint of this step or a newer one, or the reason for none.
 
-        None while that is open. Reads the storage for a step that was restored; its errors.
+        None if it is open. For a restored step it reads the storage, with its errors.
         """
         newest = self._newest_saved if self._newest_saved >= step else step
         if (where := self._saved.get(step) or self._saved.get(newest)) is not None:
             return where
-        if (given_up := self.counts.given_up) is not None and given_up[0] >= step:
-            return given_up[1]
-        # What was restored from memory may be under way as well.
-        if step > max(self._restored, 0) or any(one.step == step for one in self._todo.handles):
+        if (failed := self.counts.failed) is not None and failed[0] >= step:
+            return failed[1]
+        # A step that was restored from memory may be saved now.
+        if step > max(self._restored, 0) or any(one.step == step for one in self._queue.handles):
             return None
-        return self._found(step) or (
+        return self._find_earlier(step) or (
             f"the run has begun with step {step}, which is not durable, and no step was done since"
         )
 
     def close(self, timeout_s: float | None) -> None:
-        """Do what is left, for so long at most, and end. May be called again."""
+        """Finish the open work within `timeout_s`, and end. Idempotent."""
         with self._changed:
-            self._todo.is_closed = True
+            self._queue.is_closed = True
             self._changed.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -163,76 +164,75 @@ class MaintenanceThread:
 
     # --- the thread ------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        todo, was_closed = self._todo, False
-        while not (was_closed and not (todo.handles or todo.committed)):
+    def _run_thread(self) -> None:
+        queue, was_closed = self._queue, False
+        while not (was_closed and not (queue.handles or queue.committed)):
             with self._changed:
-                is_due = todo.committed or todo.may_lack_room
-                if not (todo.is_closed or is_due or todo.handles or self._late_metrics()):
+                is_due = queue.committed or queue.may_lack_space
+                if not (queue.is_closed or is_due or queue.handles or self._has_late_metrics()):
                     self._changed.wait()
-                elif todo.handles and not is_due and was_closed == todo.is_closed:
+                elif queue.handles and not is_due and was_closed == queue.is_closed:
                     self._changed.wait(LOOK_S)
-                was_closed = todo.is_closed
+                was_closed = queue.is_closed
             try:
-                self._do()
-            except Exception:  # noqa: BLE001 - a thread's outer edge: the training goes on
+                self._work()
+            except Exception:  # noqa: BLE001 - a thread's outer edge: the training continues
                 _log.exception("%s: metrics, hooks or pruning have failed", self._root)
 
-    def _do(self) -> None:
-        """Do what there is to do now."""
-        todo = self._todo
-        for handle in [*todo.handles]:
+    def _work(self) -> None:
+        queue = self._queue
+        for handle in [*queue.handles]:
             if handle.done():
                 self._settle(handle)
         with self._changed:
-            committed, todo.committed = todo.committed, []
-            may_lack_room, todo.may_lack_room = todo.may_lack_room, False
+            committed, queue.committed = queue.committed, []
+            may_lack_space, queue.may_lack_space = queue.may_lack_space, False
         for report in committed:
             self._after_commit(report)
-        self._put_metrics()
-        if committed or may_lack_room:
+        self._write_metrics()
+        if committed or may_lack_space:
             self._prune()
 
     def _settle(self, handle: SaveHandle) -> None:
         error = handle.exception()
         with self._changed:
-            self._todo.handles.remove(handle)
+            self._queue.handles.remove(handle)
             if error is None and (report := handle.result()) is not None:
                 _log.info("%s", report)
-                self._note_durable(report)
-                self._todo.committed.append(report)
+                self._set_durable(report)
+                self._queue.committed.append(report)
         if error is not None:
-            self._failed(handle.step, error)
+            self._propose_after(handle.step, error)
 
-    def _failed(self, step: int | None, error: Exception) -> None:
-        """Tell that a save has failed; ask all ranks for another, or to raise."""
+    def _propose_after(self, step: int | None, error: Exception) -> None:
+        """Report a failed save, and propose another one, or an error on all ranks."""
         self.counts.num_failures += 1
-        text = self.tell_failure(step, error)
+        text = self.report_failure(step, error)
         hooks = self._hooks
         is_enough = self.counts.num_failures > hooks.max_failures
         # Another try is useless if a newer incarnation has taken over.
         if hooks.on_failure == "raise" or is_enough or isinstance(error, ConflictError):
             kind = failure_of(error, "background save").kind
-            self._asks.append(BarrierProposal(COORDINATOR, text, raises=kind))
+            self._proposals.append(BarrierProposal(COORDINATOR, text, raises=kind))
         else:
-            self._asks.append(BarrierProposal(COORDINATOR, text, again=True))
+            self._proposals.append(BarrierProposal(COORDINATOR, text, again=True))
 
-    def tell_failure(self, step: int | None, error: Exception, *, again: bool = False) -> str:
-        """Tell that a save has failed, and what is safe; return it. `again`: another is coming."""
+    def report_failure(self, step: int | None, error: Exception) -> str:
+        """Log a failed save and the newest durable one, and call `on_failure`. Return the text."""
         text = f"step {step} is not saved: {error} Safe is: {self.counts.durable}"
         _log.warning("%s", text)
-        if step is not None and not again:
-            self.counts.given_up = step, text
-        if isinstance(error, StorageError):  # rules that are new here may free a full disk
+        if step is not None:
+            self.counts.failed = step, text
+        if isinstance(error, StorageError):  # a prune by a new policy may free a full disk
             with self._changed:
-                self._todo.may_lack_room = True
+                self._queue.may_lack_space = True
                 self._changed.notify()
         if callable(hook := self._hooks.on_failure):
-            self._guarded("on_failure", partial(hook, error))
+            self._call_hook("on_failure", partial(hook, error))
         return text
 
-    def _note_durable(self, report: SaveReport) -> None:
-        # At once, for what fails next is told with what is safe.
+    def _set_durable(self, report: SaveReport) -> None:
+        # At once: the next failure reports it.
         self.counts.durable = f"step {report.step}, at {report.path}"
         self.counts.num_failures = 0
 
@@ -244,40 +244,40 @@ class MaintenanceThread:
         try:
             put_saved(self._storage, self._root, (report.step, attempt), report)
         except CheckpointError as error:
-            _log.info("how long the save of step %d took is not put down: %s", report.step, error)
+            _log.info("the duration of the save of step %d is not stored: %s", report.step, error)
         if (hook := self._hooks.on_commit) is not None:
 
-            def tell() -> None:
+            def call() -> None:
                 with open_checkpoint(report.path) as checkpoint:
                     hook(checkpoint)
 
-            self._guarded("on_commit", tell)
+            self._call_hook("on_commit", call)
 
-    def _guarded(self, what: str, act: Callable[[], object]) -> None:
+    def _call_hook(self, name: str, call: Callable[[], object]) -> None:
         try:
-            act()
-        except (Exception, SystemExit):  # noqa: BLE001 - the user's code: no save is lost for it
-            # SystemExit as well: it would end this thread without a word.
-            _log.exception("%s of the run in %s has failed", what, self._root)
+            call()
+        except (Exception, SystemExit):  # noqa: BLE001 - the user's code must not harm a save
+            # SystemExit too: it would end this thread silently.
+            _log.exception("%s of the run in %s has failed", name, self._root)
 
-    def _late_metrics(self) -> bool:
-        return any(step <= self._newest_saved for step in self._todo.metrics)
+    def _has_late_metrics(self) -> bool:
+        return any(step <= self._newest_saved for step in self._queue.metrics)
 
-    def _put_metrics(self) -> None:
-        """Put down what was measured of steps that are saved; forget what is of other steps."""
+    def _write_metrics(self) -> None:
+        """Write the metrics of saved steps. Drop those of steps that were not saved."""
         with self._changed:
-            unsaved, waiting = self._todo.metrics, {one.step for one in self._todo.handles}
+            unsaved, waiting = self._queue.metrics, {one.step for one in self._queue.handles}
             settled = [step for step in unsaved if step <= self._newest_saved]
             due = {step: unsaved.pop(step) for step in settled if step not in waiting}
         for step, values in due.items():
             try:
-                if (where := self._saved.get(step) or self._found(step)) is not None:
+                if (where := self._saved.get(step) or self._find_earlier(step)) is not None:
                     put_metrics(self._storage, self._root, where, values)
             except CheckpointError as error:
                 _log.warning("the metrics of step %d are lost: %s", step, error)
 
-    def _found(self, step: int) -> Where | None:
-        """Return the checkpoint of a step that an earlier incarnation saved, if there is one."""
+    def _find_earlier(self, step: int) -> Where | None:
+        """Return the checkpoint of a step of an earlier incarnation, if it exists."""
         if step > self._restored:
             return None
         alive = list_run(self._storage, self._root, now=time.time()).alive
@@ -295,21 +295,21 @@ class MaintenanceThread:
         except CheckpointError as error:
             _log.warning("%s is not pruned now: %s", self._root, error)
         else:
-            self._look_for_metrics([one for one, _ in decisions])
+            self._check_metrics([checkpoint for checkpoint, _ in decisions])
 
-    def _look_for_metrics(self, there: list[RunCheckpoint]) -> None:
-        """Warn of a rule whose metric nobody gives: it keeps what is unmeasured, and no more."""
+    def _check_metrics(self, checkpoints: list[RunCheckpoint]) -> None:
+        """Warn of a metric of the policy that no checkpoint has."""
         assert self._keep is not None
         for name in metrics_of(self._keep):
-            measured = [one for one in there if name in one.metrics]
-            if not measured and len(self._saved) > MAX_FAILURES:
+            has_metric = any(name in checkpoint.metrics for checkpoint in checkpoints)
+            if not has_metric and len(self._saved) > MAX_FAILURES:
                 self._warn_once(
                     name,
-                    f"{self._root}: keep= looks at the metric {name!r}, which no checkpoint has: "
-                    f"give it of a step that is saved, by `metrics(step, {{{name!r}: ...}})`",
+                    f"{self._root}: keep= uses the metric {name!r}, which no checkpoint has: give "
+                    f"it for a step that is saved, by `metrics(step, {{{name!r}: ...}})`",
                 )
 
-    def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._has_warned:
-            self._has_warned.add(what)
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._has_warned:
+            self._has_warned.add(key)
             _log.warning("%s", text)

@@ -3,9 +3,8 @@
 The restore point is the newest committed checkpoint that is not orphaned, from memory if a newer
 save is there. Only a damaged one is skipped, after a second read past the page cache has confirmed
 the damage: a temporary error of the storage must not roll a run back. An incarnation that writes
-is recorded when its state is loaded, before its first save.
-
-A run's configuration: saved with each checkpoint, compared when a run goes on.
+is recorded when its state is loaded, before its first save. The saved configuration is compared
+with that of the run.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     secure_incarnation,
 )
 from dist_ckpt.core.commit.records.leases import CheckpointRef, renewed_lease
+from dist_ckpt.core.commit.records.protections import Where
 from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import differences
@@ -51,18 +51,21 @@ from dist_ckpt.runs.selectors import select
 def check_config_matches(
     then: object, now: object, config_must_match: Sequence[str], path: str
 ) -> str:
-    """Return what differs from the checkpoint's configuration, in one line; "" if nothing does.
+    """Return the differences from the checkpoint's configuration in one line, or "".
 
-    IncompatibleError if something does that matches a pattern of `config_must_match`.
+    IncompatibleError for a difference that matches a pattern of `config_must_match`.
     """
-    found = differences(then, now)
-    text = {name: f"{name}: {old} there, {new} here" for name, (old, new) in found.items()}
-    refused = [name for name in found if any(fnmatchcase(name, one) for one in config_must_match)]
+    text = {
+        name: f"{name}: {old} there, {new} here"
+        for name, (old, new) in differences(then, now).items()
+    }
+    refused = [
+        line for name, line in text.items() if any(fnmatchcase(name, p) for p in config_must_match)
+    ]
     if refused:
         raise IncompatibleError(
             f"{path} was saved with another configuration, which must be the same: "
-            f"{listed([text[name] for name in refused], '; ')}. Use that configuration, or another "
-            f"root"
+            f"{listed(refused, '; ')}. Use that configuration, or another root"
         )
     return listed(list(text.values()), "; ")
 
@@ -75,7 +78,7 @@ _FOLDER = re.compile(r"step-([0-9]{8,19})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOptions:
-    """How a run begins; see `Checkpointer`."""
+    """The options of a resume: see `Checkpointer`."""
 
     init: Sources | None = None
     init_strict: bool = True
@@ -90,7 +93,7 @@ class ResumeOptions:
     include_frozen: bool = True
 
     def load_options(self, *, notes: bool = True) -> LoadOptions:
-        """Return how the run's own checkpoints are loaded: what is saved of the state."""
+        """Return the options for checkpoints of the run, which have the saved part of the state."""
         return LoadOptions(
             sharding=self.sharding,
             include=self.include,
@@ -102,21 +105,21 @@ class ResumeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from: the step, None if it begins anew.
+    """The result of a resume: the step, or None for a fresh run.
 
-    `incarnation` is the number of this one, 0 if it only reads. `where` is a text about the place
-    of that step; `in_memory_only`: it is not committed yet.
+    `incarnation` is 0 for a run that only reads. `description` is a text about the step and its
+    path. `in_memory_only`: the step is not committed yet.
     """
 
     step: int | None
     incarnation: int
     why: str
-    where: str = ""
+    description: str = ""
     in_memory_only: bool = False
 
 
 class _RestorePoint(Message, frozen=True):
-    """A checkpoint that the run may go on from."""
+    """A possible restore point of the run."""
 
     step: int
     path: str
@@ -124,7 +127,7 @@ class _RestorePoint(Message, frozen=True):
 
 
 class _RunListing(Message, frozen=True):
-    """What rank 0 sees in the root: candidates, the newest first, and what is stepped over."""
+    """Rank 0's view of the root: possible restore points, the newest first, and damaged ones."""
 
     candidates: tuple[_RestorePoint, ...]
     skipped: tuple[str, ...]
@@ -132,14 +135,14 @@ class _RunListing(Message, frozen=True):
 
 @dataclass
 class Resume:
-    """One rank's part in a resume, for one call. `root` is the folder as the storage names it."""
+    """One rank's part of one resume. `root` is the root as the storage names it."""
 
     ranks: Session
     saver: AsyncSaver | None
     root: str
     options: ResumeOptions
     storage: Storage = field(init=False)
-    # Of rank 0: the newest incarnation when the root was read, and the lease of what is restored.
+    # On rank 0: the newest incarnation in the root, and the lease of the restore point.
     _after: int = 0
     _leases: ExitStack = field(default_factory=ExitStack)
 
@@ -148,14 +151,14 @@ class Resume:
 
     def run(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state and record the incarnation. Collective."""
-        look = self._look(at)
+        listing = self._list(at)
         restored, why = self._from_memory(state) if at is None else (None, "")
-        newest = look.candidates[0].step if look.candidates else -1
+        newest = listing.candidates[0].step if listing.candidates else -1
         try:
             if restored is None or newest > restored.step:
-                restored, why = self._from_storage(state, look, at)
+                restored, why = self._from_storage(state, listing, at)
             if restored is None:
-                why = self._fresh(state, look)
+                why = self._fresh(state, listing)
             number = 0 if self.options.read_only else self._record(restored, why, at)
         finally:
             self._leases.close()
@@ -164,30 +167,31 @@ class Resume:
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
         if restored is None:
             return Resumed(None, number, why)
-        is_durable = restored in look.candidates
-        where = f"step {restored.step}, {f'at {restored.path}' if is_durable else 'from memory'}"
-        return Resumed(restored.step, number, why, where, in_memory_only=not is_durable)
+        is_durable = restored in listing.candidates
+        source = f"at {restored.path}" if is_durable else "from memory"
+        description = f"step {restored.step}, {source}"
+        return Resumed(restored.step, number, why, description, in_memory_only=not is_durable)
 
-    # --- what there is ---------------------------------------------------------------------------
+    # --- find the restore point ------------------------------------------------------------------
 
-    def _look(self, at: str | None) -> _RunListing:
-        with self._exchange("run") as looking:
-            asked = looking.gather(at or "")
-            if asked is not None:
-                if any(one != asked[0] for one in asked):
-                    raise ValueError(f"restore(at=...) differs between ranks: {asked}")
-                looking.decide(self._seen(at))
-        return looking.result(_RunListing)
+    def _list(self, at: str | None) -> _RunListing:
+        with self._exchange("run") as listing:
+            gathered = listing.gather(at or "")
+            if gathered is not None:
+                if len(set(gathered)) > 1:
+                    raise ValueError(f"restore(at=...) differs between ranks: {gathered}")
+                listing.decide(self._read_root(at))
+        return listing.result(_RunListing)
 
     @contextmanager
     def _exchange(self, phase: str) -> Iterator[Exchange]:
-        """Do one exchange, which is an operation of its own. Collective."""
-        what, channel = f"restore of the run in {self.root}", self.ranks.channel
-        with self.ranks.operation(what), channel.exchange(phase) as exchange:
+        """Make one exchange as a separate operation. Collective."""
+        operation, channel = f"restore of the run in {self.root}", self.ranks.channel
+        with self.ranks.operation(operation), channel.exchange(phase) as exchange:
             yield exchange
 
-    def _seen(self, at: str | None) -> _RunListing:
-        """Look into the root. Rank 0 only."""
+    def _read_root(self, at: str | None) -> _RunListing:
+        """List the restore points in the root. Rank 0 only."""
         newest = newest_incarnation(self.storage, self.root)
         self._after = 0 if newest is None else newest.number
         try:
@@ -198,9 +202,9 @@ class Resume:
             return _RunListing((), ())
         if not self.options.read_only:
             refuse_old(listing.root, listing.old_folders)
-        if any(one.state == "damaged" for one in listing.checkpoints):
-            for one in listing.checkpoints:
-                drop_cached(f"{one.path}/{_newest_attempt(self.storage, one.path)}")
+        if any(checkpoint.state == "damaged" for checkpoint in listing.checkpoints):
+            for checkpoint in listing.checkpoints:
+                drop_cached(f"{checkpoint.path}/{_newest_attempt(self.storage, checkpoint.path)}")
             listing = list_run(self.storage, self.root, now=time.time())
         if listing.root != self.root:
             raise ValueError(
@@ -208,53 +212,53 @@ class Resume:
             )
         alive = listing.alive if at is None else (select(listing, at),)
         skipped = self._unreadable(listing, alive) if at is None else ()
-        found = tuple(
-            _RestorePoint(one.step, one.path, one.attempt)
-            for one in reversed(alive)
-            if one.step is not None and one.attempt is not None
+        candidates = tuple(
+            _RestorePoint(checkpoint.step, checkpoint.path, checkpoint.attempt)
+            for checkpoint in reversed(alive)
+            if checkpoint.step is not None and checkpoint.attempt is not None
         )
-        if found:
-            self._check_config(found[0])
-        return _RunListing(found, skipped)
+        if candidates:
+            self._check_config(candidates[0])
+        return _RunListing(candidates, skipped)
 
     def _unreadable(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
-        """Return what is damaged above the newest. IncompatibleError for a newer version's."""
+        """Return damaged checkpoints above the newest. IncompatibleError for a newer version."""
         newest = alive[-1].step or 0 if alive else -1
-        above = [one for one in listing.checkpoints if _step_named(one.name) > newest]
-        for one in above:
-            if one.state == "incompatible":
+        later = [entry for entry in listing.checkpoints if _step_in_name(entry.name) > newest]
+        for entry in later:
+            if entry.state == "incompatible":
                 raise IncompatibleError(
-                    f"{one.path}: {one.problem}. It may be the newest, so nothing older is taken"
+                    f"{entry.path}: {entry.problem}. It may be the newest, so no older one is used"
                 )
-        damaged = [one for one in above if one.state == "damaged"]
-        return tuple(f"{one.name} is damaged: {one.problem}" for one in damaged)
+        damaged = [entry for entry in later if entry.state == "damaged"]
+        return tuple(f"{entry.name} is damaged: {entry.problem}" for entry in damaged)
 
     def _check_config(self, newest: _RestorePoint) -> None:
         config, kind = self.options.config, self.options.kind
         if config is None and kind is None:
             return
         with open_checkpoint(newest.path) as checkpoint:
-            then, kind_then = checkpoint.config, checkpoint.kind
-        if kind_then not in (kind, None) and kind is not None:
+            saved_config, saved_kind = checkpoint.config, checkpoint.kind
+        if saved_kind not in (kind, None) and kind is not None:
             raise IncompatibleError(
-                f"{newest.path} is of the kind {kind_then!r}, and this run of {kind!r}: give the "
-                f"kind that it has, or another root"
+                f"{newest.path} has the kind {saved_kind!r}, and this run has {kind!r}: give the "
+                f"kind of the checkpoint, or another root"
             )
-        if then is None or config is None:
+        if saved_config is None or config is None:
             return
-        differs = check_config_matches(then, config, self.options.config_must_match, newest.path)
-        if differs:
-            _log.warning("%s was saved with another configuration: %s", newest.path, differs)
+        must_match = self.options.config_must_match
+        if text := check_config_matches(saved_config, config, must_match, newest.path):
+            _log.warning("%s was saved with another configuration: %s", newest.path, text)
 
-    # --- what is taken ---------------------------------------------------------------------------
+    # --- load it ---------------------------------------------------------------------------------
 
     def _from_memory(self, state: MutableState) -> tuple[_RestorePoint | None, str]:
         if self.saver is None:
             return None, ""
         try:
             step = self.saver.restore_with(state, self.options.load_options())
-        except CorruptError as error:  # of a part that is not in memory
-            _log.warning("the newest that memory has a part of is damaged: %s", error)
+        except CorruptError as error:  # in files that are not in memory
+            _log.warning("the newest save in memory is damaged in the storage: %s", error)
             return None, ""
         report = self.saver.restored
         if step is None or report is None:
@@ -262,65 +266,66 @@ class Resume:
         return _RestorePoint(step, report.path, report.attempt), "the newest, from memory"
 
     def _from_storage(
-        self, state: MutableState, look: _RunListing, at: str | None
+        self, state: MutableState, listing: _RunListing, at: str | None
     ) -> tuple[_RestorePoint | None, str]:
-        over = [*look.skipped]
-        for one in look.candidates:
+        skipped = [*listing.skipped]
+        for point in listing.candidates:
             try:
-                self._load(state, one)
+                self._load(state, point)
             except CorruptError as error:
-                drop_cached(f"{one.path}/{one.attempt}")
-                _log.warning("%s seems damaged, and is read again: %s", one.path, error)
+                drop_cached(f"{point.path}/{point.attempt}")
+                _log.warning("%s seems damaged, and is read again: %s", point.path, error)
                 try:
-                    self._load(state, one)
+                    self._load(state, point)
                 except CorruptError as again:
                     if at is not None:
                         raise
-                    over.append(f"step {one.step} is damaged: {again}")
+                    skipped.append(f"step {point.step} is damaged: {again}")
                     if self.ranks.channel.rank == COORDINATOR:
-                        _log.warning("%s is stepped over: %s", one.path, again)
+                        _log.warning("%s is skipped: %s", point.path, again)
                     continue
-            why = f"{at} was asked for" if at is not None else "the newest"
-            return one, f"the newest that is whole: {'; '.join(over)}" if over else why
-        if look.candidates:
+            why = f"{at} was requested" if at is not None else "the newest"
+            return point, f"the newest undamaged: {'; '.join(skipped)}" if skipped else why
+        if listing.candidates:
             raise CorruptError(
-                f"{self.root}: no checkpoint is whole: {'; '.join(over)}. What the last one has "
-                f"touched of the state is not to be trained on"
+                f"{self.root}: all checkpoints are damaged: {'; '.join(skipped)}. The state is "
+                f"filled in part: do not train on it"
             )
         return None, ""
 
-    def _load(self, state: MutableState, one: _RestorePoint) -> None:
-        """Load it, leased until the incarnation is recorded: see `begin_incarnation`."""
+    def _load(self, state: MutableState, point: _RestorePoint) -> None:
+        """Load it, with a lease until the incarnation is recorded: see `begin_incarnation`."""
         if not self.options.read_only:
             with self._exchange("lease"):
                 if self.ranks.channel.rank == COORDINATOR:
                     self._leases.close()
-                    where = one.step, Attempt.named(one.attempt)
-                    subject = CheckpointRef(self.storage, self.root, one.path, where)
-                    self._leases.enter_context(renewed_lease(subject))
+                    ref = CheckpointRef(self.storage, self.root, point.path, _where(point))
+                    self._leases.enter_context(renewed_lease(ref))
         options = self.options.load_options(notes=not self.options.read_only)
         try:
-            load_together(self.ranks, state, one.path, options, memory=OPENER.memory, opener=OPENER)
+            load_together(
+                self.ranks, state, point.path, options, memory=OPENER.memory, opener=OPENER
+            )
         except IncompatibleError as error:
             raise IncompatibleError(
-                f"{error}\nA run goes on with the state that it has saved. To begin another with "
-                f"this state: Checkpointer(ANOTHER_ROOT, init={one.path!r}, init_strict=False)",
+                f"{error}\nA run resumes with the state that it has saved. To begin another with "
+                f"this state: Checkpointer(ANOTHER_ROOT, init={point.path!r}, init_strict=False)",
                 rank=error.rank,
                 phase=error.phase,
             ) from error
 
-    def _fresh(self, state: MutableState, look: _RunListing) -> str:
-        """Fill the state with what a fresh run begins with; raise if this is to be no fresh one."""
+    def _fresh(self, state: MutableState, listing: _RunListing) -> str:
+        """Fill the state from `init`, if any. Raise if a fresh run is not allowed."""
         init = self.options.init
-        if self.options.must_exist or look.skipped:
-            told = "; ".join(look.skipped) or "none is committed"
-            kind = CorruptError if look.skipped else NotFoundError
+        if self.options.must_exist or listing.skipped:
+            reason = "; ".join(listing.skipped) or "none is committed"
+            kind = CorruptError if listing.skipped else NotFoundError
             raise kind(
-                f"{self.root}: there is no checkpoint to go on from: {told}. Nothing is begun "
-                f"anew there: choose another root, or move away what is damaged"
+                f"{self.root}: no checkpoint to resume from: {reason}. A fresh run is not begun "
+                f"there: choose another root, or move away damaged checkpoints"
             )
         if init is None:
-            return "there was nothing to go on from"
+            return "no checkpoint to resume from"
         options = LoadOptions(
             sharding=self.options.sharding,
             strict=self.options.init_strict,
@@ -329,17 +334,17 @@ class Resume:
         report = load_together(
             self.ranks, state, init, options, memory=OPENER.memory, opener=OPENER
         )
-        taken = " and ".join(source.path for source in report.sources)
-        return f"there was nothing to go on from; it begins with {taken}"
+        paths = " and ".join(source.path for source in report.sources)
+        return f"no checkpoint to resume from; it begins with {paths}"
 
     def _record(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         with self._exchange("incarnation") as recording:
             recording.gather(None)
             if recording.is_coordinator:
-                recording.decide(self._begun(restored, why, at).number)
+                recording.decide(self._begin(restored, why, at).number)
         return recording.result(int)
 
-    def _begun(self, restored: _RestorePoint | None, why: str, at: str | None) -> IncarnationRecord:
+    def _begin(self, restored: _RestorePoint | None, why: str, at: str | None) -> IncarnationRecord:
         """Record the incarnation. Rank 0 only."""
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
         if alive := describe_liveness(self.storage, self.root, self._after):
@@ -349,7 +354,7 @@ class Resume:
                 self._after,
                 alive,
             )
-        where = None if restored is None else (restored.step, Attempt.named(restored.attempt))
+        where = None if restored is None else _where(restored)
         record = begin_incarnation(
             self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
         )
@@ -360,12 +365,17 @@ class Resume:
         return record
 
 
-def _step_named(name: str) -> int:
-    """Return the step that a folder's name says; of one that no run names so it is 0."""
+def _step_in_name(name: str) -> int:
+    """Return the step in the name of a checkpoint's folder, or 0 for other names."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else 0
 
 
+def _where(point: _RestorePoint) -> Where:
+    return point.step, Attempt.named(point.attempt)
+
+
 def _newest_attempt(storage: Storage, path: str) -> str:
-    names = [e.name for e in storage.list(path) if parse_attempt(e.name) is not None]
-    return max(names, key=lambda name: parse_attempt(name) or Attempt(0, ""), default="")
+    attempts = filter(None, (parse_attempt(entry.name) for entry in storage.list(path)))
+    newest = max(attempts, default=None)
+    return "" if newest is None else newest.name

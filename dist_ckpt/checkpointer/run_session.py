@@ -1,7 +1,4 @@
-"""A run while it is open: what ranks do at a boundary on which they agreed, and at the end.
-
-The saves of a run: in the background or not, and again where one has failed.
-"""
+"""An open run: its saves, and the actions at a common boundary and at the end."""
 
 from __future__ import annotations
 
@@ -49,42 +46,42 @@ from dist_ckpt.tools.rewrite.copying import plan_backup_at
 
 _log = logging.getLogger("dist_ckpt")
 
-# What ranks wait beyond the time to stop, for each other's word of how the last save stands.
-WORD_S = 1.0
+# Time before the deadline for the exchange about the last save.
+EXCHANGE_S = 1.0
 
 DURABLE, STAGED, FAILED, TOO_LATE = "durable", "staged", "failed", "failed in the end"
 
 
 @dataclass
 class RunSaves:
-    """One rank's side. `last` is the step that was last begun to be saved, or restored.
+    """One rank's side of the saves. All ranks call each method alike, and decide alike.
 
-    `in_memory_only`: it was restored from memory, and has not been begun to be saved since.
-    `num_begun` counts the saves of this incarnation.
-    All ranks call each method alike, and decide alike: what is told here is told to all.
+    `last` is the last step that was restored, or whose save has begun. `in_memory_only`: it was
+    restored from memory, and no save has begun since. `num_begun` counts the saves of this
+    incarnation.
     """
 
     ranks: Session
     run: Incarnation
     saver: AsyncSaver | None
-    keeper: MaintenanceThread | None
+    maintenance: MaintenanceThread | None
     options: RunOptions
     last: int = 0
     in_memory_only: bool = False
     num_begun: int = 0
     _handle: SaveHandle | None = None
     _earlier: list[SaveHandle] = field(default_factory=list)
-    # The last save has failed, as far as it was not left to a writer.
+    # A save in the foreground has failed.
     _has_failed: bool = False
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if self.in_memory_only:  # maybe it was to replace what is committed there
+        if self.in_memory_only:  # it may replace a committed checkpoint
             self._begun = {self.last}
 
-    def lacks(self, step: int) -> bool:
-        """Say whether a step that is done is neither durable nor begun to be saved."""
+    def needs_save(self, step: int) -> bool:
+        """Return True if a completed step is not durable, and no save of it has begun."""
         return step != self.last or self.in_memory_only
 
     def save(
@@ -92,11 +89,10 @@ class RunSaves:
     ) -> None:
         """Save a step. Collective.
 
-        `is_urgent` says, also while it waits for an older save, whether there is no time for that:
-        then it takes the place of one that no writer has begun.
-        What fails is tried again at once; then it counts as failed, which is told as `on_failure`
-        says. Raises what no other try can mend: a state that cannot be saved, a lost rank, a newer
-        incarnation that has taken over.
+        If `is_urgent` is or becomes true, it supersedes a save that no writer has begun instead of
+        waiting. A failed save is tried again at once. A second failure is reported by `on_failure`.
+        Raises errors that another try cannot fix: an invalid state, a lost rank, a newer
+        incarnation.
         """
         self.last = step
         self.num_begun += 1
@@ -105,7 +101,7 @@ class RunSaves:
         except (RankError, ConflictError):
             raise
         except CheckpointError as error:
-            # In the background: maybe of an earlier save, which rank 0's keeper tells as well.
+            # It may be the error of an earlier background save, which rank 0 reports too.
             if self.ranks.channel.rank == COORDINATOR:
                 _log.warning("step %d: %s. It is saved again", step, error)
             self._try_again(step, state, boundary, is_urgent)
@@ -122,8 +118,8 @@ class RunSaves:
             raise
         except CheckpointError as error:
             self._num_failures += 1
-            if self.keeper is not None:
-                self.keeper.tell_failure(step, error)
+            if self.maintenance is not None:
+                self.maintenance.report_failure(step, error)
             hooks = self.options.hooks
             if hooks.on_failure == "raise" or self._num_failures > hooks.max_failures:
                 raise
@@ -139,7 +135,7 @@ class RunSaves:
             include_frozen=resume.include_frozen,
             config=resume.config,
             kind=resume.kind,
-            attach=self._attach_of(step),
+            attach=self._attach(step),
             link_unchanged=self.options.link_unchanged,
             run=self.run,
             boundary=boundary,
@@ -148,80 +144,79 @@ class RunSaves:
         path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False
         if self._handle is not None:
-            self._earlier = [one for one in (*self._earlier, self._handle) if not one.done()]
+            self._earlier = [save for save in (*self._earlier, self._handle) if not save.done()]
         self._handle, self._has_failed = None, True
         if self.saver is not None:
             self._handle = self.saver.save_with(state, path, options)
             self._has_failed = False
-            if self.keeper is not None:
-                self.keeper.follow(self._handle)
+            if self.maintenance is not None:
+                self.maintenance.follow(self._handle)
             return
         report = save_together(self.ranks, state, path, options)
         self._has_failed = False
-        if self.keeper is not None:
-            self.keeper.committed(report)
+        if self.maintenance is not None:
+            self.maintenance.add_committed(report)
 
-    def _attach_of(self, step: int) -> ReadAttachments | None:
-        """Return what rank 0 asks, once the ranks agree on the save, for what is attached to it."""
+    def _attach(self, step: int) -> ReadAttachments | None:
+        """Return a function for rank 0 that returns the attachments, called during the save."""
         attach = self.options.attach
         if attach is None or self.ranks.channel.rank != COORDINATOR:
             return None
         return lambda: attach(step)
 
     def settle(self, until: float) -> str:
-        """Wait, until a time of the monotonic clock, for the last save. Collective.
+        """Wait for the last save until a time of the monotonic clock. Collective.
 
-        Returns what all ranks then know of it: "durable", "staged" in memory, "failed", or failed
-        when there was no time left, by rank 0's clock: ranks must not disagree on another try.
+        Return the worst status of all ranks: `DURABLE`, `STAGED` in memory, `FAILED`, or `TOO_LATE`
+        if it failed and no time is left for another try. Rank 0's clock decides that for all ranks.
         """
-        own = self._status(until)
-        # Who is alone reads it: of a run that comes to its end nobody has asked for a stop.
-        what = "end" if until == inf else "stop"
-        with self.ranks.operation(f"{what} of the run"), self.ranks.channel.exchange(what) as word:
-            gathered = word.gather(own)
+        status = self._status(until)
+        # The label is in the error of a rank without partners.
+        label, channel = "end" if until == inf else "stop", self.ranks.channel
+        with self.ranks.operation(f"{label} of the run"), channel.exchange(label) as settling:
+            gathered = settling.gather(status)
             if gathered is not None:
-                worst = next((one for one in (FAILED, STAGED) if one in gathered), DURABLE)
+                worst = next((bad for bad in (FAILED, STAGED) if bad in gathered), DURABLE)
                 is_late = worst == FAILED and time.monotonic() >= until
-                word.decide(TOO_LATE if is_late else worst)
-        return word.result(str)
+                settling.decide(TOO_LATE if is_late else worst)
+        return settling.result(str)
 
     def _status(self, until: float) -> str:
         if self._handle is None:
             return FAILED if self._has_failed else DURABLE
         try:
-            left_s = None if until == inf else max(0.0, until - WORD_S - time.monotonic())
-            error = self._handle.exception(left_s)
+            timeout_s = None if until == inf else max(0.0, until - EXCHANGE_S - time.monotonic())
+            error = self._handle.exception(timeout_s)
         except TimeoutError:
             return STAGED
-        for one in self._earlier:  # settled before this one, and told by rank 0's keeper
-            one.exception()
+        for handle in self._earlier:  # settled before this one, and reported by rank 0
+            handle.exception()
         return DURABLE if error is None else FAILED
 
 
-# What a scheduler can be told to take as "try again" (EX_TEMPFAIL).
+# A scheduler can be configured to restart a job with this exit code (EX_TEMPFAIL).
 REQUEUE = 75
 
-# For metrics, hooks and pruning at the end: of a run that is not pressed for time, and else.
-END_S, HURRIED_END_S = 300.0, 1.0
+# For metrics, hooks and pruning at the end; the second is for a run with little time.
+END_S, URGENT_END_S = 300.0, 1.0
 
-# For answers to who has asked for a save: whoever hears nothing waits much longer.
+# For answers to save requests: a requester without an answer waits much longer.
 ANSWERS_END_S = 5.0
 
-# What a lone rank is told that it is doing.
-_THE_END = "end the run"
+# The label of the last boundary, in errors of a rank without partners.
+_END_LABEL = "end the run"
 
 MakeState = Callable[[], MutableState]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStopped:
-    """Why a run is to stop, and the step at which it did; `is_durable`: that step is.
+    """The reason and the step at which a run stopped. `is_durable`: the step is durable.
 
-    If it is not, it is staged in memory, and the writers that outlive the job write it; a later
-    incarnation on these hosts resumes from it, unless the writers were killed before they had it
-    digested. Not so for saves that are not in the background, and what failed before it was staged.
-    `exit_code` is what to exit with so that a scheduler starts the job again: it has to be told
-    that code.
+    Otherwise it is staged in memory. The writers outlive the job and write it, and a later
+    incarnation on these hosts resumes from it, unless the writers were killed before they digested
+    it. This does not hold for saves in the foreground, and if it failed before it was staged. Exit
+    with `exit_code`, so that a scheduler that is configured for it restarts the job.
     """
 
     why: str
@@ -232,7 +227,7 @@ class TrainingStopped:
 
 @dataclass
 class RunSession:
-    """One rank's side of a run; `saves` from its restore on. All ranks call each method alike."""
+    """One rank's side of a run. It has `saves` after its restore. All ranks call methods alike."""
 
     ranks: Session
     root: str
@@ -245,17 +240,17 @@ class RunSession:
     pid: int = field(default_factory=os.getpid)
 
     def resume(self, state: MutableState, at: str | None) -> Resumed:
-        """Fill the state with what the run goes on from, and begin to save. Collective."""
-        if (keeper := self.requests.keeper) is not None:  # of a restore before
-            keeper.close(END_S)
-        if (outside := self.requests.outside) is not None:
-            outside.close("the job has restored once more", ANSWERS_END_S)
-        how = self.options.resume
-        resumed = Resume(self.ranks, self.saver, self.root, how).run(state, at)
+        """Fill the state from the restore point, and begin to save. Collective."""
+        if (maintenance := self.requests.maintenance) is not None:  # of an earlier restore
+            maintenance.close(END_S)
+        if (external := self.requests.external) is not None:
+            external.close("the job has restored once more", ANSWERS_END_S)
+        options = self.options.resume
+        resumed = Resume(self.ranks, self.saver, self.root, options).run(state, at)
         self.stopped = None
-        if not how.read_only:
+        if not options.read_only:
             self._begin_saves(resumed)
-        self.requests.served(None)
+        self.requests.finish(None)
         return resumed
 
     def _begin_saves(self, resumed: Resumed) -> None:
@@ -263,153 +258,165 @@ class RunSession:
         run = Incarnation(self.root, resumed.incarnation)
         if self.ranks.channel.rank == COORDINATOR:
             storage, _ = open_storage(self.root)
-            keeper = MaintenanceThread(storage, run, resumed.step, options.keep, options.hooks)
-            keeper.counts.durable = resumed.where or keeper.counts.durable
-            requests.keeper = keeper
-            requests.outside = ExternalRequests(storage, run, keeper)
-        last, kept = resumed.step or 0, resumed.in_memory_only
-        self.saves = RunSaves(self.ranks, run, self.saver, requests.keeper, options, last, kept)
+            maintenance = MaintenanceThread(storage, run, resumed.step, options.keep, options.hooks)
+            maintenance.counts.durable = resumed.description or maintenance.counts.durable
+            requests.maintenance = maintenance
+            requests.external = ExternalRequests(storage, run, maintenance)
+        self.saves = RunSaves(
+            self.ranks,
+            run,
+            self.saver,
+            requests.maintenance,
+            options,
+            last=resumed.step or 0,
+            in_memory_only=resumed.in_memory_only,
+        )
 
     def backup(self, step: int | None, *, overwrite: bool) -> str:
-        """Keep a checkpoint beside the others, and return where. Collective."""
+        """Back up a checkpoint, and return the path of the backup. Collective."""
         if self.options.resume.read_only:
             raise ValueError("backup() makes a checkpoint, and read_only=True changes nothing")
         if self.saves is not None and step == self.saves.last:
-            self.saves.settle(inf)  # what it came to is told by what is there
-        what, channel = f"backup in {self.root}", self.ranks.channel
-        with self.ranks.operation(what), channel.exchange("backup") as making:
-            asked = "latest" if step is None else str(step)
-            gathered = making.gather(asked)
+            self.saves.settle(inf)  # a failure shows as a missing checkpoint
+        operation, channel = f"backup in {self.root}", self.ranks.channel
+        with self.ranks.operation(operation), channel.exchange("backup") as making:
+            selector = "latest" if step is None else str(step)
+            gathered = making.gather(selector)
             if gathered is not None:
-                if any(one != asked for one in gathered):
+                if set(gathered) != {selector}:
                     raise ValueError(f"backup(step) differs between ranks: {gathered}")
                 storage, root = open_storage(real_path(self.root))
-                one = select(list_run(storage, root, now=time.time()), asked)
-                making.decide(plan_backup_at(storage, one.path, overwrite=overwrite).run())
+                checkpoint = select(list_run(storage, root, now=time.time()), selector)
+                making.decide(plan_backup_at(storage, checkpoint.path, overwrite=overwrite).run())
         return making.result(str)
 
-    def take(self, turn: Boundary, step: int, make: MakeState) -> None:
-        """Do what all ranks do at a boundary, of a step that is done."""
-        ask, saves = turn.ask, self.saves
+    def act(self, boundary: Boundary, step: int, make_state: MakeState) -> None:
+        """Save, stop or raise at a boundary, after a completed step."""
+        proposal, saves = boundary.proposal, self.saves
         try:
-            if ask is not None and ask.raises:
-                raise error_of(Failure(ask.raises, ask.why, None, None))
-            if saves is not None and (saves.lacks(step) or (ask is not None and ask.again)):
-                self._save(turn, step, make)
-            if ask is not None and ask.stops:
-                self._stop(turn, ask, step, make)
-            self.requests.taken(step, is_last=self.stopped is not None)
+            if proposal is not None and proposal.raises:
+                raise error_of(Failure(proposal.raises, proposal.why, None, None))
+            is_again = proposal is not None and proposal.again
+            if saves is not None and (is_again or saves.needs_save(step)):
+                self._save(boundary, step, make_state)
+            if proposal is not None and proposal.stops:
+                self._stop(boundary, proposal, step, make_state)
+            self.requests.begin_save(step, is_last=self.stopped is not None)
         finally:
-            self.requests.served(ask)
+            self.requests.finish(proposal)
             self.rounds.leave()
 
-    def _save(self, turn: Boundary, step: int, make: MakeState) -> None:
+    def _save(self, boundary: Boundary, step: int, make_state: MakeState) -> None:
         assert self.saves is not None
-        stops = turn.ask is not None and turn.ask.stops
+        stops = boundary.proposal is not None and boundary.proposal.stops
         signals = self.requests.signals
-        self.saves.save(step, make(), turn.number, lambda: stops or signals.got is not None)
+        self.saves.save(
+            step, make_state(), boundary.number, lambda: stops or signals.received is not None
+        )
 
-    def _stop(self, turn: Boundary, ask: BarrierProposal, step: int, make: MakeState) -> None:
-        """Have what is saved made durable in time."""
-        status, until = DURABLE, turn.asked_at + self.options.stop_within_s
+    def _stop(
+        self, boundary: Boundary, proposal: BarrierProposal, step: int, make_state: MakeState
+    ) -> None:
+        """Make the last save durable in time."""
+        status, until = DURABLE, boundary.requested_at + self.options.stop_within_s
         if (saves := self.saves) is not None:
             status = saves.settle(until)
             if status == FAILED:
-                self._save(turn, step, make)
+                self._save(boundary, step, make_state)
                 status = saves.settle(until)
-        self.stopped = TrainingStopped(ask.why, step, status == DURABLE)
+        self.stopped = TrainingStopped(proposal.why, step, status == DURABLE)
         if self.ranks.channel.rank == COORDINATOR:
-            kept = "it is left in memory" if self.saver else "older checkpoints are as they were"
-            told = "durable" if status == DURABLE else f"{status}: {kept}"
-            _log.warning("stopped by %s after step %d, which is %s", ask.why, step, told)
+            rest = "it stays in memory" if self.saver else "older checkpoints are unchanged"
+            outcome = "durable" if status == DURABLE else f"{status}: {rest}"
+            _log.warning("stopped by %s after step %d, which is %s", proposal.why, step, outcome)
 
-    def finish(self, step: int, make: MakeState) -> None:
-        """Save the last step if that is wanted, and wait for it, if all ranks come to the end."""
+    def finish(self, step: int, make_state: MakeState) -> None:
+        """Save the last step if the policy has `at_end`, and wait for it, if all ranks arrive."""
         saves = self.saves
         if saves is None or self.stopped is not None:
             return
-        turn = self.rounds.arrive(_THE_END, is_due=True)
-        assert turn is not None
+        boundary = self.rounds.arrive(_END_LABEL, is_due=True)
+        assert boundary is not None
         try:
-            if self.options.save.at_end and saves.lacks(step):
-                self._save(turn, step, make)
+            if self.options.save.at_end and saves.needs_save(step):
+                self._save(boundary, step, make_state)
             if saves.settle(inf) == FAILED:
-                self._save(turn, step, make)
+                self._save(boundary, step, make_state)
                 if saves.settle(inf) == FAILED:
                     raise CheckpointError(
-                        f"the last save, of step {step}, has failed twice: the log says of what. "
-                        f"Older checkpoints are as they were"
+                        f"the last save, of step {step}, has failed twice: the log has the errors. "
+                        f"Older checkpoints are unchanged"
                     )
             if step == saves.last:
-                self.requests.taken(step, is_last=True)
+                self.requests.begin_save(step, is_last=True)
             elif saves.num_begun == 0 and self.ranks.channel.rank == COORDINATOR:
                 _log.warning(
-                    "the run ends, and none of steps %d to %d was saved: save=%s did not come to "
-                    "it. Join dc.at_end to it with | to save the last one",
+                    "the run ends, and none of steps %d to %d was saved: save=%s was not due. "
+                    "Join dc.at_end to it with | to save the last one",
                     saves.last + 1,
                     step,
                     self.options.save,
                 )
         except RankError as error:
-            if f"to {_THE_END}" not in str(error):
+            if f"to {_END_LABEL}" not in str(error):
                 raise
             _log.warning("nothing was saved at the end: %s", error)
         finally:
             self.rounds.leave()
 
     def end(self, error: BaseException | None) -> None:
-        """Let go of everything, whatever fails; after an error keep what is in memory.
+        """Release everything, even if some of it fails. After an error, keep snapshots in memory.
 
-        Waits for no other rank's training. Raises what a save has failed of that nobody was told;
-        after an error it is logged instead, as that error is what is raised.
+        Does not wait for the training of other ranks. Raises the error of a failed save that was
+        not raised yet. After an `error` it is logged instead.
         """
-        keeper = self.requests.keeper
+        maintenance = self.requests.maintenance
         try:
-            self._let_go_of_all(error)
+            self._release(error)
         except Exception as failure:
             if error is None:
                 raise
             _log.error("a save has failed as well: %s", failure)
-        if error is not None and keeper is not None:
-            safe = keeper.counts.durable
-            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, safe)
+        if error is not None and maintenance is not None:
+            durable = maintenance.counts.durable
+            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, durable)
 
-    def _let_go_of_all(self, error: BaseException | None) -> None:
-        is_pressed = self.stopped is not None and not self.stopped.is_durable
-        keeper = self.requests.keeper
+    def _release(self, error: BaseException | None) -> None:
+        is_late = self.stopped is not None and not self.stopped.is_durable
+        requests = self.requests
         with ExitStack() as stack:
-            # Last: torchrun sends SIGTERM to all ranks once the first of them has ended.
-            stack.callback(self.requests.signals.close)
-            if (outside := self.requests.outside) is not None:  # once all saves are settled
-                stack.callback(outside.close, self._end_of(error), ANSWERS_END_S)
-            if keeper is not None:
-                is_urgent = is_pressed or error is not None
-                stack.callback(keeper.close, HURRIED_END_S if is_urgent else END_S)
+            # Last: torchrun sends SIGTERM to all ranks when the first of them has ended.
+            stack.callback(requests.signals.close)
+            if requests.external is not None:  # after all saves are settled
+                stack.callback(requests.external.close, self._end_reason(error), ANSWERS_END_S)
+            if requests.maintenance is not None:
+                is_urgent = is_late or error is not None
+                stack.callback(requests.maintenance.close, URGENT_END_S if is_urgent else END_S)
             if self.saver is not None:
-                if is_pressed:
+                if is_late:
                     stack.callback(self.saver.detach)
                 else:
                     stack.callback(self.saver.close, keep=error is not None)
             stack.callback(self.rounds.close)
 
-    def _end_of(self, error: BaseException | None) -> str:
-        """Return how the run has ended, for who has asked for a save."""
+    def _end_reason(self, error: BaseException | None) -> str:
+        """Return the reason of the end, for answers to save requests."""
         if error is not None:
             return f"the run has ended with {type(error).__name__}"
         if self.stopped is not None and not self.stopped.is_durable:
             return f"the run has stopped after step {self.stopped.step}, which is not durable yet"
-        return "the run has ended, and what it did last is not saved"
+        return "the run has ended, and its last steps are not saved"
 
-    def let_go(self) -> None:
-        """Let go of a run that nobody has closed, and say so. Waits for nothing."""
-        if os.getpid() != self.pid:  # a forked child has no part in it
+    def drop(self) -> None:
+        """Release a run that was not closed, with a warning. Waits for nothing."""
+        if os.getpid() != self.pid:  # not in a forked child
             return
-        self.requests.signals.let_go()
+        self.requests.signals.drop()
         self.rounds.close()
-        if self.requests.keeper is not None:
-            self.requests.keeper.close(0.0)
-        if self.requests.outside is not None:
-            self.requests.outside.close("the run was dropped", 0.0)
+        if self.requests.maintenance is not None:
+            self.requests.maintenance.close(0.0)
+        if self.requests.external is not None:
+            self.requests.external.close("the run was dropped", 0.0)
         _log.warning(
             "a Checkpointer for %s was dropped without close(): at_end has saved nothing, and the "
             "newest metrics may be lost. Use it in a `with`",
@@ -419,24 +426,24 @@ class RunSession:
 
 
 def open_run_session(
-    options: RunOptions, group: ProcessGroup | None, check_alone: Callable[[], None]
+    options: RunOptions, group: ProcessGroup | None, check_only_one: Callable[[], None]
 ) -> RunSession:
-    """Compare the options with the other ranks', and take part in rounds. Collective."""
+    """Compare the options of all ranks, and take part in rounds. Collective."""
     ranks = session_of(group)
     channel = ranks.channel
     signals: Signals | None = None
     try:
         with ranks.operation("Checkpointer"), channel.exchange("run options") as opening:
-            check_alone()
+            check_only_one()
             options.check()
-            root = options.opened_root()
+            root = options.storage_root()
             signals = Signals(() if options.resume.read_only else options.save.signals)
-            gathered = opening.gather(options.asked())
+            gathered = opening.gather(options.run_arguments())
             if gathered is not None:
                 check_equal_on_all_ranks("Checkpointer", gathered, RunArguments.__struct_fields__)
                 opening.decide(secrets.token_hex(8))
-        saves_beside = options.background and not options.resume.read_only
-        saver = AsyncSaver(root, group=group) if saves_beside else None
+        is_async = options.background and not options.resume.read_only
+        saver = AsyncSaver(root, group=group) if is_async else None
         member = BarrierMember(opening.result(str), channel.rank, channel.world_size)
         requests = RankRequests(channel.rank, options.save, signals)
         rounds = BarrierRounds(channel.notes, member, requests, channel.fail_without_others)

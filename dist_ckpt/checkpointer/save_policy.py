@@ -1,4 +1,4 @@
-"""When a run saves: `dc.every(steps=500) | dc.every(minutes=30) | dc.at_end`, as a plain value."""
+"""The policy of when a run saves, a value: `dc.every(steps=500) | dc.every(minutes=30)`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from dist_ckpt.runs.retention_policy import made_of, text_of
 
-# These cannot be caught, or are no request: a process that goes on after them is damaged.
-_NOT_FOR_US = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
+# These cannot be caught, or are not requests: after them the process is damaged.
+_UNUSABLE_SIGNALS = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
 
-# Of a longer wait nobody sees the end, and a float may not take it.
-_MOST_MINUTES = 1e9
+# Longer than any run, and exact as a float.
+_MAX_MINUTES = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """When a run saves; `|` joins two, and it saves when either says so.
+    """When a run saves. `|` joins two policies: the run saves when either is due.
 
     `steps` are intervals in optimizer steps, `seconds` intervals of time, `at` single steps.
     """
@@ -40,20 +40,20 @@ class SavePolicy:
         )
 
     def is_due(self, step: int, last: int) -> bool:
-        """Say whether a save is due by its number of steps; `last` is the one begun or restored.
+        """Return True if a save is due at a step. `last` is the last step begun or restored.
 
-        A multiple that was passed counts: after a resume, exact multiples may never come.
+        A passed multiple counts: after a resume, exact multiples may never come.
         """
         return any(step // every > last // every for every in self.steps) or any(
             last < at <= step for at in self.at
         )
 
     def is_time(self, waited_s: float) -> bool:
-        """Say whether a save is due so many seconds after the last one, or the start."""
+        """Return True if a save is due this long after the last one, or after the start."""
         return any(waited_s >= every for every in self.seconds)
 
     def __str__(self) -> str:
-        """Return it as `parse` takes it."""
+        """Return the text form, for `parse`."""
         rules = [text_of("every", steps=every) for every in sorted(self.steps)]
         rules += [text_of("every", minutes=every / 60) for every in sorted(self.seconds)]
         rules += [text_of("at", *sorted(self.at))] * bool(self.at)
@@ -63,7 +63,7 @@ class SavePolicy:
 
 
 def every(*, steps: int | None = None, minutes: float | None = None) -> SavePolicy:
-    """Save every so many optimizer steps, or minutes of rank 0's clock.
+    """Save at an interval of optimizer steps, or of minutes by rank 0's clock.
 
     By steps: when a multiple of `steps` was reached or passed since the last save or restore.
     """
@@ -73,8 +73,8 @@ def every(*, steps: int | None = None, minutes: float | None = None) -> SavePoli
         return SavePolicy(steps=frozenset({_count(steps, "steps")}))
     if not isinstance(minutes, int | float) or isinstance(minutes, bool):
         raise TypeError(f"minutes={minutes!r}: give a number")
-    if not 0 < minutes <= _MOST_MINUTES:
-        raise ValueError(f"minutes={minutes}: give a number above 0, up to {_MOST_MINUTES:g}")
+    if not 0 < minutes <= _MAX_MINUTES:
+        raise ValueError(f"minutes={minutes}: give a number above 0, up to {_MAX_MINUTES:g}")
     return SavePolicy(seconds=frozenset({60 * float(minutes)}))
 
 
@@ -86,24 +86,24 @@ def at(*steps: int) -> SavePolicy:
 
 
 at_end = SavePolicy(at_end=True)
-"""Save when the run has come to its end."""
+"""Save at the end of the run."""
 
 
 def on_signal(*names: str) -> SavePolicy:
     """Save, and stop in time, when any rank gets one of these signals: "TERM", "USR1"."""
     if not names:
         raise TypeError('on_signal(): give the signals, such as "TERM"')
-    found = set()
+    signals = set()
     for name in names:
         if type(name) is not str:
-            raise TypeError(f'{name!r} is no name of a signal: give it as "TERM"')
+            raise TypeError(f'{name!r} is not the name of a signal: give it as "TERM"')
         short = name.upper().removeprefix("SIG")
         if f"SIG{short}" not in signal.Signals.__members__:
-            raise ValueError(f"{name!r} is no signal of this system")
-        if short in _NOT_FOR_US:
-            raise ValueError(f"{name}: this signal cannot be a request to save; take TERM or USR1")
-        found.add(short)
-    return SavePolicy(signals=frozenset(found))
+            raise ValueError(f"{name!r} is not a signal of this system")
+        if short in _UNUSABLE_SIGNALS:
+            raise ValueError(f"{name}: this signal cannot be a request to save; use TERM or USR1")
+        signals.add(short)
+    return SavePolicy(signals=frozenset(signals))
 
 
 _MAKERS: Mapping[str, Callable[..., object]] = {
@@ -115,12 +115,12 @@ _MAKERS: Mapping[str, Callable[..., object]] = {
 
 
 def parse(text: str) -> SavePolicy:
-    """Return the policy that a text says, such as `every(steps=500) | at_end`."""
-    found = SavePolicy()
-    for one in made_of(text, _MAKERS):
-        assert isinstance(one, SavePolicy)
-        found |= one
-    return found
+    """Return the policy of a text, such as `every(steps=500) | at_end`."""
+    policy = SavePolicy()
+    for rule in made_of(text, _MAKERS):
+        assert isinstance(rule, SavePolicy)
+        policy |= rule
+    return policy
 
 
 def _count(value: object, name: str) -> int:

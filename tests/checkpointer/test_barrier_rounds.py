@@ -52,8 +52,8 @@ class TensorRequest:
         """Take a turn as served if it is this rank's own; return its boundary."""
         if turn is None:
             return None
-        if turn.ask in self.asks:
-            self.asks.remove(turn.ask)
+        if turn.proposal in self.asks:
+            self.asks.remove(turn.proposal)
         return turn.number
 
 
@@ -89,8 +89,8 @@ def train(
         turn = rounds.arrive(f"step {number}")
         if (boundary := wanted.take(turn)) is not None:
             assert turn is not None
-            assert turn.ask is not None
-            turns.append((boundary, turn.ask.why))
+            assert turn.proposal is not None
+            turns.append((boundary, turn.proposal.why))
             rounds.leave()
     return turns
 
@@ -215,7 +215,10 @@ def test_turns_that_are_due_by_the_step_need_no_note():
 
     turns = run_ranks(2, run)
     for of_rank in turns:
-        assert [(turn.number, turn.ask) for turn in of_rank or () if turn] == [(4, None), (8, None)]
+        assert [(turn.number, turn.proposal) for turn in of_rank or () if turn] == [
+            (4, None),
+            (8, None),
+        ]
     assert store.keys() == ()
 
 
@@ -317,7 +320,7 @@ def test_once_a_rank_takes_no_part_any_more_requests_come_to_nothing():
             while time.monotonic() < began + 2:
                 assert rounds.arrive("step") is None
                 time.sleep(0.001)
-            return rounds._line.round
+            return rounds._barrier.round
 
     outcomes = try_ranks(3, run)
     assert [one.error for one in outcomes] == [None] * 3
@@ -432,7 +435,7 @@ def test_a_store_that_is_gone_stops_who_waits_at_a_line_and_nobody_else():
             if rank == 0:
                 wanted.asks.append(BarrierProposal(0, "TERM"))
                 until = time.monotonic() + 20
-                while rounds._line.first is None and time.monotonic() < until:
+                while rounds._barrier.line is None and time.monotonic() < until:
                     time.sleep(0.001)
                 store.is_gone = True
             for _ in range(300):
@@ -462,7 +465,7 @@ def test_a_note_that_is_none_of_ours_is_told_as_that():
 
     for error in in_threads(2, run):
         assert isinstance(error, RankError)
-        assert "a round has the ask '?'" in str(error)
+        assert "a round has the proposal '?'" in str(error)
 
 
 def test_a_process_alone_asks_itself():
@@ -528,7 +531,7 @@ def test_whatever_the_ranks_do_and_ask_their_turns_are_the_same(seed):
                 if (rank, number) in asks:
                     wanted.asks.append(BarrierProposal(rank, f"{rank} at {number}"))
                 if turn := rounds.arrive("step", is_due=number in due):
-                    turns.append((turn.number, turn.ask, number))
+                    turns.append((turn.number, turn.proposal, number))
                     wanted.take(turn)
                     meeting.wait(30)  # a save
                     rounds.leave()

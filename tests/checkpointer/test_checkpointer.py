@@ -146,7 +146,7 @@ def test_a_signal_saves_the_step_and_ends_the_run_in_time(tmp_path: Path) -> Non
             done.append(step)
             if step == 3:
                 os.kill(os.getpid(), signal.SIGUSR1)
-                wait_for(lambda: ck._run.rounds._line.first is not None)  # type: ignore[union-attr]
+                wait_for(lambda: ck._run.rounds._barrier.line is not None)  # type: ignore[union-attr]
             assert not ck.should_stop
     assert ck.should_stop
     assert ck.stopped is not None
@@ -460,7 +460,7 @@ def test_a_forked_process_may_make_one_of_its_own(tmp_path: Path) -> None:
         ({"init_strict": 1}, TypeError, "init_strict=1"),
         ({"config": [1]}, TypeError, "config is a list: give a dict"),
         ({"config": {"a": object()}}, TypeError, "config"),
-        ({"config_must_match": ("a",)}, ValueError, "give config= as well"),
+        ({"config_must_match": ("a",)}, ValueError, "give config= too"),
         ({"config_must_match": "a", "config": {}}, TypeError, "give patterns"),
         ({"on_commit": 5}, TypeError, "on_commit=5: give a function"),
         ({"on_failure": "stop"}, TypeError, "on_failure='stop': give \"warn\""),

@@ -38,14 +38,14 @@ END = "the run has ended with RuntimeError"
 
 
 @dataclass
-class FakeKeeper:
-    """Knows what became of steps."""
+class FakeMaintenance:
+    """Has the outcomes of saves."""
 
-    became: dict[int, Where | str] = field(default_factory=dict)
+    outcomes: dict[int, Where | str] = field(default_factory=dict)
     counts: SaveCounts = field(default_factory=lambda: SaveCounts("step 3"))
 
-    def became_of(self, step: int) -> Where | str | None:
-        return self.became.get(step)
+    def outcome(self, step: int) -> Where | str | None:
+        return self.outcomes.get(step)
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Job:
     """Start 2 of a run, whose storage may refuse everything for a while."""
 
     storage: FlakyStorage
-    keeper: FakeKeeper
+    maintenance: FakeMaintenance
     requests: ExternalRequests
 
     def ask(self, *, stops: bool = False) -> RequestRecord:
         """Put a request, and wait until it is seen."""
         request = request_save(self.storage, ROOT, stops=stops)
-        wait_until(lambda: request.id in self.requests._asked.open)
+        wait_until(lambda: request.id in self.requests._states.open)
         return request
 
     def answer(self, request: RequestRecord) -> AnswerRecord:
@@ -108,8 +108,9 @@ def make_job(storage: FlakyStorage) -> Job:
         number = begin_incarnation(
             storage, ROOT, restored=None, why="there was none", by="a job"
         ).number
-    keeper: Any = FakeKeeper()
-    return Job(storage, keeper, ExternalRequests(storage, Incarnation(ROOT, number), keeper))
+    maintenance: Any = FakeMaintenance()
+    requests = ExternalRequests(storage, Incarnation(ROOT, number), maintenance)
+    return Job(storage, maintenance, requests)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -126,60 +127,64 @@ def looks(job: Job, count: int = 3) -> None:
 
 
 def test_a_request_is_asked_of_all_ranks_until_its_save_is_begun(job: Job) -> None:
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
     request = job.ask()
-    ask = job.requests.wants()
+    ask = job.requests.proposal()
     assert ask is not None
     assert (ask.rank, ask.stops, ask.again) == (0, False, False)
     assert ask.why == f"a request of {request.by}"
-    assert job.requests.wants() == ask
-    job.requests.taken(7, is_last=False)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() == ask
+    job.requests.begin_save(7, is_last=False)
+    assert job.requests.proposal() is None
     looks(job)
     assert not job.is_answered(request)
-    job.keeper.became[7] = (7, ATTEMPT)
+    job.maintenance.outcomes[7] = (7, ATTEMPT)
     answer = job.answer(request)
     assert (answer.outcome, answer.saved) == ("saved", (7, ATTEMPT))
     looks(job)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
 
 
 def test_two_requests_at_once_are_one_save(job: Job) -> None:
     first, second = job.ask(), job.ask()
-    job.keeper.became[7] = (8, ATTEMPT)
-    job.requests.taken(7, is_last=False)
+    job.maintenance.outcomes[7] = (8, ATTEMPT)
+    job.requests.begin_save(7, is_last=False)
     assert job.answer(first).saved == job.answer(second).saved == (8, ATTEMPT)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
 
 
 def test_a_save_is_no_answer_to_who_wants_the_end(job: Job) -> None:
     only_save, stop = job.ask(), job.ask(stops=True)
-    ask = job.requests.wants()
+    ask = job.requests.proposal()
     assert ask is not None
     assert ask.stops
-    job.keeper.became[7] = (7, ATTEMPT)
-    job.requests.taken(7, is_last=False)
+    job.maintenance.outcomes[7] = (7, ATTEMPT)
+    job.requests.begin_save(7, is_last=False)
     assert job.answer(only_save).outcome == "saved"
     looks(job)
     assert not job.is_answered(stop)
-    assert job.requests.wants() == ask
-    job.requests.taken(7, is_last=True)
+    assert job.requests.proposal() == ask
+    job.requests.begin_save(7, is_last=True)
     assert job.answer(stop).saved == (7, ATTEMPT)
 
 
 def test_a_save_that_fails_is_told(job: Job) -> None:
     request = job.ask()
-    job.requests.taken(7, is_last=False)
-    job.keeper.became[7] = "step 7 is not saved: no space"
+    job.requests.begin_save(7, is_last=False)
+    job.maintenance.outcomes[7] = "step 7 is not saved: no space"
     answer = job.answer(request)
-    assert (answer.outcome, answer.saved, answer.why) == ("failed", None, job.keeper.became[7])
+    assert (answer.outcome, answer.saved, answer.why) == (
+        "failed",
+        None,
+        job.maintenance.outcomes[7],
+    )
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_a_run_that_ends_without_it_says_so(job: Job, is_taken: bool) -> None:
     request = job.ask()
     if is_taken:
-        job.requests.taken(7, is_last=False)
+        job.requests.begin_save(7, is_last=False)
     job.requests.close(END, 5.0)
     answer = job.answer(request)
     assert (answer.outcome, answer.why) == ("ended", f"{END}. Safe is: step 3")
@@ -188,11 +193,11 @@ def test_a_run_that_ends_without_it_says_so(job: Job, is_taken: bool) -> None:
 def test_what_comes_after_the_last_step_is_answered_by_that(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.requests.taken(9, is_last=True)
-    job.keeper.became[9] = (9, ATTEMPT)
+    job.requests.begin_save(9, is_last=True)
+    job.maintenance.outcomes[9] = (9, ATTEMPT)
     early = request_save(job.storage, ROOT, stops=False)
     assert job.answer(early).saved == (9, ATTEMPT)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
     monkeypatch.setattr(save_requests, "LOOK_S", 600.0)  # only the end looks once more
     looks(job, 1)
     late = request_save(job.storage, ROOT, stops=True)
@@ -208,7 +213,7 @@ def test_what_was_asked_of_an_older_start_is_not_obeyed() -> None:
     answer = job.answer(request)
     assert (answer.outcome, answer.saved) == ("ended", None)
     assert answer.why.startswith("incarnation 3 of the run has begun since")
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
     job.requests.close(END, 5.0)
 
 
@@ -219,7 +224,7 @@ def test_what_is_asked_of_a_newer_start_is_left_to_that(
     begin_incarnation(job.storage, ROOT, restored=None, why="there was none", by="another")
     request = request_save(job.storage, ROOT, stops=True)
     looks(job)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
     job.requests.close(END, 5.0)
     assert not job.is_answered(request)
     assert list_requests(job.storage, ROOT).requests == (request.id,)
@@ -229,7 +234,7 @@ def test_a_request_that_is_taken_back_in_time_is_not_obeyed(job: Job) -> None:
     request = job.ask()
     remove_file(job.storage, ROOT, f"request-{request.id}.json")
     looks(job)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
 
 
 def test_what_is_damaged_or_not_ours_is_no_request(
@@ -240,10 +245,10 @@ def test_what_is_damaged_or_not_ours_is_no_request(
     damaged = f"{FOLDER}/request-{'0' * 16}.json"
     job = make_job(FlakyStorage({ROOT: None, FOLDER: None, **strange, damaged: b"{}"}))
     looks(job, 5)
-    assert job.requests.wants() is None
+    assert job.requests.proposal() is None
     told = [one for one in caplog.records if damaged in one.getMessage()]
     assert [one.levelname for one in told] == ["WARNING"]
-    assert "is not obeyed" in told[0].getMessage()
+    assert "is ignored" in told[0].getMessage()
     assert damaged in job.storage.tree()
     monkeypatch.setattr(save_requests, "KEPT_S", 0.0)
     looks(job)
@@ -258,8 +263,8 @@ def test_what_was_answered_goes_after_a_while_the_request_before_the_answer(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered, waiting = job.ask(), job.ask(stops=True)
-    job.keeper.became[7] = (7, ATTEMPT)
-    job.requests.taken(7, is_last=False)
+    job.maintenance.outcomes[7] = (7, ATTEMPT)
+    job.requests.begin_save(7, is_last=False)
     job.answer(answered)
     looks(job)
     assert list_requests(job.storage, ROOT).answers == (answered.id,)
@@ -287,7 +292,7 @@ def test_a_storage_that_refuses_for_a_while_is_told_once_and_asked_again(
     ]
     job.storage.is_down = False
     job.ask()
-    assert job.requests.wants() is not None
+    assert job.requests.proposal() is not None
 
 
 def test_an_answer_that_could_not_be_put_is_put_later(
@@ -300,8 +305,8 @@ def test_an_answer_that_could_not_be_put_is_put_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(job.storage, "rename", refuse)
-        job.keeper.became[7] = (7, ATTEMPT)
-        job.requests.taken(7, is_last=False)
+        job.maintenance.outcomes[7] = (7, ATTEMPT)
+        job.requests.begin_save(7, is_last=False)
         looks(job)
         assert not job.is_answered(request)
     assert job.answer(request).outcome == "saved"
@@ -393,7 +398,7 @@ def test_how_a_run_ends_without_the_save_is_told(
             raise error
     answer = read_answer(LocalStorage(), str(tmp_path), request.id)
     assert answer is not None
-    how = "and what it did last is not saved" if error is None else "with RuntimeError"
+    how = "and its last steps are not saved" if error is None else "with RuntimeError"
     assert answer.outcome == "ended"
     assert f"the run has ended{',' if error is None else ''} {how}. Safe is: nothing" in answer.why
 

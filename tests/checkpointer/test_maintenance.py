@@ -162,7 +162,7 @@ def test_a_stop_whose_save_failed_says_that_it_is_not_durable(
         wait_for(is_stopped)
     assert ck.stopped is not None
     assert not ck.stopped.is_durable
-    assert "after step 1, which is failed: older checkpoints are as they were" in caplog.text
+    assert "after step 1, which is failed: older checkpoints are unchanged" in caplog.text
 
 
 def test_a_background_save_that_fails_is_told_and_tried_again(
@@ -342,7 +342,7 @@ def test_a_metric_that_nobody_gives_is_told_once_and_costs_no_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, 8, keep=dc.keep.best(2, max="acc"))
-    said = "looks at the metric 'acc', which no checkpoint has: give it of a step that is saved"
+    said = "uses the metric 'acc', which no checkpoint has: give it for a step that is saved"
     assert caplog.text.count(said) == 1
     assert steps_at(tmp_path) == [7, 8]
 
@@ -353,7 +353,7 @@ def test_metrics_of_steps_that_are_never_saved_are_forgotten(tmp_path: Path) -> 
         for step in ck.steps(state, until=120):
             train(state, step)
             ck.metrics(step, {"loss": step})
-        wait_for(lambda: sorted(keeper_of(ck)._todo.metrics) == [*range(101, 121)])
+        wait_for(lambda: sorted(keeper_of(ck)._queue.metrics) == [*range(101, 121)])
     assert metrics_of(tmp_path) == {50: {"loss": 50}, 100: {"loss": 100}}
 
 

@@ -67,7 +67,7 @@ def test_a_poll_between_the_parts_of_a_batch_saves_the_step_before(tmp_path: Pat
 
 def test_a_poll_in_a_body_that_does_not_say_its_step_is_refused(tmp_path: Path) -> None:
     for ck, state in body_of(tmp_path, 3):
-        with pytest.raises(ValueError, match=r"poll\(step\) if the optimizer has done it"):
+        with pytest.raises(ValueError, match=r"poll\(step\) after the optimizer step"):
             ck.poll()
         train(state, 3)
         ck.step(3)

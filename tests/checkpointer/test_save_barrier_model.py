@@ -53,7 +53,7 @@ def test_a_line_far_ahead_stops_nobody_before_it() -> None:
     assert [line.arrive() for _ in range(4)] == ["pass", "pass", "wait", "wait"]
     line.learn(5)
     assert [line.arrive() for _ in range(4)] == ["pass", "pass", "save", "pass"]
-    assert (line.passed, line.round, line.first) == (6, 2, None)
+    assert (line.passed, line.round, line.line) == (6, 2, None)
 
 
 def test_a_line_is_drawn_once_in_a_round() -> None:

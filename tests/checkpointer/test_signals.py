@@ -34,12 +34,12 @@ def send(number: int) -> None:
 def test_a_signal_sets_a_flag_until_it_is_taken_as_done() -> None:
     """Lightning #21406: who saves inside the handler dies of it."""
     signals = Signals(("USR1", "USR2"))
-    assert signals.got is None
+    assert signals.received is None
     send(signal.SIGUSR2)
     send(signal.SIGUSR1)
-    assert signals.got == "SIGUSR2"  # the first
-    signals.forget()
-    assert signals.got is None
+    assert signals.received == "SIGUSR2"  # the first
+    signals.clear()
+    assert signals.received is None
     signals.close()
 
 
@@ -52,7 +52,7 @@ def test_a_handler_that_was_there_is_called_as_well_and_put_back() -> None:
     signal.signal(signal.SIGUSR1, own)
     signals = Signals(("USR1",))
     send(signal.SIGUSR1)
-    assert (signals.got, seen) == ("SIGUSR1", [signal.SIGUSR1])
+    assert (signals.received, seen) == ("SIGUSR1", [signal.SIGUSR1])
     signals.close()
     assert signal.getsignal(signal.SIGUSR1) is own
 
@@ -68,7 +68,7 @@ def test_what_was_ignored_is_ignored_again() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = Signals(("USR1",))
     send(signal.SIGUSR1)
-    assert signals.got == "SIGUSR1"
+    assert signals.received == "SIGUSR1"
     signals.close()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
@@ -78,7 +78,7 @@ def test_ctrl_c_that_is_a_request_raises_nothing() -> None:
     signals = Signals(("INT",))
     try:
         send(signal.SIGINT)
-        assert signals.got == "SIGINT"
+        assert signals.received == "SIGINT"
     finally:
         signals.close()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -91,7 +91,7 @@ def ended_by(number: int) -> int:
         with suppress(BaseException):
             signal.signal(number, signal.SIG_DFL)
             signals = Signals((signal.Signals(number).name.removeprefix("SIG"),))
-            other = threading.Thread(target=signals.let_go)
+            other = threading.Thread(target=signals.drop)
             other.start()
             other.join()
             send(number)
@@ -113,7 +113,7 @@ def test_a_forked_child_has_what_was_there_before() -> None:
             send(signal.SIGUSR1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGUSR1
-    assert signals.got is None
+    assert signals.received is None
     signals.close()
 
 
@@ -131,7 +131,7 @@ def test_a_signal_at_once_after_a_fork_ends_the_child() -> None:
         ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert ends == [-signal.SIGUSR1] * 20
     send(signal.SIGUSR1)  # here it still comes
-    assert signals.got == "SIGUSR1"
+    assert signals.received == "SIGUSR1"
     signals.close()
 
 
@@ -154,7 +154,7 @@ def test_outside_of_the_main_thread_there_are_none() -> None:
 
 @pytest.mark.parametrize("name", ["KILL", "STOP", "SIGKILL"])
 def test_a_signal_that_cannot_be_caught_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="this signal cannot be a request to save; take TERM"):
+    with pytest.raises(ValueError, match="this signal cannot be a request to save; use TERM"):
         dc.on_signal(name)
 
 
@@ -183,7 +183,7 @@ def test_minutes_are_counted_on_rank_0_from_the_last_save(monkeypatch: pytest.Mo
     clock.now += 1
     assert first() == BarrierProposal(0, "the time")
     assert other() is None
-    first.served(None)  # a save by steps counts as well
+    first.finish(None)  # a save by steps counts as well
     assert first() is None
     clock.now += 600
     assert first() is not None
@@ -196,12 +196,12 @@ def test_a_signal_is_asked_for_until_the_run_has_stopped() -> None:
     ask = wants()
     assert ask is not None
     assert replace(ask, waited_s=0.0) == BarrierProposal(1, "SIGUSR1 on rank 1", stops=True)
-    wants.served(None)
-    wants.served(BarrierProposal(0, "the time"))
+    wants.finish(None)
+    wants.finish(BarrierProposal(0, "the time"))
     later = wants()
     assert later is not None
     assert later.waited_s > ask.waited_s >= 0  # the time to stop is counted from the signal on
     assert replace(later, waited_s=ask.waited_s) == ask
-    wants.served(ask)
+    wants.finish(ask)
     assert wants() is None
     signals.close()

@@ -77,7 +77,7 @@ def clear_memory(folder: Path) -> None:
 def keeper_of(checkpointer: dc.Checkpointer) -> MaintenanceThread:
     """Return rank 0's thread beside the training."""
     assert checkpointer._run is not None
-    keeper = checkpointer._run.requests.keeper
+    keeper = checkpointer._run.requests.maintenance
     assert keeper is not None
     return keeper
 

@@ -220,7 +220,7 @@ def _is_met(state: State, boundary: int, world: World) -> bool:
 
 
 def _with(rank: Rank, line: SaveBarrier, **changes: object) -> Rank:
-    fields = (line.passed, line.round, line.first, line.is_go)
+    fields = (line.passed, line.round, line.line, line.is_go)
     return rank._replace(line=fields, **changes)  # type: ignore[arg-type]
 
 
@@ -262,12 +262,12 @@ def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
             yield f"answers {early}", rank._replace(beside="drawn"), put(early)
         case "looks":
             line.draw(world.lookahead[number])
-            yield f"draws line {line.first}", _with(rank, line, beside="drawn"), rounds
+            yield f"draws line {line.line}", _with(rank, line, beside="drawn"), rounds
         case "drawn" if is_late:
-            line.first = answers[number]
-            yield f"draws line {line.first} late", _with(rank, line, beside="answered"), rounds
+            line.line = answers[number]
+            yield f"draws line {line.line} late", _with(rank, line, beside="answered"), rounds
         case "drawn":
-            yield f"answers {line.first}", rank._replace(beside="answered"), put(line.first)
+            yield f"answers {line.line}", rank._replace(beside="answered"), put(line.line)
     told = [one for one in answers if one is not None]
     if number == 0 and decision is None and len(told) == world.ranks:
         go = min(told) if world.fault == "lowest" else max(told)

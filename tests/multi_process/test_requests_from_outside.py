@@ -132,7 +132,7 @@ def test_a_request_between_the_last_step_and_the_end_is_answered(tmp_path: Path,
         assert saved(answer) == 1
         return
     assert answer[0] == 1
-    assert "not saved, ended: the run has ended, and what it did last is not saved" in answer[1]
+    assert "not saved, ended: the run has ended, and its last steps are not saved" in answer[1]
     assert "Safe is: nothing is durable yet" in answer[1]
 
 

@@ -231,7 +231,7 @@ def stop_with_a_slow_writer(rank: int, root: str) -> tuple[bool, list[str]]:
             time.sleep(0.01)
     assert ck.stopped is not None
     assert time.monotonic() - began < SOON_S
-    return ck.stopped.is_durable, told.of("it is left in memory")
+    return ck.stopped.is_durable, told.of("it stays in memory")
 
 
 def test_what_is_not_durable_in_time_is_left_in_memory_and_said_so(root: Path) -> None:
@@ -294,7 +294,7 @@ def stop_with_clocks_apart(rank: int, root: str) -> tuple[bool, str]:
 
         def late(*args: Any, **options: Any) -> Boundary | None:
             turn = arrive(*args, **options)
-            return turn and replace(turn, asked_at=turn.asked_at - 100 * rank)
+            return turn and replace(turn, requested_at=turn.requested_at - 100 * rank)
 
         ck._run.rounds.arrive = late  # type: ignore[method-assign]
         if rank == 0:

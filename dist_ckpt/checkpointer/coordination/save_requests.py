@@ -1,10 +1,8 @@
-"""Requests to save or to end: of other processes (`dist-ckpt request-save`), and of this rank.
+"""Requests to save or to stop: signals, and requests of other processes (`dist-ckpt request-save`).
 
 A separate thread of rank 0 polls for requests of other processes and answers them: the rounds must
 not wait for the storage, and the maintenance may prune for minutes. It also writes the run's
-heartbeat. `RankRequests` has the requests of this rank.
-
-Signals that ask a run to save and to stop: a handler only sets a flag.
+heartbeat. `RankRequests` has all requests of this rank.
 """
 
 from __future__ import annotations
@@ -44,250 +42,246 @@ from dist_ckpt.runs.save_requests import (
 
 
 class Signals:
-    """Handlers for some signals, from construction until `close`.
+    """Handlers of some signals, from construction until `close`.
 
-    `got` is what came first, and `got_at` when, by the monotonic clock.
-    A handler that was there is called as well, but for Python's own for Ctrl-C. A forked child,
-    such as a worker of a data loader, has what was there before. ValueError outside of the main
-    thread, where no handler can be set.
+    `received` is the first signal, and `received_at` its time by the monotonic clock. The previous
+    handler is called too, except Python's own for Ctrl-C. A forked child, such as a data loader
+    worker, gets the previous handlers back. ValueError outside of the main thread, where no handler
+    can be set.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.got: str | None = None
-        self.got_at = 0.0
+        self.received: str | None = None
+        self.received_at = 0.0
         self._is_over = False
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         names = tuple(names)
         if names and threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "on_signal() needs the main thread, as only there a handler can be set: make the "
                 "Checkpointer there, or leave on_signal() out"
             )
-        _living.add(self)
+        _installed.add(self)
         try:
             for name in names:
                 number = signal.Signals[f"SIG{name}"]
-                self._before[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handle)
         except BaseException:
             self.close()
             raise
 
-    def forget(self) -> None:
-        """Take what came as done."""
-        self.got = None
+    def clear(self) -> None:
+        """Clear the received signal."""
+        self.received = None
 
     def close(self) -> None:
-        """Put back the handlers that were there, unless others were set since."""
-        for number, before in self._before.items():
+        """Restore the previous handlers, unless others were set since."""
+        for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
-                # None: it was set by other means than Python's, and cannot be put back.
-                signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before = {}
+                # None: it was not set by Python, and cannot be restored.
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous = {}
 
-    def let_go(self) -> None:
-        """Close it, if this is the main thread; else what comes goes to who was there before."""
+    def drop(self) -> None:
+        """Close it in the main thread. In another thread, pass signals to previous handlers."""
         self._is_over = True
         if threading.current_thread() is threading.main_thread():
             self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No lock and no log: the main thread may be anywhere.
-        if self.got is None:
-            self.got_at = time.monotonic()
-            self.got = signal.Signals(number).name
-        before = self._before.get(number)
-        if self._is_over and before in (None, signal.SIG_DFL):
+        # Without lock and log: the main thread may be anywhere.
+        if self.received is None:
+            self.received_at = time.monotonic()
+            self.received = signal.Signals(number).name
+        previous = self._previous.get(number)
+        if self._is_over and previous in (None, signal.SIG_DFL):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        elif callable(before) and (self._is_over or before is not signal.default_int_handler):
-            before(number, frame)
+        elif callable(previous) and (self._is_over or previous is not signal.default_int_handler):
+            previous(number, frame)
 
 
-_living: weakref.WeakSet[Signals] = weakref.WeakSet()
+_installed: weakref.WeakSet[Signals] = weakref.WeakSet()
 
-# What the thread that forks lets through, as it was before.
+# The signal mask of the thread that forks, from before the fork.
 _forking = threading.local()
 
 
 def _block_signals() -> None:
-    """Let none of the signals through: what came now to the child would only set our flag in it.
+    """Block the signals during a fork: in the child a signal would only set this flag.
 
-    So `terminate()` of a worker that was just started would be lost, and its `join()` hang.
+    Otherwise `terminate()` of a worker that was just started would be lost, and its `join()` hang.
     """
-    numbers = {number for one in tuple(_living) for number in one._before}
+    numbers = {number for signals in tuple(_installed) for number in signals._previous}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
-def _let_through() -> None:
+def _restore_mask() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _close_in_child() -> None:
-    for one in tuple(_living):
-        one.close()
-    _let_through()
+    for signals in tuple(_installed):
+        signals.close()
+    _restore_mask()
 
 
 os.register_at_fork(
-    before=_block_signals, after_in_parent=_let_through, after_in_child=_close_in_child
+    before=_block_signals, after_in_parent=_restore_mask, after_in_child=_close_in_child
 )
 
 
 @dataclass
 class RankRequests:
-    """One rank's requests: signals on any rank; on rank 0 also what only that knows.
+    """One rank's requests: signals on any rank; on rank 0 also those of other sources.
 
-    That is its clock, saves that have failed, and what other processes ask for.
-    Called in the thread of the rounds; waits for nothing.
+    These are its clock, failed saves, and other processes. The thread of the rounds calls it. It
+    waits for nothing.
     """
 
     rank: int
     save: SavePolicy
     signals: Signals
-    keeper: MaintenanceThread | None = None
-    outside: ExternalRequests | None = None
+    maintenance: MaintenanceThread | None = None
+    external: ExternalRequests | None = None
     saved_at: float = field(default_factory=time.monotonic)
 
     def __call__(self) -> BarrierProposal | None:
-        """Return what is asked for now."""
-        if self.signals.got is not None:
-            why = f"{self.signals.got} on rank {self.rank}"
-            waited_s = time.monotonic() - self.signals.got_at
+        """Return the current proposal of this rank."""
+        if self.signals.received is not None:
+            why = f"{self.signals.received} on rank {self.rank}"
+            waited_s = time.monotonic() - self.signals.received_at
             return BarrierProposal(self.rank, why, stops=True, waited_s=waited_s)
-        if self.keeper is not None and (ask := self.keeper.wants()) is not None:
-            return ask
-        if self.outside is not None and (ask := self.outside.wants()) is not None:
-            return ask
-        is_time = self.save.is_time(time.monotonic() - self.saved_at)
-        return (
-            BarrierProposal(self.rank, "the time") if self.rank == COORDINATOR and is_time else None
-        )
+        for source in (self.maintenance, self.external):
+            if source is not None and (proposal := source.proposal()) is not None:
+                return proposal
+        if self.rank == COORDINATOR and self.save.is_time(time.monotonic() - self.saved_at):
+            return BarrierProposal(self.rank, "the time")
+        return None
 
-    def taken(self, step: int, *, is_last: bool) -> None:
-        """Take it as said that this step is saved, or begun to be; `is_last`: the run ends then."""
-        if self.outside is not None:
-            self.outside.taken(step, is_last=is_last)
+    def begin_save(self, step: int, *, is_last: bool) -> None:
+        """See `ExternalRequests.begin_save`."""
+        if self.external is not None:
+            self.external.begin_save(step, is_last=is_last)
 
-    def served(self, ask: BarrierProposal | None) -> None:
-        """Take what was asked for as done, and count the time from now."""
+    def finish(self, proposal: BarrierProposal | None) -> None:
+        """Remove a proposal that is done, and restart the time since the last save."""
         self.saved_at = time.monotonic()
-        if ask is None:
+        if proposal is None:
             return
-        if ask.stops:
-            self.signals.forget()
-        if self.keeper is not None:
-            self.keeper.served(ask)
+        if proposal.stops:
+            self.signals.clear()
+        if self.maintenance is not None:
+            self.maintenance.finish(proposal)
 
 
 _log = logging.getLogger("dist_ckpt")
 
-# How often the folder is looked at: a request is seen so much later. It costs one listing.
+# The interval at which the folder is polled for requests. It costs one listing.
 LOOK_S = 2.0
 
-# How often a save that was asked for is looked at, which costs no call of the storage.
+# The interval at which a requested save is polled, without a call of the storage.
 SETTLE_S = 0.1
 
-# For so long answers stay, and what cannot be read, after this job has seen them first.
+# The time after which this job removes answers, and files that cannot be read.
 KEPT_S = 3600.0
 
-# How much of who asked goes into a log.
+# The length of a requester's name in a log.
 MAX_BY = 200
 
 
 @dataclass
-class _SeenRequests:
-    """What the threads share, under a lock.
+class _RequestStates:
+    """The state that the threads share, under a lock.
 
-    `open` wait for a boundary, `taken` for the save of a step. `last` is the run's last step, `end`
-    what became of the run.
+    `open` requests wait for a boundary, `saving` ones for the save of a step. `last_step` is the
+    last step of the run, and `end_reason` the reason of its end.
     """
 
     open: dict[str, RequestRecord] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)
-    last: int | None = None
-    end: str | None = None
+    saving: dict[str, int] = field(default_factory=dict)
+    last_step: int | None = None
+    end_reason: str | None = None
 
 
 class ExternalRequests:
-    """Rank 0's thread for requests of other processes; it runs until `close`.
+    """Rank 0's thread for requests of other processes. It runs until `close`.
 
-    All but `close` waits for nothing. Threads may share it.
+    Only `close` waits. Threads may share it.
     """
 
-    def __init__(self, storage: Storage, run: Incarnation, keeper: MaintenanceThread) -> None:
+    def __init__(self, storage: Storage, run: Incarnation, maintenance: MaintenanceThread) -> None:
         self._storage = storage
         self._run = run
-        self._keeper = keeper
+        self._maintenance = maintenance
         self._changed = threading.Condition()
-        self._asked = _SeenRequests()
-        # Of the thread alone: what needs no second look, what cannot be read, and when files were
-        # seen first.
+        self._states = _RequestStates()
+        # For the thread only: finished requests, unreadable ones, and the first sight of files.
         self._done: set[str] = set()
         self._damaged: set[str] = set()
         self._seen_at: dict[str, float] = {}
         self._has_warned = False
-        self._thread = threading.Thread(target=self._work, name="dist_ckpt requests", daemon=True)
+        name = "dist_ckpt requests"
+        self._thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
         self._thread.start()
 
-    def wants(self) -> BarrierProposal | None:
-        """Return what is to be asked of all ranks."""
+    def proposal(self) -> BarrierProposal | None:
+        """Return the proposal for the open requests, if any."""
         with self._changed:
-            asked = [*self._asked.open.values()]
-        if not asked:
+            requests = [*self._states.open.values()]
+        if not requests:
             return None
-        who = ", ".join(sorted({one.by[:MAX_BY] for one in asked}))
-        return BarrierProposal(
-            COORDINATOR, f"a request of {who}"[:MAX_BY], stops=any(r.stops for r in asked)
-        )
+        names = ", ".join(sorted({request.by[:MAX_BY] for request in requests}))
+        stops = any(request.stops for request in requests)
+        return BarrierProposal(COORDINATOR, f"a request of {names}"[:MAX_BY], stops=stops)
 
-    def taken(self, step: int, *, is_last: bool) -> None:
-        """Say that all ranks have begun to save this step, or had saved it, at a boundary.
+    def begin_save(self, step: int, *, is_last: bool) -> None:
+        """Assign the open requests to this step, which all ranks have begun to save or have saved.
 
-        That is what was asked for until now. `is_last`: the run ends there; else requests to stop
-        are still open.
+        `is_last`: the run ends there. Otherwise requests to stop stay open.
         """
         with self._changed:
-            asked = self._asked
+            states = self._states
             if is_last:
-                asked.last = step
-            for one in [*asked.open.values()]:
-                if is_last or not one.stops:
-                    del asked.open[one.id]
-                    asked.taken[one.id] = step
+                states.last_step = step
+            for request in [*states.open.values()]:
+                if is_last or not request.stops:
+                    del states.open[request.id]
+                    states.saving[request.id] = step
             self._changed.notify()
 
-    def close(self, end: str, timeout_s: float) -> None:
-        """Answer what is left, for so long at most, and end; `end` says what became of the run.
+    def close(self, end_reason: str, timeout_s: float) -> None:
+        """Answer all requests within `timeout_s`, and end. Idempotent.
 
-        The saves are settled by now, or will not be in time. May be called again.
+        The saves are settled by now, or will not be in time.
         """
         with self._changed:
-            self._asked.end = self._asked.end or end
+            self._states.end_reason = self._states.end_reason or end_reason
             self._changed.notify()
         self._thread.join(timeout_s)
 
     # --- the thread ------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         next_look, next_renewal = 0.0, 0.0
         liveness = LivenessFile(self._storage, self._run.root, self._run.number)
-        while self._asked.end is None:
+        while self._states.end_reason is None:
             is_fine = True
             if time.monotonic() >= next_renewal:
-                self._tried(liveness.renew)
+                self._try(liveness.renew)
                 next_renewal = time.monotonic() + LIVENESS_INTERVAL_S
             if time.monotonic() >= next_look:
-                is_fine = self._tried(self._look)
+                is_fine = self._try(self._look)
                 next_look = time.monotonic() + LOOK_S
-            is_fine = self._tried(self._answer_taken) and is_fine
+            is_fine = self._try(self._answer_saving) and is_fine
             with self._changed:
-                if self._asked.end is None:
-                    self._changed.wait(SETTLE_S if self._asked.taken and is_fine else LOOK_S)
-        for act in (self._look, self._answer_taken, self._answer_open, liveness.end):
-            self._tried(act)
+                if self._states.end_reason is None:
+                    self._changed.wait(SETTLE_S if self._states.saving and is_fine else LOOK_S)
+        for act in (self._look, self._answer_saving, self._answer_rest, liveness.end):
+            self._try(act)
 
-    def _tried(self, act: Callable[[], None]) -> bool:
-        """Do something, and say whether it was done: what was not is tried again later."""
+    def _try(self, act: Callable[[], None]) -> bool:
+        """Call a function. Return False after an error: it is tried again later."""
         try:
             act()
         except (CheckpointError, OSError) as error:
@@ -301,47 +295,48 @@ class ExternalRequests:
         return False
 
     def _look(self) -> None:
-        """See what is asked for, and what was taken back; prune what was answered long ago."""
+        """Read new requests, drop withdrawn ones, and prune old files."""
         names = list_requests(self._storage, self._run.root)
-        there = set(names.requests) - set(names.answers)
+        unanswered = set(names.requests) - set(names.answers)
         with self._changed:
-            asked = self._asked
-            asked.open = {own_id: one for own_id, one in asked.open.items() if own_id in there}
-            new = there - self._done - set(asked.open) - set(asked.taken)
-        for own_id in sorted(new):
-            if (one := self._read(own_id)) is not None:
-                self._begin(one)
+            states = self._states
+            states.open = {key: value for key, value in states.open.items() if key in unanswered}
+            new = unanswered - self._done - set(states.open) - set(states.saving)
+        for request_id in sorted(new):
+            if (request := self._read(request_id)) is not None:
+                self._add(request)
         self._prune(names)
         self._has_warned = False
 
-    def _read(self, own_id: str) -> RequestRecord | None:
+    def _read(self, request_id: str) -> RequestRecord | None:
         try:
-            return read_request(self._storage, self._run.root, own_id)
+            return read_request(self._storage, self._run.root, request_id)
         except (CorruptError, IncompatibleError) as error:
-            _log.warning("a request to save cannot be read, and is not obeyed: %s", error)
-            self._done.add(own_id)
-            self._damaged.add(own_id)
+            _log.warning("a request to save cannot be read, and is ignored: %s", error)
+            self._done.add(request_id)
+            self._damaged.add(request_id)
             return None
 
-    def _begin(self, one: RequestRecord) -> None:
-        own = self._run.number
-        if one.incarnation == own:
-            _log.info("%s asks for a save%s", one.by[:MAX_BY], " and the end" * one.stops)
+    def _add(self, request: RequestRecord) -> None:
+        number = self._run.number
+        if request.incarnation == number:
+            end = " and the end" * request.stops
+            _log.info("%s requests a save%s", request.by[:MAX_BY], end)
             with self._changed:
-                if self._asked.last is None:
-                    self._asked.open[one.id] = one
+                if self._states.last_step is None:
+                    self._states.open[request.id] = request
                 else:
-                    self._asked.taken[one.id] = self._asked.last
-        elif one.incarnation < own:
-            why = f"incarnation {own} of the run has begun since: to ask that one, ask again"
-            self._answer(one.id, "ended", why)
-        else:  # the job that has taken over will see it
-            self._done.add(one.id)
+                    self._states.saving[request.id] = self._states.last_step
+        elif request.incarnation < number:
+            why = f"incarnation {number} of the run has begun since: to ask that one, ask again"
+            self._answer(request.id, "ended", why)
+        else:  # for the job that has taken over
+            self._done.add(request.id)
 
     def _prune(self, names: RequestNames) -> None:
-        """Remove what was answered long ago, or cannot be read; a request before its answer."""
-        over = self._damaged.union(names.answers)
-        files = [request_file(one) for one in names.requests if one in over]
+        """Remove old answers and unreadable requests: a request before its answer."""
+        finished = self._damaged.union(names.answers)
+        files = [request_file(name) for name in names.requests if name in finished]
         files += [*map(answer_file, names.answers), *names.temporary]
         now = time.monotonic()
         self._seen_at = {name: self._seen_at.get(name, now) for name in files}
@@ -351,28 +346,30 @@ class ExternalRequests:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _answer_taken(self) -> None:
-        """Answer those whose save is durable, or has failed."""
+    def _answer_saving(self) -> None:
+        """Answer the requests whose save is durable or has failed."""
         with self._changed:
-            taken = dict(self._asked.taken)
-        for own_id, step in taken.items():
-            if (came := self._keeper.became_of(step)) is None:
-                continue
-            if isinstance(came, str):
-                self._answer(own_id, "failed", came)
-            else:
-                self._answer(own_id, "saved", f"step {came[0]} is durable", came)
+            saving = dict(self._states.saving)
+        for request_id, step in saving.items():
+            outcome = self._maintenance.outcome(step)
+            if isinstance(outcome, str):
+                self._answer(request_id, "failed", outcome)
+            elif outcome is not None:
+                self._answer(request_id, "saved", f"step {outcome[0]} is durable", outcome)
 
-    def _answer_open(self) -> None:
-        """Answer all others: the run has come to its end."""
+    def _answer_rest(self) -> None:
+        """Answer all other requests: the run has ended."""
         with self._changed:
-            left, end = [*self._asked.taken, *self._asked.open], self._asked.end
-        for own_id in left:
-            self._answer(own_id, "ended", f"{end}. Safe is: {self._keeper.counts.durable}")
+            rest, reason = [*self._states.saving, *self._states.open], self._states.end_reason
+        for request_id in rest:
+            durable = self._maintenance.counts.durable
+            self._answer(request_id, "ended", f"{reason}. Safe is: {durable}")
 
-    def _answer(self, own_id: str, outcome: Outcome, why: str, saved: Where | None = None) -> None:
-        put_answer(self._storage, self._run.root, own_id, outcome, why, saved)
-        self._done.add(own_id)  # a listing may not have the answer yet
+    def _answer(
+        self, request_id: str, outcome: Outcome, why: str, saved: Where | None = None
+    ) -> None:
+        put_answer(self._storage, self._run.root, request_id, outcome, why, saved)
+        self._done.add(request_id)  # a listing may not have the answer yet
         with self._changed:
-            self._asked.open.pop(own_id, None)
-            self._asked.taken.pop(own_id, None)
+            self._states.open.pop(request_id, None)
+            self._states.saving.pop(request_id, None)
