@@ -32,11 +32,10 @@ from dist_ckpt.errors import listed, ranks_text
 
 @dataclass(frozen=True, slots=True)
 class CachedPlan:
-    """A plan, and what it was made of: this rank's inventory, and `bodies`, those of all ranks.
+    """A plan and its input: this rank's inventory, and `bodies`, the encoded ones of all ranks.
 
-    `text` is how the plan's catalog stands in every index. `save_name` names the save that the plan
-    was made for; it is "" until that save has a name. The plan is valid while every rank's
-    inventory stays the same.
+    `text` is the plan's catalog as in an index. `save_name` is the name of the first save of the
+    plan, or "" before it has one. The plan is valid while no rank's inventory changes.
     """
 
     inventory: Inventory
@@ -48,10 +47,9 @@ class CachedPlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A plan for one rank: its files, its replica groups, and the cells that it holds.
+    """The part of one rank in a plan: its files, its replica groups, and its numbered cells.
 
-    `origins` has, for each item of each file, the cell that it is taken from. `cells` numbers
-    them.
+    `origins` has the source cell of each item of each file.
     """
 
     plan: SavePlan
@@ -62,7 +60,7 @@ class RankPlan:
 
     @staticmethod
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
-        """Return the part of one rank."""
+        """Select the part of one rank."""
         files = items_of(plan, rank)
         cells = numbered(find_local_cells(inventory, rank, plan))
         origins = tuple(
@@ -73,7 +71,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class LinkPatterns:
-    """The tensors that the patterns of `link_unchanged` match, under the names of their data."""
+    """The tensors that the patterns of `link_unchanged` match, by the names of their data."""
 
     patterns: tuple[str, ...]
     tensors: tuple[TensorEntry, ...]
@@ -83,7 +81,7 @@ class LinkPatterns:
 
     @staticmethod
     def of(patterns: tuple[str, ...], inventory: Inventory) -> LinkPatterns:
-        """Match the names of an inventory."""
+        """Match patterns and the names of an inventory."""
         names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
         matches = {
             pattern: {to for fqn, to in names.items() if fqn in Selection((pattern,))}
@@ -98,16 +96,16 @@ class LinkPatterns:
         return LinkPatterns(patterns, inventory.tensors, inventory.aliases, matched, unmatched)
 
     def is_for(self, patterns: tuple[str, ...], inventory: Inventory) -> bool:
-        """Return True if they were matched with the names of this inventory."""
+        """Return True if they are the result for these patterns and names."""
         same = (patterns, inventory.tensors, inventory.aliases)
         return (self.patterns, self.tensors, self.aliases) == same
 
 
 @dataclass(slots=True)
 class SaveCache:
-    """The cache of one session. A plan may be out of date; its users compare inventories.
+    """The cache of one session. A plan may be out of date: compare the inventories.
 
-    `link_patterns` are cached because to match thousands of names takes long.
+    `link_patterns` are cached because matching thousands of names takes long.
     """
 
     plan: CachedPlan | None = None
@@ -121,15 +119,15 @@ PreparationT = TypeVar("PreparationT", bound="Preparation")
 
 
 class SaveRequest(Message, frozen=True):
-    """The request of one rank; all ranks must request the same.
+    """The request of one rank; it must be the same on all ranks.
 
-    `metadata` is a digest of the user's metadata, and `attached` has the digests of the files to
-    attach, by name. It is empty on a rank that leaves them to rank 0. `selection` says which part
-    of the state is saved. `root` and `incarnation_number` are those of the run that saves, at its
-    `boundary`: "", 0 and None without a run.
+    `metadata` is the digest of the user's metadata, and `attached` has the digests of the attached
+    files by name. It may be empty on other ranks than rank 0. `selection` is the text of the
+    options that select names. `root`, `incarnation_number` and `boundary` are of the run that
+    saves; without a run they are "", 0 and None.
     """
 
-    step: int | None  # first: of a run's steps that differ people know more than of their paths
+    step: int | None  # it is first: users see in it which ranks are late; a path says less
     path: str
     overwrite: bool
     metadata: str
@@ -146,10 +144,10 @@ class SaveRequest(Message, frozen=True):
 
 
 class SaveProposal(Message, frozen=True):
-    """A request, and the state of the rank that makes it.
+    """The request of a rank, and its cache.
 
-    `cached` names the save of the cached plan if it is valid on this rank, else "". `bulk` numbers
-    the bulk connections. `unmatched` are the problems of patterns that select nothing here.
+    `cached` names the save of the cached plan if that plan is valid on this rank, else "". `bulk`
+    numbers the bulk connections. `unmatched` are the problems of patterns that match nothing here.
     """
 
     request: SaveRequest
@@ -163,10 +161,10 @@ _COMPARED = tuple(name for name in SaveRequest.__struct_fields__ if name not in 
 
 
 class SaveAgreement(Message, Generic[NameT], frozen=True):
-    """The answer to the proposals: the save's name if the cached plan is valid on all ranks.
+    """The answer to the proposals: the name of the save if the cached plan is valid on all ranks.
 
-    The name is an attempt, or the id of a snapshot. No other save of this group has it. It is None
-    if the ranks have to make a new plan. `bulk` numbers the bulk connections.
+    The name is an attempt, or the id of a snapshot, and unique in this group. It is None if the
+    ranks have to make a new plan. `bulk` numbers the bulk connections.
     """
 
     name: NameT | None
@@ -174,22 +172,22 @@ class SaveAgreement(Message, Generic[NameT], frozen=True):
 
 
 class Preparation(Protocol):
-    """What a rank has ready when it proposes a save."""
+    """The prepared part of one rank in a save, before the ranks agree."""
 
     @property
     def request(self) -> SaveRequest:
-        """What it requests."""
+        """The request of this rank."""
 
     @property
     def inventory(self) -> Inventory:
-        """What it holds."""
+        """The inventory of this rank."""
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """The problems of patterns that select nothing here."""
+        """The problems of patterns that match nothing here."""
 
     def use(self, plan: CachedPlan) -> None:
-        """Prepare what depends on the plan. All ranks raise the error of any rank."""
+        """Use the plan before the save begins. All ranks raise the error of any rank."""
 
 
 def agree(
@@ -198,10 +196,10 @@ def agree(
     name: Callable[[PreparationT], NameT],
     answer: type[SaveAgreement[NameT]],
 ) -> tuple[PreparationT, NameT, CachedPlan]:
-    """Agree on a save, and return its preparation here, its name and its plan. Collective.
+    """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
-    One exchange is enough if the cached plan is valid on all ranks. `name` begins the save; only
-    the coordinator calls it, after all checks. All ranks raise the error of any rank.
+    One exchange is enough if the cached plan is valid on all ranks. The coordinator calls `name`
+    after all checks: it begins the save. All ranks raise the error of any rank.
     """
     with ranks.channel.exchange("agree") as agreeing:
         prepared = prepare()
@@ -215,8 +213,9 @@ def agree(
             )
         )
         if proposals is not None:
-            given = name(prepared) if check_proposals(proposals) else None
-            agreeing.decide(SaveAgreement(given, max(one.bulk for one in proposals)))
+            save_name = name(prepared) if check_proposals(proposals) else None
+            bulk = max(proposal.bulk for proposal in proposals)
+            agreeing.decide(SaveAgreement(save_name, bulk))
     agreement = agreeing.result(answer)
     if agreement.name is not None and cached is not None:
         return prepared, agreement.name, cached
@@ -234,7 +233,7 @@ def agree(
 
 
 def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
-    """Return the cached plan, if this rank holds what it was made for."""
+    """Return the cached plan if this rank's inventory has not changed."""
     cached = ranks.cache(SaveCache).plan
     return cached if cached is not None and cached.inventory == inventory else None
 
@@ -242,35 +241,36 @@ def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
 def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
     """Return True if the cached plan is valid on all ranks.
 
-    ValueError if their requests differ, or a pattern selects nothing on any of them.
+    ValueError if the requests differ, or a pattern matches nothing on any rank.
     """
-    requests = [one.request for one in proposals]
+    requests = [proposal.request for proposal in proposals]
     check_equal_on_all_ranks("save", requests, _COMPARED)
     _check_metadata(requests)
     _check_attached(requests)
-    if problems := unmatched_on_all(one.unmatched for one in proposals):
+    if problems := unmatched_on_all(proposal.unmatched for proposal in proposals):
         raise ValueError(f"{requests[0].path}: {listed(problems, '; ')}")
-    names = {one.cached for one in proposals}
+    names = {proposal.cached for proposal in proposals}
     return len(names) == 1 and "" not in names
 
 
 def _check_metadata(requests: Sequence[SaveRequest]) -> None:
     """Raise ValueError if the digests of the ranks' metadata differ."""
-    if len(by_digest := distinct(one.metadata for one in requests)) > 1:
-        who = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
+    if len(by_digest := distinct(request.metadata for request in requests)) > 1:
+        groups = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
         raise ValueError(
-            f"the ranks call save with different metadata=, config= or kind=: that of {who}. Every "
-            f"rank must pass the same."
+            f"the ranks call save with different metadata=, config= or kind=: that of {groups}. "
+            f"Every rank must pass the same."
         )
 
 
 def _check_attached(requests: Sequence[SaveRequest]) -> None:
-    """Raise ValueError if a rank attaches other files than rank 0; it may attach none."""
+    """Raise ValueError if a rank attaches other files than rank 0. It may attach none."""
     first = dict(requests[0].attached)
     for rank, request in enumerate(requests):
-        own = dict(request.attached)
-        differing = sorted(n for n in own.keys() | first.keys() if own.get(n) != first.get(n))
-        if own and differing:
+        attached = dict(request.attached)
+        names = attached.keys() | first.keys()
+        differing = sorted(name for name in names if attached.get(name) != first.get(name))
+        if attached and differing:
             raise ValueError(
                 f"rank {rank} attaches another {differing[0]!r} than rank 0: give attach= on rank "
                 f"0 alone, or the same on every rank"
@@ -278,15 +278,15 @@ def _check_attached(requests: Sequence[SaveRequest]) -> None:
 
 
 def plan_together(ranks: Session, inventory: Inventory) -> CachedPlan:
-    """Gather the inventories and plan, the same on every rank. Collective."""
+    """Gather the inventories, and make the same plan on every rank. Collective."""
     bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
     return CachedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 
 
 def plan_of(bodies: Bodies, world_size: int) -> SavePlan:
-    """Plan a save, given the ranks' inventories, packed."""
-    # Thousands of new objects: to look for garbage among them takes a third of the time.
+    """Plan a save from the encoded inventories of all ranks."""
+    # Garbage collection among thousands of new objects takes a third of the time.
     with paused_collector():
-        inventories = [(typed_msgpack.decode(body, Inventory), who) for body, who in bodies]
+        inventories = [(typed_msgpack.decode(body, Inventory), ranks) for body, ranks in bodies]
         return plan_save(inventories, world_size)

@@ -1,11 +1,11 @@
-"""What users attach to a checkpoint, as bytes: read once, whole, before anything is claimed."""
+"""The attached files of a checkpoint as bytes. They are read once, before the claim."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import isfinite
 
 from dist_ckpt.core.format import strict_json
@@ -17,41 +17,41 @@ from dist_ckpt.errors import StorageError
 # By name: a path, whose file is read; bytes; or a dict or list, which becomes JSON.
 Attachments = Mapping[str, object]
 
-# Or what is asked for it when a save begins: the ranks hear of what that raises.
+# A function that returns them when the save begins. All ranks raise its error.
 ReadAttachments = Callable[[], Attachments | None]
 
 _NAME = 'up to 100 letters, digits, ".", "_" and "-", and the first no "." or "-"'
 
 
-def read_attached(given: Attachments | ReadAttachments | None) -> dict[str, bytes]:
-    """Return the bytes of what is attached, by name.
+def read_attached(attach: Attachments | ReadAttachments | None) -> dict[str, bytes]:
+    """Return the bytes of the attached files, by name.
 
-    Raises TypeError or ValueError, naming which, for what is no name or cannot be attached, for
-    a file that is missing or changes meanwhile, and for too much; StorageError if it is not read.
+    TypeError or ValueError for an invalid name or value, for a file that is missing or changes
+    during the read, and for too much data. StorageError if a file cannot be read.
     """
-    if given is not None and not isinstance(given, Mapping):
-        given = given() if callable(given) else given
-    if given is None:
+    if callable(attach) and not isinstance(attach, Mapping):
+        attach = attach()
+    if attach is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise TypeError(f"attach is a {type(given).__name__}: give a dict of names")
-    _check_names(given)
-    num_left, contents = MAX_ATTACHED_NBYTES, {}
-    for name, value in given.items():
-        contents[name] = data = _bytes_of(value, f"attach[{name!r}]", num_left)
-        num_left -= len(data)
-        if num_left < 0:
+    if not isinstance(attach, Mapping):
+        raise TypeError(f"attach is a {type(attach).__name__}: give a dict of names")
+    _check_names(attach)
+    nbytes_left, contents = MAX_ATTACHED_NBYTES, {}
+    for name, value in attach.items():
+        contents[name] = data = _bytes_of(value, f"attach[{name!r}]", nbytes_left)
+        nbytes_left -= len(data)
+        if nbytes_left < 0:
             raise _too_much(f"attach[{name!r}]")
     return contents
 
 
-def _check_names(given: Attachments) -> None:
-    if len(given) > MAX_ATTACHED:
+def _check_names(names: Collection[object]) -> None:
+    if len(names) > MAX_ATTACHED:
         raise ValueError(
-            f"attach has {len(given)} files, the limit is {MAX_ATTACHED}: put several into one"
+            f"attach has {len(names)} files, the limit is {MAX_ATTACHED}: put several into one"
         )
     folded: dict[str, str] = {}
-    for name in given:
+    for name in names:
         if not isinstance(name, str):
             raise TypeError(f"attach: {name!r} is no name: give a text")
         if not is_attached_name(name):
@@ -84,9 +84,9 @@ def _too_much(label: str) -> ValueError:
 
 
 def _read(path: str, label: str, most: int) -> bytes:
-    """Read a file at once. ValueError if it is not there, or is not the same afterwards."""
+    """Read a whole file. ValueError if it is missing, or has changed after the read."""
     try:
-        # Who opens a pipe would wait for who writes into it.
+        # Without O_NONBLOCK, opening a pipe waits for its writer.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         raise ValueError(f"{label}: there is no file {path}: write it before the save") from None
@@ -101,7 +101,7 @@ def _read(path: str, label: str, most: int) -> bytes:
         if before.st_size > most:
             raise _too_much(label)
         data = _all_of(file, before.st_size)
-        # By its path: another may have been put into its place.
+        # Compare with the path: another file may have replaced this one.
         if len(data) != before.st_size or _state(os.stat(path)) != _state(before):
             raise _changed(path, label)
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def _read(path: str, label: str, most: int) -> bytes:
 
 
 def _all_of(file: int, nbytes: int) -> bytes:
-    """Read so many bytes, and one more if there is one."""
+    """Read this many bytes, and one more if the file has it."""
     parts = []
     while nbytes >= 0 and (part := os.read(file, nbytes + 1)):
         parts.append(part)
@@ -137,7 +137,7 @@ def _changed(path: str, label: str) -> ValueError:
 
 
 def _encoded(value: object, label: str) -> bytes:
-    """Return JSON in which nothing is lost or changed, but that tuples are arrays."""
+    """Return a value as JSON. Nothing is lost or changed, except that tuples become arrays."""
     text = json.dumps(_json_of(value, label, 0), ensure_ascii=False, indent=2)
     return f"{text}\n".encode()
 

@@ -1,7 +1,7 @@
-"""What a save carries on of a checkpoint that was loaded in part: agreed by all ranks, and written.
+"""Carry over the rest of a partly loaded checkpoint: all ranks agree on it, and write it.
 
-The source must be what the load has seen: the same attempt. Whole files of it are linked, else
-copied; all that is copied is checked. It is held meanwhile where a run keeps records.
+The source must be the same attempt as in the load. Its whole files are linked, or copied; all
+copied data is checked. The source gets a lease meanwhile if its run keeps records.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class CarryRequest(Message, frozen=True):
-    """What a rank wants carried on, the same on all but `bulk`, the number of its connections."""
+    """The source of a rank, equal on all ranks; `bulk` numbers the bulk connections."""
 
     carry_over: str
     attempt: str
@@ -56,63 +56,65 @@ class CarryRequest(Message, frozen=True):
 
 
 class CarrySourceInfo(Message, frozen=True):
-    """The attempt of the source; `bulk` are the connections over which its index comes."""
+    """The attempt of the source; `bulk` numbers the connections for its index."""
 
     attempt: Attempt
     bulk: int
 
 
 class RestoredNames(Message, frozen=True):
-    """The names of the source that a rank's load has filled, or left out on purpose."""
+    """The names of the source that one rank has restored, or dropped on purpose."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CarrySource:
-    """The checkpoint that a save carries on from.
+    """The checkpoint from which a save carries names over.
 
-    `names` are carried on unless the state holds them; `found` are all of which no rank has
-    loaded anything, and `excluded` leaves some out. `reads` is what it took here to find it.
+    No rank has restored the names in `remaining`. `names` are those without the `excluded` ones;
+    they are carried over unless the state has them. `reads` counts the reads of the index.
     """
 
     path: str
     attempt: Attempt
     index: Index
     names: tuple[str, ...]
-    found: tuple[str, ...]
+    remaining: tuple[str, ...]
     excluded: Selection
     reads: IoCount
 
     def opened(
         self, storage: Storage, slots: BufferPool | None = None, threads: int | None = None
     ) -> OpenCheckpoint:
-        """Return it open for reading on a storage."""
+        """Return it as an open checkpoint on a storage."""
         return OpenCheckpoint(
             storage, self.path, self.attempt, self.index, slots=slots, threads=threads
         )
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
-        """Return the problems of patterns that match nothing here either: `exclude` is for both."""
-        of_exclude, left = self.excluded.unmatched(()), self.excluded.unmatched(self.found)
-        return tuple(one for one in problems if one not in of_exclude or one in left)
+        """Return the problems without those of `exclude` patterns that match a name here."""
+        exclude = self.excluded.unmatched(())
+        matched = {*exclude} - {*self.excluded.unmatched(self.remaining)}
+        return tuple(problem for problem in problems if problem not in matched)
 
     def planned(self, plan: SavePlan) -> CarryOver:
-        """Return what is carried on beside the state that is planned. ValueError if it cannot."""
+        """Return the plan of the names that the state does not have. Raises ValueError."""
         live = plan.catalog
         names = carried_names(self.index.catalog, self.names, live, plan.tree)
-        found = plan_carried(live, self.index, names)
-        return CarryOver(self, found, EncodedCatalog(found.catalog))
+        carry_plan = plan_carried(live, self.index, names)
+        return CarryOver(self, carry_plan, EncodedCatalog(carry_plan.catalog))
 
-    def hold(self, storage: Storage, held: ExitStack) -> None:
-        """Hold the source until `held` ends, if it can be. Coordinator only, after the claim.
+    def take_lease(self, storage: Storage, stack: ExitStack) -> None:
+        """Take a lease on the source until `stack` is closed, if possible. Coordinator only.
 
-        Where the save replaces it: before that it could not, and it must end before the clean-up.
+        If the save replaces the source, its claim would refuse a leased one. So the lease begins
+        after the claim, and ends before the clean-up.
         """
         try:
-            held.enter_context(leased_source(storage, self.path))
+            stack.enter_context(leased_source(storage, self.path))
         except StorageError as error:
-            _log.debug("%s is not held: %s", self.path, error)
+            _log.debug("%s has no lease: %s", self.path, error)
 
 
 def open_source(
@@ -121,18 +123,18 @@ def open_source(
     exclude: str | Sequence[str] | None,
     storage: Storage | None,
 ) -> CarrySource:
-    """Find the checkpoint of a load's `report`, and agree on what of it was loaded. Collective."""
+    """Open the checkpoint of a load's `report`, and gather the restored names. Collective."""
     channel, encoded, reads = ranks.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
-        asked = CarryRequest(loaded.path, loaded.attempt, ranks.collectives_group.epoch)
-        gathered = opening.gather(asked)
-        if gathered is not None:
-            check_equal_on_all_ranks("save", gathered, ("carry_over", "attempt"))
+        request = CarryRequest(loaded.path, loaded.attempt, ranks.collectives_group.epoch)
+        requests = opening.gather(request)
+        if requests is not None:
+            check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             attempt, source = _find(counting, loaded)
             encoded, reads = index_json.encode(source), counting.reads
-            opening.decide(CarrySourceInfo(attempt, max(one.bulk for one in gathered)))
+            opening.decide(CarrySourceInfo(attempt, max(request.bulk for request in requests)))
     info = opening.result(CarrySourceInfo)
     ranks.collectives_group.renew(info.bulk)
     with channel.exchange("carried names"):
@@ -140,10 +142,10 @@ def open_source(
         assert isinstance(index, Index)
         own = RestoredNames((*loaded.restored, *loaded.dropped))
         bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(own))
-        told_names = (typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies)
-        done = {name for names in told_names for name in names}
-    found, names = not_loaded(index.catalog, done, excluded)
-    return CarrySource(loaded.path, info.attempt, index, names, found, excluded, reads)
+        restored = [typed_msgpack.decode(body, RestoredNames) for body, _ in bodies]
+        done = {name for of_rank in restored for name in of_rank.names}
+    remaining, names = not_loaded(index.catalog, done, excluded)
+    return CarrySource(loaded.path, info.attempt, index, names, remaining, excluded, reads)
 
 
 def _checked(report: object, world_size: int) -> LoadReport:
@@ -152,8 +154,9 @@ def _checked(report: object, world_size: int) -> LoadReport:
             f"carry_over is a {type(report).__name__}: give the report that dc.load has returned"
         )
     if len(report.sources) > 1:
+        paths = " and ".join(source.path for source in report.sources)
         raise ValueError(
-            f"carry_over: {' and '.join(one.path for one in report.sources)} were loaded together: "
+            f"carry_over: {paths} were loaded together: "
             f"load from one after the other, and give the report of that whose rest is to come "
             f"along"
         )
@@ -186,19 +189,19 @@ def _find(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
 
 @dataclass(frozen=True, slots=True)
 class CarryOver:
-    """What one save carries on; `text` is that of the catalog of all that is stored."""
+    """The carried part of one save. `text` is the encoded catalog of the whole checkpoint."""
 
     source: CarrySource
     plan: CarryPlan
     text: EncodedCatalog
 
     def objects(self, storage: Storage, live: Mapping[str, bytes], rank: int) -> dict[str, bytes]:
-        """Return a rank's objects files with what it carries on in them, encoded, by name."""
+        """Return a rank's encoded objects files, with the carried values, by name."""
         source, objects = self.source.opened(storage), dict(live)
         if rank == 0:
             if hidden := self.plan.names.hidden:
-                what = f"{self.source.path}: {listed(hidden)}"
-                _log.warning("%s: not carried on, the state has something else there", what)
+                text = "%s: %s: not carried on, the state has something else there"
+                _log.warning(text, self.source.path, listed(hidden))
             values = {fqn: source.value(fqn) for fqn in self.plan.names.values}
             main = objects_file.decode(objects[filenames.OBJECTS])
             both = with_carried(main, source.objects(), self.plan.names, values)
@@ -222,18 +225,18 @@ class CarryOver:
     def write(
         self, ranks: Session, storage: Storage, folder: str, step: int | None
     ) -> tuple[tuple[FileReceipt, ...], IoCount]:
-        """Link and copy this rank's part; return its files, and what was linked.
+        """Link and copy this rank's files. Return their receipts, and the count of linked ones.
 
-        On return they are durable, under their names. CorruptError if the source is damaged.
+        On return the files and their names are durable. CorruptError if the source is damaged.
         """
         rank, threads = ranks.channel.rank, ranks.config.threads
-        files = {n: one for n, one in self.plan.linked.items() if one.rank == rank}
+        files = {name: file for name, file in self.plan.linked.items() if file.rank == rank}
         linked = IoCount()
         if files:
             source = self.source.opened(storage, threads=threads)
             linked = source.link_or_copy(folder, files, most_names=MAX_SHARED)
         receipts = tuple(
-            (name, one.nbytes, one.header_nbytes, one.digest) for name, one in files.items()
+            (name, file.nbytes, file.header_nbytes, file.digest) for name, file in files.items()
         )
         return (*receipts, *self._copy(ranks, storage, folder, step)), linked
 
@@ -248,11 +251,11 @@ class CarryOver:
                 plans, read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
             )
             files = RankFiles(step, plans, windows.sources, {})
-            # One thread: a window is read at a time, and its blocks are written in its order.
+            # One thread: windows are read one at a time, and their blocks are written in order.
             return write_all(storage, folder, files, threads=1)
 
     @contextmanager
     def reading(self, storage: Storage) -> Iterator[None]:
-        """Read the source in this block: if it is gone, that is NotFoundError, and no damage."""
+        """Raise NotFoundError, not CorruptError, in this block if the source was removed."""
         with not_found_if_removed(storage, self.source.path, self.source.attempt):
             yield

@@ -1,7 +1,7 @@
-"""Which names of a checkpoint a save carries over, and how they are stored. Pure.
+"""Plan what a save carries over from a checkpoint: the names, and their files. Pure.
 
-A component of the source of which all is carried over keeps its files, one a rank, if as many ranks
-save as then. All other tensors are cut and stored anew, as a reshard does.
+If the world size is the same, a component that is carried over completely keeps its files. All
+other tensors are cut and written again, as in a reshard.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PARAMS = ".params"
 
 @dataclass(frozen=True, slots=True)
 class CarriedNames:
-    """What is carried on, in the order of the source.
+    """The names that are carried over, in the order of the source.
 
-    `tensors` maps names to the tensors of the source that have their data, `aliases` to those of
-    the new checkpoint that they are tied to; `values` and `per_rank` are names. `hidden` are names
-    that are not carried on, since the state has something else there.
+    `tensors` maps names to the tensors of the source with their data. `aliases` maps names to the
+    tensors of the new checkpoint that they are tied to. `hidden` names are not carried over,
+    because the state has something else there.
     """
 
     tensors: Mapping[str, str]
@@ -49,46 +49,47 @@ class CarriedNames:
 
     @property
     def all(self) -> frozenset[str]:
-        """All names."""
+        """All names that are carried over."""
         return frozenset((*self.tensors, *self.aliases, *self.values, *self.per_rank))
 
 
 def names_of(catalog: Catalog) -> tuple[str, ...]:
-    """Return the names of all that is stored."""
+    """Return all names of a catalog."""
     return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
 
 
 def not_loaded(
     source: Catalog, done: Collection[str], excluded: Selection
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of which nothing was loaded, and those of them that are not left out.
+    """Return the names of which nothing was loaded, and those of them that are not excluded.
 
-    A tensor that is made of others is taken as a whole, by its own name.
+    A tensor that is made of others counts as a whole, by its own name.
     """
     wholes = {name: whole_or_name(name, source) for name in names_of(source)}
     loaded = {whole_or_name(name, source) for name in done}
-    left = [name for name, whole in wholes.items() if whole not in loaded]
-    found = tuple(wholes[name] for name in left)
-    return found, tuple(name for name in left if wholes[name] in excluded)
+    remaining = [name for name, whole in wholes.items() if whole not in loaded]
+    selected = tuple(name for name in remaining if wholes[name] in excluded)
+    return tuple(wholes[name] for name in remaining), selected
 
 
 def whole_or_name(name: str, source: Catalog) -> str:
-    """Return the tensor of which a name is a part, or the name itself."""
+    """Return the tensor that a name is a part of, or the name itself."""
     return whole_of(name, source.values) or name
 
 
 def carried_names(
     source: Catalog, names: Iterable[str], live: Catalog, tree: Iterable[Node]
 ) -> CarriedNames:
-    """Return which of these `names` are carried on: those that the state does not hold itself.
+    """Return the `names` that are carried over: those that the state does not have.
 
-    `live` and `tree` are what is saved of the state. What lies in a tensor or value of the state,
-    or is one where the state has a container, is `hidden` by that.
+    `live` and `tree` are saved from the state. A name is `hidden` if it is inside a tensor or value
+    of the state, or if the state has a container there.
     """
-    held = frozenset(names_of(live))
-    left = frozenset(names) - held
-    hidden = _hidden(left, held, {node.fqn for node in tree}, frozenset(names_of(source)))
-    chosen = left - hidden
+    in_state = frozenset(names_of(live))
+    remaining = frozenset(names) - in_state
+    containers = {node.fqn for node in tree}
+    hidden = _hidden(remaining, in_state, containers, frozenset(names_of(source)))
+    chosen = remaining - hidden
     tensors, aliases = _tied(source, chosen, live)
     return CarriedNames(
         tensors,
@@ -100,19 +101,22 @@ def carried_names(
 
 
 def _hidden(
-    left: Collection[str], held: Collection[str], nodes: Collection[str], saved: Collection[str]
+    remaining: Collection[str],
+    in_state: Collection[str],
+    containers: Collection[str],
+    saved: Collection[str],
 ) -> frozenset[str]:
-    # Of what the source has beside each other, nothing lies in the other: `lr` and `lr.max`.
-    above_new = {above for fqn in held if fqn not in saved for above in names_above(fqn)}
-    new = {fqn for fqn in held if fqn not in saved}
-    below_new = (fqn for fqn in left if not new.isdisjoint(names_above(fqn)))
-    return frozenset((*above_new.union(nodes).intersection(left), *below_new))
+    # Saved names are never inside each other, even `lr` and `lr.max`.
+    new = {fqn for fqn in in_state if fqn not in saved}
+    above_new = {above for fqn in new for above in names_above(fqn)}
+    below_new = (fqn for fqn in remaining if not new.isdisjoint(names_above(fqn)))
+    return frozenset((*above_new.union(containers).intersection(remaining), *below_new))
 
 
 def _tied(
     source: Catalog, chosen: Collection[str], live: Catalog
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tensors, and what is tied to one: of the state if that has it, by any name."""
+    """Return the tensors, and the aliases. An alias of a tensor of the state uses its data."""
     ties: dict[str, list[str]] = {}
     for fqn, data in source.aliases.items():
         ties.setdefault(data, []).append(fqn)
@@ -133,11 +137,11 @@ def _tied(
 
 
 def _live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | None:
-    """Return the tensor of the state that has one of the tied names, and is like it was."""
+    """Return the tensor of the state with one of these tied names, and the same dtype and shape."""
     for name in names:
         canonical = live.aliases.get(name, name)
-        was, record = source.tensors[source.aliases.get(name, name)], live.tensors.get(canonical)
-        if record is not None and (record.dtype, record.shape) == (was.dtype, was.shape):
+        saved, record = source.tensors[source.aliases.get(name, name)], live.tensors.get(canonical)
+        if record is not None and (record.dtype, record.shape) == (saved.dtype, saved.shape):
             return canonical
     return None
 
@@ -148,9 +152,9 @@ def _live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | No
 def with_carried(
     live: ObjectsFile, source: ObjectsFile, carried: CarriedNames, values: Mapping[str, object]
 ) -> ObjectsFile:
-    """Return the global objects file of both; `values` are those that are carried.
+    """Return the global objects file of both, with the carried `values`.
 
-    ValueError where the state and the source have containers of one name that do not mix.
+    ValueError if the state and the source have different kinds of containers of one name.
     """
     names = carried.all
     return replace(
@@ -164,77 +168,80 @@ def with_carried(
 def _name_lists(
     live: ObjectsFile, source: ObjectsFile, names: Collection[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the parameters' names of optimizer groups of which something is carried."""
-    known = {above for name in names for above in names_above(name)}
+    """Yield the lists of parameter names of optimizer groups that are carried over in part."""
+    carried = {above for name in names for above in names_above(name)}
     for fqn, params in source.values.items():
         group = fqn.removesuffix(_PARAMS)
         if group == fqn or fqn in names or not isinstance(params, list):
             continue
-        if group in known and fqn not in live.values:
+        if group in carried and fqn not in live.values:
             yield fqn, params
-        elif isinstance(there := live.values.get(fqn), list) and group in live.values:
+        elif isinstance(live_params := live.values.get(fqn), list) and group in live.values:
             stem = state_of(group)
-            more = (p for p in params if p not in there and join(stem, p) in known)
-            yield fqn, [*there, *more]
+            more = (p for p in params if p not in live_params and join(stem, p) in carried)
+            yield fqn, [*live_params, *more]
 
 
 def _merged_tree(
     live: Sequence[Node], source: Sequence[Node], names: Collection[str]
 ) -> tuple[Node, ...]:
-    """Return the containers of the state, with what is carried in them, and those carried."""
-    own = {node.fqn for node in live}
+    """Return the containers of the state with their carried contents, and carried containers."""
+    in_state = {node.fqn for node in live}
     empty = {node.fqn for node in source if not node.keys}
-    kept = {"", *names, *(above for name in names for above in names_above(name))}
+    on_path = {"", *names, *(above for name in names for above in names_above(name))}
     carried: dict[str, Node] = {}
     for node in source:
-        # An empty one comes with what it was in.
-        more = empty if node.fqn not in own else ()
-        keys = [key for key in node.keys if (c := join(node.fqn, key)) in kept or c in more]
-        if node.fqn in kept and keys:
+        # An empty container comes with its parent.
+        kept_empty = empty if node.fqn not in in_state else ()
+        children = ((key, join(node.fqn, key)) for key in node.keys)
+        keys = [key for key, fqn in children if fqn in on_path or fqn in kept_empty]
+        if node.fqn in on_path and keys:
             carried[node.fqn] = Node(node.fqn, node.kind, tuple(keys))
     for node in source:
         above = carried.get(node.fqn.rpartition(".")[0])
-        if node.fqn in empty - own and above is not None and above.fqn not in own:
+        if node.fqn in empty - in_state and above is not None and above.fqn not in in_state:
             carried[node.fqn] = node
-    merged = [_merged(node, carried.pop(node.fqn, None)) for node in live]
-    for node in (*merged, *carried.values()):
+    nodes = [_merge(node, carried.pop(node.fqn, None)) for node in live]
+    nodes += carried.values()
+    for node in nodes:
         _check_list(node)
-    return (*merged, *carried.values())
+    return tuple(nodes)
 
 
-def _merged(live: Node, carried: Node | None) -> Node:
+def _merge(live: Node, carried: Node | None) -> Node:
     if carried is None:
         return live
     if is_mapping(live.kind) != is_mapping(carried.kind):
-        one = join(live.fqn, carried.keys[0])
+        example = join(live.fqn, carried.keys[0])
         raise ValueError(
             f"carry_over: {live.fqn} is a {live.kind} in the state, and was saved as a "
-            f"{carried.kind}: leave out what would be carried on in it (exclude={one!r})"
+            f"{carried.kind}: leave out what would be carried on in it (exclude={example!r})"
         )
-    held = {str(key) for key in live.keys}
-    return Node(live.fqn, live.kind, (*live.keys, *(k for k in carried.keys if str(k) not in held)))
+    live_keys = {str(key) for key in live.keys}
+    more = (key for key in carried.keys if str(key) not in live_keys)
+    return Node(live.fqn, live.kind, (*live.keys, *more))
 
 
 def _check_list(node: Node) -> None:
-    """Raise ValueError for a list that lacks an item: the others would move."""
+    """Raise ValueError for a list without one of its items: the indices of others would change."""
     if not is_mapping(node.kind) and node.keys != (*range(len(node.keys)),):
-        lacking = next(number for number, key in enumerate(node.keys) if number != key)
+        missing = next(number for number, key in enumerate(node.keys) if number != key)
         raise ValueError(
-            f"carry_over: {node.fqn} would be a {node.kind} without its item {lacking}, and the "
+            f"carry_over: {node.fqn} would be a {node.kind} without its item {missing}, and the "
             f"others would move: leave out what would be carried on of it (exclude={node.fqn!r}), "
             f"or load all of it"
         )
 
 
-# --- how it is stored ------------------------------------------------------------------------
+# --- the files -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CarryPlan:
-    """What all ranks store: `catalog` is of all, the state's part of it as it was planned.
+    """The plan of all ranks. `catalog` is that of the whole new checkpoint.
 
-    `linked` are the source's files that the new checkpoint has as well, by their names there;
-    `copied` is the plan of the tensors that are written anew, None without any.
+    `linked` are files of the source that the new checkpoint gets too, by their new names. `copied`
+    is the plan of the tensors that are written again; None if there are none.
     """
 
     catalog: Catalog
@@ -244,34 +251,31 @@ class CarryPlan:
 
 
 def plan_carried(live: Catalog, source: Index, names: CarriedNames) -> CarryPlan:
-    """Return the plan of a save of a state, `live`, and of what it carries on.
+    """Return the plan of a save of the state, `live`, with names that are carried over.
 
-    ValueError for values per rank of another mesh than this one.
+    ValueError for per-rank values of another mesh.
     """
-    _check_mesh(live, source.catalog, names)
-    whole = _whole(source.catalog, names) if source.catalog.world_size == live.world_size else []
-    own = source.catalog.components
-    stems = _with_free_stems(live.components, [own[number] for number in whole])
-    linked = _linked_part(source.catalog, names, dict(zip(whole, stems, strict=True)))
-    copied = _plan_copied(live, source.catalog, names, linked.tensors)
+    saved = source.catalog
+    _check_mesh(live, saved, names)
+    numbers = _complete_components(saved, names) if saved.world_size == live.world_size else []
+    components = _with_free_stems(live.components, [saved.components[n] for n in numbers])
+    component_of = dict(zip(numbers, components, strict=True))
+    linked = _linked_part(saved, names, component_of)
+    copied = _plan_copied(live, saved, names, linked.tensors)
     if copied is not None:
-        components = _with_free_stems((*live.components, *stems), copied.catalog.components)
-        copied = replace(copied, catalog=replace(copied.catalog, components=components))
-    stem_of = {number: one.stem for number, one in zip(whole, stems, strict=True)}
-    return CarryPlan(
-        _joined(live, source.catalog, names, [linked, *([copied.catalog] if copied else [])]),
-        names,
-        {
-            filenames.shard_file(stem_of[file.component], file.rank): file
-            for file in source.files
-            if file.component in stem_of
-        },
-        copied,
-    )
+        stems = _with_free_stems((*live.components, *components), copied.catalog.components)
+        copied = replace(copied, catalog=replace(copied.catalog, components=stems))
+    files = {
+        filenames.shard_file(component_of[file.component].stem, file.rank): file
+        for file in source.files
+        if file.component in component_of
+    }
+    parts = [linked, *([copied.catalog] if copied else [])]
+    return CarryPlan(_joined(live, saved, names, parts), names, files, copied)
 
 
 def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
-    """Raise ValueError where ranks that have the same numbers mean something else now."""
+    """Raise ValueError if the same rank numbers have another meaning in this mesh."""
     now = [axis for axis in live.mesh if axis[1] > 1]
     then = [axis for axis in source.mesh if axis[1] > 1]
     of_ranks = [
@@ -284,36 +288,37 @@ def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
         )
 
 
-def _whole(source: Catalog, names: CarriedNames) -> list[int]:
-    """Return the components all tensors of which are carried, under their own names."""
-    cut = {one.component for fqn, one in source.tensors.items() if names.tensors.get(fqn) != fqn}
-    return sorted({one.component for one in source.tensors.values()} - cut)
+def _complete_components(source: Catalog, names: CarriedNames) -> list[int]:
+    """Return the components of which all tensors are carried over, under their own names."""
+    tensors = source.tensors.items()
+    cut = {record.component for fqn, record in tensors if names.tensors.get(fqn) != fqn}
+    return sorted({record.component for _, record in tensors} - cut)
 
 
 def _with_free_stems(
-    taken: Iterable[Component], components: Iterable[Component]
+    used: Iterable[Component], components: Iterable[Component]
 ) -> tuple[Component, ...]:
-    """Return components with the stems that they have, or others where those are taken."""
-    stems = {one.stem for one in taken}
-    found = []
-    for one in components:
-        free = chain([one.stem], (f"k{number:02d}" for number in count()))
-        stem = next(stem for stem in free if stem not in stems)
+    """Return the components, with new stems for those whose stem is used."""
+    stems = {component.stem for component in used}
+    renamed = []
+    for component in components:
+        candidates = chain([component.stem], (f"k{number:02d}" for number in count()))
+        stem = next(stem for stem in candidates if stem not in stems)
         stems.add(stem)
-        found.append(Component(one.name, stem))
-    return tuple(found)
+        renamed.append(Component(component.name, stem))
+    return tuple(renamed)
 
 
 def _linked_part(
     source: Catalog, names: CarriedNames, components: Mapping[int, Component]
 ) -> Catalog:
-    """Return the catalog of the tensors in these components of the source, by their numbers."""
-    kept = {
+    """Return the catalog of the carried tensors in these components, given by number."""
+    tensors = {
         fqn: source.tensors[fqn]
         for fqn in names.tensors
         if fqn in source.tensors and source.tensors[fqn].component in components
     }
-    layouts = sorted({record.layout for record in kept.values()})
+    layouts = sorted({record.layout for record in tensors.values()})
     new_component = {old: new for new, old in enumerate(components)}
     new_layout = {old: new for new, old in enumerate(layouts)}
     return replace(
@@ -321,28 +326,30 @@ def _linked_part(
         components=tuple(components.values()),
         layouts=tuple(source.layouts[number] for number in layouts),
         tensors={
-            fqn: replace(one, component=new_component[one.component], layout=new_layout[one.layout])
-            for fqn, one in kept.items()
+            fqn: replace(
+                record, component=new_component[record.component], layout=new_layout[record.layout]
+            )
+            for fqn, record in tensors.items()
         },
-        parameters={fqn: known for fqn, known in source.parameters.items() if fqn in kept},
+        parameters={fqn: value for fqn, value in source.parameters.items() if fqn in tensors},
     )
 
 
 def _plan_copied(
     live: Catalog, source: Catalog, names: CarriedNames, linked: Collection[str]
 ) -> SavePlan | None:
-    """Plan the tensors that are not linked, as a reshard for the ranks of the save does."""
+    """Plan the tensors that are not linked, as in a reshard for the ranks of the save."""
     copied = {fqn: data for fqn, data in names.tensors.items() if fqn not in linked}
     if not copied:
         return None
-    known = source.parameters
+    parameters = source.parameters
     catalog = replace(
         source,
         tensors={fqn: source.tensors[data] for fqn, data in copied.items()},
         aliases={},
         values={},
         per_rank={},
-        parameters={fqn: known[data] for fqn, data in copied.items() if data in known},
+        parameters={fqn: parameters[data] for fqn, data in copied.items() if data in parameters},
     )
     return plan_stored(catalog, ShardingConfig.even(live.world_size), (), ())
 
@@ -350,22 +357,23 @@ def _plan_copied(
 def _joined(
     live: Catalog, source: Catalog, names: CarriedNames, parts: Iterable[Catalog]
 ) -> Catalog:
-    """Return one catalog of the state, of the carried tensors in the parts, and of the rest."""
+    """Return the catalog of the state, of the carried tensors in `parts`, and of carried values."""
     components, layouts, tensors = [*live.components], [*live.layouts], {**live.tensors}
     parameters = {**live.parameters}
     for part in parts:
-        moved: dict[int, TensorRecord] = {}  # tensors that are alike share their record
-        for fqn, one in part.tensors.items():
-            if id(one) not in moved:
-                moved[id(one)] = replace(
-                    one,
-                    component=one.component + len(components),
-                    layout=one.layout + len(layouts),
+        moved: dict[int, TensorRecord] = {}  # equal tensors share their record
+        for fqn, record in part.tensors.items():
+            if id(record) not in moved:
+                moved[id(record)] = replace(
+                    record,
+                    component=record.component + len(components),
+                    layout=record.layout + len(layouts),
                 )
-            tensors[fqn] = moved[id(one)]
+            tensors[fqn] = moved[id(record)]
         components += part.components
         layouts += part.layouts
         parameters.update(part.parameters)
+    per_rank = {fqn: _holders(source.per_rank[fqn], source, live) for fqn in names.per_rank}
     return replace(
         live,
         mesh=live.mesh or (source.mesh if live.world_size == source.world_size else ()),
@@ -374,10 +382,7 @@ def _joined(
         tensors=tensors,
         aliases={**live.aliases, **names.aliases},
         values={**live.values, **dict.fromkeys(names.values, 0)},
-        per_rank={
-            **live.per_rank,
-            **{fqn: _holders(source.per_rank[fqn], source, live) for fqn in names.per_rank},
-        },
+        per_rank={**live.per_rank, **per_rank},
         parameters={fqn: parameters[fqn] for fqn in tensors if fqn in parameters},
     )
 
@@ -385,7 +390,7 @@ def _joined(
 def _holders(
     keys: Sequence[tuple[Key, int]], source: Catalog, live: Catalog
 ) -> tuple[tuple[Key, int], ...]:
-    """Return who stores each key: who did so, or with other ranks one after another."""
+    """Return the rank that stores each key: as in the source, or else the ranks in turn."""
     if source.world_size == live.world_size:
         return tuple(keys)
     return tuple((key, number % live.world_size) for number, (key, _) in enumerate(keys))

@@ -1,4 +1,4 @@
-"""What a rank holds of a state that is saved: its inventory, and what it stores by a plan."""
+"""One rank's part of a save: its inventory, and the files that it writes by a plan."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 
-# What is smaller is read whole. Of the rest, 16 blocks of 64 KiB: that is 1 MiB too.
+# A sample of a replica has all bytes up to this size. A larger tensor has 16 blocks of 64 KiB.
 _WHOLE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 64 << 10
 _BLOCKS = _WHOLE_NBYTES // _BLOCK_NBYTES
-# No item is larger, and all sizes divide it.
+# A multiple of the size of every dtype.
 _ITEM_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StateReader:
-    """Instead of a state, what reads one: others may know better than we what is to be saved.
+    """A function that reads the state, for callers that choose its contents by themselves.
 
-    It is called once the ranks have begun to agree, so that its error reaches all.
+    It is called inside the exchange, so that its error reaches all ranks.
     """
 
     read: Callable[[], LocalState]
 
 
 class LocalSaveState:
-    """One rank's state in one save: what it holds, and what a plan makes of it."""
+    """One rank's state in one save: its inventory, and its files by a plan."""
 
     def __init__(self, ranks: Session, local: LocalState) -> None:
         self.inventory = local.inventory
@@ -65,7 +65,7 @@ class LocalSaveState:
         selection: Selection = SELECT_ALL,
         link_unchanged: tuple[str, ...] = (),
     ) -> LocalSaveState:
-        """See what this rank holds. Raises ValueError or TypeError for what cannot be saved."""
+        """Read the state of this rank. ValueError or TypeError if it cannot be saved."""
         if isinstance(state, StateReader):
             return LocalSaveState(ranks, state.read())
         cached = ranks.cache(SaveCache).plan
@@ -81,11 +81,11 @@ class LocalSaveState:
             )
         local_state = LocalSaveState(ranks, local)
         if link_unchanged:
-            local_state._give_own_files(link_unchanged)
+            local_state._separate_files(link_unchanged)
         return local_state
 
-    def _give_own_files(self, patterns: tuple[str, ...]) -> None:
-        """Choose the tensors that get files of their own, which later saves can link to."""
+    def _separate_files(self, patterns: tuple[str, ...]) -> None:
+        """Give each matching tensor a separate file, which later saves can link to."""
         matched = self._cache.link_patterns
         if matched is None or not matched.is_for(patterns, self.inventory):
             matched = self._cache.link_patterns = LinkPatterns.of(patterns, self.inventory)
@@ -94,9 +94,9 @@ class LocalSaveState:
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
-        """The CUDA devices on which some of its tensors are."""
-        parts = self.local.parts.values()
-        devices = {part.device for some in parts for part in some if part.is_cuda}
+        """The CUDA devices of its tensors."""
+        parts = (part for parts in self.local.parts.values() for part in parts)
+        devices = {part.device for part in parts if part.is_cuda}
         return sorted(devices, key=str)
 
     def files(
@@ -106,9 +106,9 @@ class LocalSaveState:
         metadata: Mapping[str, object],
         attached: Mapping[str, bytes],
     ) -> RankFiles:
-        """Return what this rank writes. Its tensors may not be finished: `local.synchronize`.
+        """Return the files that this rank writes. First call `local.synchronize`.
 
-        Rank 0 writes what users attach, beside the objects files.
+        Rank 0 also writes the attached files.
         """
         with paused_collector():
             part = self._rank_plan(plan)
@@ -123,7 +123,7 @@ class LocalSaveState:
         )
 
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
-        """Digest this rank's copy of each member of each replica group, by the group's id."""
+        """Return the digests of this rank's members of each replica group, by the group's id."""
         part = self._rank_plan(plan)
         return tuple(
             (_group_id(group), tuple(self._digests(group, part.cells).items()))
@@ -162,9 +162,9 @@ class LocalSaveState:
 def objects_files(
     plan: SavePlan, local: LocalState, rank: int, metadata: Mapping[str, object]
 ) -> dict[str, bytes]:
-    """Return the objects files that a rank writes, encoded, by name.
+    """Return the encoded objects files of a rank, by name.
 
-    The coordinator writes the global one. Every rank writes what only it stores, if there is any.
+    Rank 0 writes the global file. Another rank writes a file if only it has some values.
     """
     stored = {
         fqn: local.values[fqn]
@@ -189,23 +189,24 @@ def objects_files(
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}
     if stored or per_rank:
-        own = objects_file.ObjectsFile(values=stored, per_rank=per_rank)
-        files[filenames.objects_file(rank)] = objects_file.encode(own)
+        of_rank = objects_file.ObjectsFile(values=stored, per_rank=per_rank)
+        files[filenames.objects_file(rank)] = objects_file.encode(of_rank)
     return files
 
 
 def _group_id(group: ReplicaGroup) -> str:
-    # The ranks alone tell groups apart: what they hold together follows from the shared plan.
+    # The ranks identify a group: its members follow from the plan, which is the same everywhere.
     return document_digest(repr(group.ranks).encode())
 
 
-# --- samples of replicas: enough bytes to notice that two ranks hold different tensors --------
+# --- samples of replicas: enough bytes to detect that two ranks have different tensors --------
 
 
 def digest_sample(source: CellSource, name: str) -> str:
     """Return the digest of a sample: all up to 1 MiB, else 16 blocks of 64 KiB.
 
-    Where the blocks lie follows from the size and `name`, which all holders must call the same.
+    The offsets of the blocks follow from the size and `name`, so `name` must be the same on all
+    ranks.
     """
     scratch = memoryview(bytearray(min(_BLOCK_NBYTES, source.nbytes)))
     digests = [
@@ -220,6 +221,6 @@ def _starts(nbytes: int, name: str) -> list[int]:
         return list(range(0, nbytes, _BLOCK_NBYTES))
     # One block in each sixteenth, at an offset that differs between tensors.
     part = nbytes // _BLOCKS
-    room = part - _BLOCK_NBYTES + 1
-    offsets = [int(block_digest(f"{name} {n}".encode()), 16) % room for n in range(_BLOCKS)]
+    num_offsets = part - _BLOCK_NBYTES + 1
+    offsets = [int(block_digest(f"{name} {n}".encode()), 16) % num_offsets for n in range(_BLOCKS)]
     return [(n * part + offset) // _ITEM_NBYTES * _ITEM_NBYTES for n, offset in enumerate(offsets)]

@@ -45,18 +45,18 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 
-# The user's metadata lies in the objects file; its short scalars are mirrored in the index, so
-# that listing checkpoints reads one document.
+# The objects file has the user's metadata. The index has a copy of its short scalars, so that a
+# listing reads one document.
 MAX_MIRRORED_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """The options of `save`, checked by `check` once a rank's error can reach the others.
+    """The options of `save`. Call `check` when an error can reach all ranks.
 
-    `link_unchanged` is one pattern, or several, on the names of tensors. Not of users are the last
-    three: the start of a run that saves, at which of its boundaries, and whether time is short just
-    now, so that a save in the background must not wait for another.
+    `link_unchanged` is one or several patterns on names of tensors. The last three are internal:
+    the incarnation of the run, its boundary, and whether the save is urgent. An urgent background
+    save does not wait for another one.
     """
 
     step: int | None = None
@@ -76,7 +76,7 @@ class SaveOptions:
     is_urgent: Callable[[], bool] = bool
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
+        """Raise TypeError or ValueError for options that are not valid."""
         if self.step is not None and type(self.step) is not int:
             raise TypeError(f"step={self.step!r}: give a whole number or None")
         if self.step is not None and not 0 <= self.step <= MAX_STEP:
@@ -94,20 +94,20 @@ class SaveOptions:
         patterns(self.link_unchanged, "link_unchanged")
 
     def all_metadata(self) -> dict[str, object]:
-        """Return the metadata, with the configuration and the kind in it."""
+        """Return the metadata with `config` and `kind` in it."""
         return described(self.metadata, self.config, self.kind)
 
     def local_state(self, ranks: Session, state: State | StateReader) -> LocalSaveState:
-        """Read this rank's state. ValueError, TypeError for what cannot be saved."""
+        """Read this rank's state. ValueError or TypeError if it cannot be saved."""
         link_unchanged = patterns(self.link_unchanged, "link_unchanged")
         return LocalSaveState.take(ranks, state, self.sharding, self.selection(), link_unchanged)
 
     def selection(self) -> Selection:
-        """Return what of the state is saved. Raises TypeError or ValueError."""
+        """Return the selection of the names to save. Raises TypeError or ValueError."""
         return selection_of(self.include, self.exclude, self.include_frozen)
 
     def index_fields(self) -> IndexFields:
-        """Return the fields of the index that these options give."""
+        """Return the fields of the index that follow from these options."""
         return IndexFields(
             step=self.step,
             metadata=_mirrored(self.all_metadata()),
@@ -115,7 +115,7 @@ class SaveOptions:
         )
 
     def request(self, path: str, attached: Mapping[str, bytes]) -> SaveRequest:
-        """Return the request of a rank that saves with these options, which are checked."""
+        """Return the request of a rank with these options, after `check`."""
         digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
         return SaveRequest(
             step=self.step,
@@ -123,14 +123,14 @@ class SaveOptions:
             overwrite=self.overwrite,
             metadata=document_digest(encode_value(self.all_metadata())),
             attached=digests,
-            selection=self.chosen(),
+            selection=self.selection_text(),
             root="" if self.run is None else self.run.root,
             incarnation_number=0 if self.run is None else self.run.number,
             boundary=self.boundary,
         )
 
-    def chosen(self) -> str:
-        """Return the options that select names, as text; "" if they have their defaults."""
+    def selection_text(self) -> str:
+        """Return the options that select names, as text. It is "" for the defaults."""
         linked = patterns(self.link_unchanged, "link_unchanged")
         return f"{self.selection()}{f' link_unchanged={[*linked]}' if linked else ''}"
 
@@ -157,37 +157,35 @@ def save(
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
     `path` is on storage that all ranks share. On return the checkpoint is complete and durable on
-    every rank; if it raises, on all ranks, there is none from this call and older ones are as
-    they were. Saving changes nothing in the state and runs no step of an optimizer.
+    every rank. If it raises, it raises on all ranks: there is no new checkpoint, and older ones are
+    unchanged. A save does not change the state, and runs no step of an optimizer.
 
-    `sharding` says how plain local tensors are parts of global ones; `overwrite` replaces the
-    checkpoint that is there once the new one is durable; `metadata` is plain data to keep with it.
-    `include` and `exclude` are globs on the names of the state, as of `dc.load`, each of which must
-    match one; `include_frozen=False` leaves parameters out that require no gradient. Load such a
-    checkpoint with the same three options.
+    `sharding`: how plain local tensors are parts of global ones. `overwrite`: replace an existing
+    checkpoint, once the new one is durable. `metadata`: plain data, stored with the checkpoint.
+    `include` and `exclude` are globs on the names of the state; each must match a name.
+    `include_frozen=False` leaves out parameters that require no gradient. Use the same three
+    options to load such a checkpoint.
 
-    `config` is what the model was made from, a dict of plain data, and `kind` a short text that
-    says what it is: they are kept as the metadata's `config` and `kind`, for `dc.load` to compare
-    and for `dc.build` to make the model from. `attach` are small files to keep with it, by name: a
-    `Path`, whose file is read now, bytes, or a dict or list that becomes JSON; 100 files and 64 MiB
-    at most. They are rank 0's; another rank gives none, or the same.
+    `config` is the configuration of the model, a dict of plain data, and `kind` a short text, such
+    as the name of its class. They are stored in the metadata: `dc.load` compares them, and
+    `dc.build` makes the model from them. `attach` are small files by name: a `Path` whose file is
+    read now, bytes, or a dict or list that becomes JSON; at most 100 files and 64 MiB. Pass them on
+    rank 0, and none or the same on other ranks.
 
-    Tensors whose names match `link_unchanged`, globs as well, get files of their own. What does not
-    change, such as frozen weights, is written by the first two saves of this group that have it;
-    later ones link to those files, where the storage makes hard links, and the older checkpoint is
-    there and whole; else they write. A file has at most 8 names, and is read back within 8 saves
-    before it gets another.
+    Tensors whose names match the globs in `link_unchanged` get separate files. The first two saves
+    of this group write an unchanged tensor, such as frozen weights. Later saves link to these
+    files, if the storage has hard links and the older checkpoint is complete; otherwise they write.
+    A file has at most 8 names, and is read back within 8 saves before it gets another.
 
-    `carry_over` is what a `dc.load` of the same group has returned, which has left something out.
-    What that has not restored, and is not saved of the state, goes from its checkpoint into this
-    one, but for what `exclude` leaves out. So what was loaded and is not in the state any more does
-    not come back. Whole files are linked if as many ranks save as then; all else is copied and
-    checked. Raises NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is
-    damaged.
+    `carry_over` is the report of a `dc.load` of the same group that left something out. Names that
+    were not restored, and are not in the state now, are taken from its checkpoint, without those
+    that `exclude` matches. Names that were restored and are no longer in the state are not taken.
+    Whole files are linked if the world size is the same; all else is copied and checked. Raises
+    NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is damaged.
 
-    Raises ValueError or TypeError for a state that cannot be saved, that ranks disagree on, or for
-    a pattern that matches nothing; ExistsError, ConflictError, StorageError, and RankError if a
-    rank dies or never calls.
+    Raises ValueError or TypeError for a state that cannot be saved, for differences between ranks,
+    and for a pattern that matches nothing. Raises ExistsError, ConflictError, StorageError, and
+    RankError if a rank dies or never calls.
     """
     options = SaveOptions(
         step=step,
@@ -216,7 +214,7 @@ def save_together(
     """Save over a given session. Collective: every rank of the session calls this."""
     with (
         ranks.operation(f"save to {path}"),
-        ExitStack() as source_lease,
+        ExitStack() as lease,
         Transaction(ranks.channel, ranks.config) as transaction,
     ):
         phases = Phases("save", str(path), quiet=ranks.channel.rank != COORDINATOR)
@@ -233,11 +231,11 @@ def save_together(
             transaction.join(prepared.storage, prepared.request.path, attempt)
             carried = None if source is None else source.planned(plan.plan)
         cache = ranks.cache(SaveCache)
-        writer = _RankWriter(ranks, options, prepared, plan, carried, source_lease)
+        writer = _RankWriter(ranks, options, prepared, plan, carried, lease)
         with phases.phase("write"):
             catalog = plan.text if carried is None else carried.text
             decision = transaction.commit(catalog, options.index_fields(), writer.write)
-        source_lease.close()
+        lease.close()
         if writer.saved is not None:
             cache.linkable_saves = cache.linkable_saves.plus(writer.saved)
         with phases.phase("clean up"):
@@ -254,7 +252,7 @@ def save_together(
 
 @dataclass(frozen=True, slots=True)
 class _PreparedSave:
-    """A rank's part of a save, before the ranks agree on it. `attached` are files, by name."""
+    """The part of one rank in a save, before the ranks agree. `attached` are files by name."""
 
     request: SaveRequest
     storage: CountingStorage
@@ -268,7 +266,7 @@ class _PreparedSave:
         return self.local_state.inventory
 
     def use(self, plan: CachedPlan) -> None:
-        """Do nothing: the files follow from the plan when they are written."""
+        """Do nothing: the rank uses the plan when it writes."""
 
 
 def _prepare(
@@ -279,7 +277,7 @@ def _prepare(
     storage: Storage | None,
     source: CarrySource | None,
 ) -> _PreparedSave:
-    """Check the options and read the state. What this raises is raised on all ranks."""
+    """Check the options and read the state. All ranks raise the error of any rank."""
     options.check()
     default_storage, storage_path = open_storage(path)
     attached = read_attached(options.attach)
@@ -304,9 +302,9 @@ def _claim(transaction: Transaction, prepared: _PreparedSave) -> Attempt:
 
 @dataclass(slots=True)
 class _RankWriter:
-    """Writes the files of this rank, once. `saved` are those that later saves can link to.
+    """Writes the files of this rank, once. `saved` are files that later saves can link to.
 
-    The coordinator holds a lease of the source of what is carried over, until `source_lease` ends.
+    On the coordinator `lease` gets a lease on the source of `carried`.
     """
 
     ranks: Session
@@ -314,7 +312,7 @@ class _RankWriter:
     prepared: _PreparedSave
     plan: CachedPlan
     carried: CarryOver | None
-    source_lease: ExitStack
+    lease: ExitStack
     saved: SavedFiles | None = None
 
     def write(self, folder: str) -> RankWriteResult:
@@ -330,7 +328,7 @@ class _RankWriter:
         )
         if carried is not None:
             if ranks.channel.rank == COORDINATOR:
-                carried.source.hold(storage, self.source_lease)
+                carried.source.take_lease(storage, self.lease)
             with carried.reading(storage):
                 objects = carried.objects(storage, files.objects, ranks.channel.rank)
                 receipts, linked = carried.write(ranks, storage, folder, step)
@@ -353,7 +351,7 @@ class _RankWriter:
 
 
 def _mirrored(metadata: Mapping[str, object]) -> dict[str, Scalar]:
-    """Return the short scalars of the metadata; JSON has no NaN, so those become strings."""
+    """Return the short scalars of the metadata. JSON has no NaN, so it becomes a string."""
     mirrored: dict[str, Scalar] = {}
     for key, value in metadata.items():
         if type(key) is not str or not is_text(key):

@@ -13,11 +13,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from types import TracebackType
 from typing import Self
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
@@ -49,8 +49,8 @@ _log = logging.getLogger("dist_ckpt")
 class IndexFields:
     """The fields of an index that do not follow from the plan or the receipts.
 
-    The coordinator's are written. `metadata` are the scalars of the user's metadata. `saved_at` is
-    None for the time of the commit. `save` is the random id of the save.
+    Only the coordinator's are used. `metadata` are the scalars of the user's metadata. With
+    `saved_at` None the time of the commit is used. `save` is the random id of the save.
     """
 
     step: int | None
@@ -61,7 +61,7 @@ class IndexFields:
 
 
 class CommitDecision(Message, frozen=True):
-    """What was committed, over all ranks; rank `slowest_rank` took longest to write."""
+    """A committed attempt, with the totals of all ranks. `slowest_rank` took longest to write."""
 
     attempt: str
     nbytes: int
@@ -73,7 +73,7 @@ class CommitDecision(Message, frozen=True):
 
 
 class WriteDecision(Message, frozen=True):
-    """The coordinator's answer to the receipts: replica groups that differ, or the decision."""
+    """The answer to the receipts: the replica groups that differ, or the commit decision."""
 
     differing: tuple[str, ...]
     decision: CommitDecision | None
@@ -81,7 +81,7 @@ class WriteDecision(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankWriteResult:
-    """The files that one rank has written, the digests of its replicas, and the seconds it took."""
+    """The files that one rank has written, the digests of its replicas, and its seconds."""
 
     files: tuple[FileReceipt, ...]
     replicas: ReplicaDigests
@@ -90,7 +90,7 @@ class RankWriteResult:
 
     @property
     def receipt(self) -> Receipt:
-        """What the rank reports: of each replica group one digest, that of its members' digests."""
+        """The receipt of the rank. It has one digest for each replica group."""
         replicas = (
             (group, document_digest("".join(digest for _, digest in members).encode()))
             for group, members in self.replicas
@@ -100,7 +100,7 @@ class RankWriteResult:
 
 
 class Transaction:
-    """One new checkpoint: it is committed whole, or nothing of it remains.
+    """One new checkpoint: it is committed as a whole, or nothing of it remains.
 
         with Transaction(channel, config) as transaction:
             with channel.exchange("claim") as claiming:
@@ -111,13 +111,12 @@ class Transaction:
             decision = transaction.commit(catalog, fields, write)
             transaction.supersede()
 
-    A block that ends without a commit, by an error or not, aborts the attempt on the coordinator.
-    It swallows no error. `label` says in the claim who writes: the rank by default, or the name of
-    a tool.
+    If the block ends without a commit, the coordinator aborts the attempt. Errors are raised as
+    they are. `label` names the writer in the claim: the rank by default, or a tool.
     """
 
     def __init__(self, channel: Channel, config: Config | None = None, *, label: str = "") -> None:
-        self.nbytes_receipt = 0  # the size of the receipt that this rank has sent
+        self.nbytes_receipt = 0  # of the receipt that this rank has sent
         self._channel = channel
         self._began = channel.exchanges
         self._config = config or Config()
@@ -148,7 +147,7 @@ class Transaction:
 
     @property
     def attempt(self) -> Attempt:
-        """The attempt that is written, once it is claimed or joined."""
+        """The attempt, after `claim` or `join`."""
         assert self._attempt is not None
         return self._attempt
 
@@ -172,9 +171,9 @@ class Transaction:
         incarnation: Incarnation | None = None,
         force: bool = False,
     ) -> Attempt:
-        """Claim an attempt at `path`. Coordinator only, in an exchange if there are other ranks.
+        """Claim an attempt at `path`. Coordinator only, inside an exchange with other ranks.
 
-        Until then nothing on disk has changed. Raises what `commit_protocol.claim` raises.
+        This is the first change on disk. Raises the errors of `commit_protocol.claim`.
         """
         self._storage, self._path = storage, path
         self._claim = commit_protocol.claim(
@@ -184,7 +183,7 @@ class Transaction:
         return self._claim.attempt
 
     def join(self, storage: Storage, path: str, attempt: Attempt) -> None:
-        """Take part in an attempt that the coordinator has claimed. Every rank calls this."""
+        """Join the attempt that the coordinator has claimed. Every rank calls this."""
         self._storage, self._path, self._attempt = storage, path, attempt
 
     def commit(
@@ -195,16 +194,16 @@ class Transaction:
         *,
         receipts_by_rank: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
     ) -> CommitDecision:
-        """Write this rank's part and return what all ranks have committed. Collective.
+        """Write this rank's part, commit, and return the decision. Collective.
 
-        `write` writes into the attempt's folder. `receipts_by_rank` turns the receipts of the
-        writers into one for each rank of the plan; by default each rank writes its own part.
+        `write` gets the folder of the attempt. `receipts_by_rank` turns the receipts of the writers
+        into one for each rank of the plan; by default each rank writes its own part.
 
-        On return the checkpoint is durable. A rank that gets no answer looks at the storage for the
-        outcome, and returns it if the attempt is committed. After any error no checkpoint was made,
-        with one exception: a StorageError that says that the checkpoint is in place but may not
-        outlive a power cut, or that this is unknown. An interrupt of the commit is raised
-        unchanged on the rank where it happened, which logs what the others are told.
+        On return the checkpoint is durable. A rank that gets no answer reads the outcome from the
+        storage, and returns the decision if the attempt is committed. After any error there is no
+        new checkpoint, except for a StorageError that says so: the checkpoint exists but may not
+        survive a power cut, or its outcome is unknown. An interrupt of the commit is raised
+        unchanged on its rank, which logs the answer to the others.
         """
         self._step, self._num_tensors = fields.step, len(catalog.catalog.tensors)
         try:
@@ -246,7 +245,7 @@ class Transaction:
             gathered = comparing.gather(digests)
             if gathered is not None:
                 raise ValueError(_unequal_replicas(gathered))
-        raise AssertionError("the replicas that differ were named")
+        raise AssertionError("the exchange raises the replicas that differ")
 
     def _decide(
         self,
@@ -278,11 +277,9 @@ class Transaction:
             saved_by=fields.saved_by,
             saved_at=time.time() if fields.saved_at is None else fields.saved_at,
         )
-        decision = replace(
-            _decision(index, *slowest_of([receipt.seconds for receipt in receipts])),
-            num_linked=sum(receipt.linked[0] for receipt in receipts),
-            nbytes_linked=sum(receipt.linked[1] for receipt in receipts),
-        )
+        slowest_rank, slowest_s = slowest_of([receipt.seconds for receipt in receipts])
+        linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
+        decision = _decision(index, slowest_rank, slowest_s, linked)
         try:
             commit_protocol.commit(storage, self._claim, index, catalog)
             writing.decide(WriteDecision((), decision))
@@ -295,17 +292,17 @@ class Transaction:
     def _answer_interrupted(
         self, writing: Exchange, decision: CommitDecision, error: BaseException
     ) -> None:
-        """Answer the others with the outcome of a commit that was interrupted."""
+        """Send the outcome of an interrupted commit to the other ranks."""
         path, reason = self._path, f"the commit was interrupted: {type(error).__name__}"
-        fate = commit_protocol.resolve_outcome(
+        state = commit_protocol.resolve_outcome(
             self.storage, path, self.attempt, by=self._by, reason=reason
         )
-        if fate == "committed":
+        if state == "committed":
             writing.decide(WriteDecision((), decision))
-        elif fate != "abandoned":
-            unknown = commit_protocol.unknown_outcome_error(fate, path, reason)
+        elif state != "abandoned":
+            unknown = commit_protocol.unknown_outcome_error(state, path, reason)
             writing.refuse(unknown)
-            # Who exits says nothing of it.
+            # This process may exit on the interrupt without showing the outcome.
             _log.warning("%s: %s", type(error).__name__, unknown)
 
     def commit_index(
@@ -316,9 +313,9 @@ class Transaction:
         linked: IoCount | None = None,
         before: Callable[[], None] | None = None,
     ) -> CommitDecision:
-        """Commit an index whose files one process has written, in `seconds`, or `linked`.
+        """Commit an index whose files one process has written, in `seconds`, or linked.
 
-        `before` is called when the files are checked, right before the commit.
+        `before` is called after the check of the files, right before the commit.
         """
         assert self._claim is not None
         storage = self.storage
@@ -329,13 +326,10 @@ class Transaction:
         commit_protocol.commit(storage, self._claim, index)
         self._step, self._num_tensors = index.step, len(index.catalog.tensors)
         self._is_settled = True
-        linked = linked or IoCount()
-        return replace(
-            _decision(index, 0, seconds), num_linked=linked.num, nbytes_linked=linked.nbytes
-        )
+        return _decision(index, 0, seconds, linked)
 
     def _resolve(self, error: NoAnswerError) -> CommitDecision | None:
-        """Abort an attempt whose outcome is unknown, or return the decision if it is committed."""
+        """Abort the attempt if no answer came. Return the decision if it is committed."""
         self._is_settled = True
         try:
             if self._abandon(self.attempt, error):
@@ -346,11 +340,11 @@ class Transaction:
                 f"{self._path}: the outcome of this save is unknown. This rank got no answer "
                 f"({error}), and the storage could not be read ({failure}). Run `dist-ckpt ls`"
             ) from error
-        # It is durable: `abandon` makes it so before it finds that it is committed.
+        # It is durable: `abandon` syncs a committed index before it returns False.
         return _decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None
 
     def _abandon(self, attempt: Attempt, error: BaseException) -> bool:
-        """Abandon the attempt and remove what this rank made. Return False if it is committed."""
+        """Abandon the attempt and remove its files. Return False if it is committed."""
         reason = f"{type(error).__name__}: {error}"[:500]
         if not attempts.abandon(self.storage, self._path, attempt, by=self._by, reason=reason):
             return False
@@ -359,7 +353,7 @@ class Transaction:
         return True
 
     def supersede(self) -> None:
-        """Remove the attempts that the committed one supersedes. On other ranks, do nothing."""
+        """Remove the attempts that the committed one replaces. On other ranks, do nothing."""
         if self._claim is not None:
             removal.supersede(self.storage, self._path, self.attempt, self._claim.run)
 
@@ -390,23 +384,33 @@ class Transaction:
         return report
 
 
-def _decision(index: Index, slowest_rank: int, slowest_s: float) -> CommitDecision:
-    return CommitDecision(index.attempt, index.nbytes, index.num_files, slowest_rank, slowest_s)
+def _decision(
+    index: Index, slowest_rank: int, slowest_s: float, linked: IoCount | None = None
+) -> CommitDecision:
+    return CommitDecision(
+        attempt=index.attempt,
+        nbytes=index.nbytes,
+        num_files=index.num_files,
+        slowest_rank=slowest_rank,
+        slowest_s=slowest_s,
+        num_linked=linked.num if linked else 0,
+        nbytes_linked=linked.nbytes if linked else 0,
+    )
 
 
 def _unequal_replicas(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
-    """Return the text of an error that names the values that differ, and the ranks."""
-    holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    """Return the error text: the values that differ, and their ranks."""
+    ranks_by_digest: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, groups in enumerate(groups_by_rank):
         for members in groups.values():
             for name, digest in members.items():
-                holders[name][digest].append(rank)
+                ranks_by_digest[name][digest].append(rank)
     unequal = [
         f"{name} ({' differs from '.join(ranks_text(ranks) for ranks in by_digest.values())})"
-        for name, by_digest in holders.items()
+        for name, by_digest in ranks_by_digest.items()
         if len(by_digest) > 1
     ]
-    remedy = remedy_of_parts(holders, "wrap what belongs to one rank in dc.PerRank")
+    remedy = remedy_of_parts(ranks_by_digest, "wrap what belongs to one rank in dc.PerRank")
     return (
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
         f"once must be equal everywhere: broadcast it first, or {remedy}."
