@@ -1,15 +1,14 @@
-"""A storage that remembers what it was told, and what a crash may leave of it.
+"""A storage that records its operations, and the states that a crash may leave.
 
-`CrashStorage` works in memory and records every operation. `states` walks through the recording
-and yields, for a crash after each operation, every state in which a file system may legally
-come back:
+`CrashStorage` works in memory and records every operation. `states` reads the recording. For a
+crash after each operation it yields every state that a file system may have after a restart:
 
-- the bytes of a file are certain once it is finished; before, they may be absent, cut off,
-  there without their beginning, or zeros;
-- a name (made, renamed, removed) is certain once its folder was synced; before, each change may
-  have happened or not, in any combination, but a change of a name never without the changes of
-  that name that came before it;
-- a folder's own name and the names in it are independent.
+- The bytes of a file are durable once it is finished. Before, they may be absent, cut off, without
+  their beginning, or zeros.
+- A change of a name (create, rename, remove) is durable once its folder is synced. Before, each
+  change may be lost, in any combination. A change survives only with all earlier changes of that
+  name.
+- The name of a folder and the names in it are independent.
 """
 
 # ruff: noqa: D102  # the protocol documents the methods
@@ -20,11 +19,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from posixpath import dirname
 from typing import Literal
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
-from dist_ckpt.testing.memory_storage import MemoryStorage, parent_of
+from dist_ckpt.testing.memory_storage import MemoryStorage
 
 # --- recording -------------------------------------------------------------------------------
 
@@ -50,11 +50,11 @@ class Operation:
 
 
 class CrashStorage:
-    """Keeps the `Storage` protocol in memory, and records. Threads may share it.
+    """A storage in memory that records its operations. Threads may share it.
 
-    `client` returns a view that tells whose an operation was. `forget` is asked about every
-    finish and sync, with their number: where it says yes the caller is told that it was done,
-    but nothing becomes durable, as if the call were not in the code.
+    `client` returns a view that records the name of a client. `forget` is called with the number of
+    each finish and sync. If it returns True, the call succeeds, but nothing becomes durable, as if
+    the call were not in the code.
     """
 
     def __init__(self, *, forget: Callable[[int, Operation], bool] | None = None) -> None:
@@ -63,24 +63,24 @@ class CrashStorage:
 
     @property
     def log(self) -> tuple[Operation, ...]:
-        """What was recorded so far."""
+        """The operations so far."""
         with self._recording.lock:
             return tuple(self._recording.log)
 
     @property
     def num_syncs(self) -> int:
-        """How many finishes and syncs there were."""
+        """The number of finishes and syncs."""
         return self._recording.num_syncs
 
     def client(self, name: str) -> CrashStorage:
-        """Return the same storage as another client sees it: a rank, a job."""
+        """Return the same storage for another client, such as a rank or a job."""
         view = CrashStorage()
         view._recording = self._recording
         view._client = name
         return view
 
     def mark(self, label: str) -> None:
-        """Note something in the log, such as that a save has been acknowledged."""
+        """Add a mark to the log, for example when a save is acknowledged."""
         self._recording.record(Operation("mark", label, self._client), lambda: None)
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
@@ -96,7 +96,8 @@ class CrashStorage:
         recording = self._recording
         with recording.lock:
             inner = recording.inner.create(path, nbytes)
-            number, recording.num_files = recording.num_files, recording.num_files + 1
+            number = recording.num_files
+            recording.num_files += 1
             recording.log.append(Operation("create", path, self._client, file=number))
         return _RecordedFile(recording, inner, path, self._client, number)
 
@@ -129,7 +130,7 @@ class _Recording:
         self._forget = forget
 
     def record(self, operation: Operation, act: Callable[[], object]) -> None:
-        """Do it; if that succeeds, write it down, unless it is to be forgotten."""
+        """Run `act`. If it succeeds, record the operation, unless `forget` says not to."""
         with self.lock:
             act()
             if operation.kind in ("finish", "sync"):
@@ -195,10 +196,10 @@ def states(
 ) -> Iterator[tuple[CrashPoint, MemoryStorage]]:
     """Yield every state that a crash may leave, at every point after the mark `since`.
 
-    `own_syncs`: a client's sync covers only the names that this client changed, as on a network
-    file system whose clients keep changes back. States that were yielded before under the same
-    marks are left out. Where a point has more than `limit` states, a sample is yielded: the
-    extremes, all that differ from an extreme in one choice, and `limit` random ones.
+    `own_syncs`: a sync covers only the names that its client changed, as on a network file system
+    whose clients delay changes. Each state is yielded once for the same marks. If a point has more
+    than `limit` states, a sample is yielded: the two extremes, all states that differ from an
+    extreme in one choice, and `limit` random ones.
     """
     disk = _Disk(own_syncs=own_syncs)
     marks: tuple[str, ...] = ()
@@ -210,7 +211,7 @@ def states(
         if since and since not in marks:
             continue
         if operation.kind in ("finish", "sync"):
-            continue  # what may be left after it may be left before it, and was yielded
+            continue  # every state after it is possible before it, and was yielded
         for tree in disk.trees(limit):
             key = (marks, *tree.items())
             if key not in seen:
@@ -223,7 +224,7 @@ Node = int
 
 @dataclass(slots=True)
 class _Change:
-    """One change of the names in a folder: `old` goes, `new` becomes `node`."""
+    """One change of the names in a folder: `old` is removed, `new` becomes `node`."""
 
     old: str
     new: str
@@ -238,7 +239,7 @@ class _FileOnDisk:
     num_durable: int = 0
 
     def contents(self) -> list[bytes]:
-        """Return what may be in it after a crash; what was meant comes last."""
+        """Return the possible contents after a crash; the complete content comes last."""
         full = _content(self.writes)
         if self.num_durable == len(self.writes):
             return [full]
@@ -257,7 +258,7 @@ def _content(writes: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 class _Disk:
-    """Folders and files by number, with all changes ever made and which of them are durable."""
+    """Folders and files by number, with all changes and their durability."""
 
     def __init__(self, *, own_syncs: bool) -> None:
         self._own_syncs = own_syncs
@@ -267,7 +268,7 @@ class _Disk:
         self._names: dict[str, Node] = {"/": 0}
 
     def apply(self, operation: Operation) -> None:
-        """Take over one operation."""
+        """Apply one operation."""
         match operation.kind:
             case "make_folder" | "create":
                 node = len(self._folders) + len(self._files)
@@ -295,39 +296,39 @@ class _Disk:
                 self._sync(self._folders[self._names[operation.path]], operation.client)
 
     def _move(self, operation: Operation) -> Node:
-        """Follow the rename of a file, or of a folder and of what is below it."""
+        """Rename a file, or a folder with all paths below it."""
         below = operation.path + "/"
         for path in [p for p in self._names if f"{p}/".startswith(below)]:
             self._names[operation.new + path[len(operation.path) :]] = self._names.pop(path)
         return self._names[operation.new]
 
     def _sync(self, changes: Sequence[_Change], client: str) -> None:
-        """Make changes durable: the client's own, and those that they build on."""
-        built_on: set[Node | str] = set()
+        """Make changes of the client durable, and the changes that they depend on."""
+        needed: set[Node | str] = set()
         for change in reversed(changes):
-            own = not self._own_syncs or change.client == client
-            if own or change.durable or not built_on.isdisjoint({change.node, change.old}):
+            is_own = not self._own_syncs or change.client == client
+            if is_own or change.durable or not needed.isdisjoint({change.node, change.old}):
                 change.durable = True
-                built_on |= {change.node, change.new}
+                needed |= {change.node, change.new}
 
     def _change(self, operation: Operation, old: str, new: str, node: Node) -> None:
-        folder = self._folders[self._names[parent_of(old or new)]]
+        folder = self._folders[self._names[dirname(old or new)]]
         change = _Change(old.rpartition("/")[2], new.rpartition("/")[2], node, operation.client)
         folder.append(change)
 
     def trees(self, limit: int) -> Iterator[dict[str, bytes | None]]:
-        """Yield what may be there after a crash now, perhaps some of it twice."""
-        taken: list[int] = []
+        """Yield the possible trees after a crash now, some of them perhaps twice."""
+        numbers: list[int] = []
         for _ in range(limit):
-            choices = _Choices(taken)
+            choices = _Choices(numbers)
             yield self._tree(choices)
-            # Count on to the next combination, like an odometer.
-            taken = choices.taken
-            while taken and taken[-1] == choices.sizes[len(taken) - 1] - 1:
-                taken.pop()
-            if not taken:
+            # Count up to the next combination, like an odometer.
+            numbers = choices.numbers
+            while numbers and numbers[-1] == choices.sizes[len(numbers) - 1] - 1:
+                numbers.pop()
+            if not numbers:
                 return
-            taken[-1] += 1
+            numbers[-1] += 1
         yield from self._sample(limit)
 
     def _sample(self, limit: int) -> Iterator[dict[str, bytes | None]]:
@@ -336,8 +337,8 @@ class _Disk:
             yield self._tree(choices)
             for position, size in enumerate(choices.sizes):
                 for choice in range(size):
-                    taken = [*choices.taken[:position], choice]
-                    yield self._tree(_Choices(taken, default=default))
+                    numbers = [*choices.numbers[:position], choice]
+                    yield self._tree(_Choices(numbers, default=default))
         drawn = random.Random(0)
         for _ in range(limit):
             yield self._tree(_Choices([], default=drawn.randrange))
@@ -353,9 +354,9 @@ class _Disk:
         names: dict[str, Node] = {}
         lost: set[Node] = set()
         for change in self._folders[folder]:
-            # What came before for this file or folder is lost, or for the name that it gets.
-            possible = change.node not in lost and change.new not in names
-            if not possible or not (change.durable or choices.choose(2)):
+            # A change survives only if all earlier ones of the same node and name did.
+            is_possible = change.node not in lost and change.new not in names
+            if not is_possible or not (change.durable or choices.choose(2)):
                 lost.add(change.node)
                 continue
             names.pop(change.old, None)
@@ -380,19 +381,20 @@ def _last(size: int) -> int:
 
 
 class _Choices:
-    """Answers "which of n?" from a list, then by default with the first; notes what was asked."""
+    """A source of choices: from a list first, then by `default`. It records all choices."""
 
-    def __init__(self, given: Sequence[int], *, default: Callable[[int], int] = _first) -> None:
-        self._given = given
+    def __init__(self, prefix: Sequence[int], *, default: Callable[[int], int] = _first) -> None:
+        self._prefix = prefix
         self._default = default
-        self.taken: list[int] = []
+        self.numbers: list[int] = []
         self.sizes: list[int] = []
 
     def choose(self, size: int) -> int:
         if size == 1:
             return 0
-        number = len(self.taken)
-        choice = self._given[number] if number < len(self._given) else self._default(size)
-        self.taken.append(min(choice, size - 1))
+        position = len(self.numbers)
+        is_in_prefix = position < len(self._prefix)
+        choice = self._prefix[position] if is_in_prefix else self._default(size)
+        self.numbers.append(min(choice, size - 1))
         self.sizes.append(size)
-        return self.taken[-1]
+        return self.numbers[-1]

@@ -1,4 +1,4 @@
-"""A storage that breaks its promises on cue."""
+"""A storage whose calls fail on request."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dist_ckpt.errors import CheckpointError, StorageError
 
 
 class FaultyStorage(ForwardingStorage):
-    """Hands calls to `inner`, and fails the n-th (from 1): loop over n to fail everywhere.
+    """Forward calls to `inner`, but fail one call, counted from 1: loop over all to fail each.
 
-    Every method of storage and files counts, but `discard` and `close`, which never fail; `calls`
-    tells how many there were. `sticky`: all later calls fail as well. `done`: the call does its
-    work before it fails, as when a server's reply is lost.
+    Every method of storage and files counts, except `discard` and `close`, which never fail.
+    `calls` is the number of calls so far. `sticky`: all later calls fail too. `done`: the call does
+    its work and then fails, as if the reply of a server was lost.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FaultyStorage(ForwardingStorage):
         return self.call(what, act)
 
     def call(self, what: str, act: Callable[[], T]) -> T:
-        """Count a call; do it, or fail it."""
+        """Count a call, and run it or fail."""
         with self._lock:
             self.calls += 1
             at = self._fail_at

@@ -1,4 +1,4 @@
-"""A file system in memory that keeps the whole `Storage` contract."""
+"""A file system in memory that implements the whole `Storage` contract."""
 
 # ruff: noqa: D102  # the protocol documents the methods
 
@@ -7,12 +7,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from posixpath import dirname
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
 from dist_ckpt.errors import CorruptError, StorageError
 
-# Path to content; None is a folder. The root "/" is always there and not in it.
+# Path to content; None is a folder. The root "/" always exists and is not listed.
 Tree = Mapping[str, bytes | None]
 
 
@@ -27,9 +28,9 @@ class _FileNode:
 
 
 class MemoryStorage:
-    """Keeps the `Storage` protocol in memory; begins with `tree`. Threads may share it.
+    """A storage in memory that starts with `tree`. Threads may share it.
 
-    `alignment` is what its files say of theirs.
+    `alignment` is the alignment that its files report.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class MemoryStorage:
             self._add(path, None if data is None else bytearray(data))
 
     def tree(self) -> dict[str, bytes | None]:
-        """Return everything that is stored, as the constructor takes it."""
+        """Return all files and folders, in the form that the constructor takes."""
         with self._lock:
             return {
                 path: None if node.data is None else bytes(node.data)
@@ -59,13 +60,13 @@ class MemoryStorage:
         with self._lock:
             self._folder(folder)
             prefix = folder.rstrip("/") + "/"
-            found = []
+            entries = []
             for path, node in self._nodes.items():
                 name = path.removeprefix(prefix)
                 if path.startswith(prefix) and name and "/" not in name:
                     kind, data = ("folder", b"") if node.data is None else ("file", node.data)
-                    found.append(Entry(name, kind, len(data), node.modified_at))  # type: ignore[arg-type]  # one of the literals
-            return sorted(found)
+                    entries.append(Entry(name, kind, len(data), node.modified_at))  # type: ignore[arg-type]  # one of the literals
+            return sorted(entries)
 
     def make_folder(self, folder: str) -> None:
         with self._lock:
@@ -88,14 +89,14 @@ class MemoryStorage:
             return _MemoryReadableFile(path, node.data, num_links)
 
     def rename(self, old: str, new: str) -> None:
-        assert parent_of(old) == parent_of(new), "a rename stays within its folder"
+        assert dirname(old) == dirname(new), "a rename stays within its folder"
         with self._lock:
             self._node(old)
             if new in self._nodes:
                 raise FileExistsError(new)
             for path in [p for p in self._nodes if p == old or p.startswith(old + "/")]:
                 self._nodes[new + path[len(old) :]] = self._nodes.pop(path)
-            self._touch(parent_of(new))
+            self._touch(dirname(new))
 
     def link(self, old: str, new: str) -> None:
         with self._lock:
@@ -103,21 +104,21 @@ class MemoryStorage:
             if node.data is None:
                 raise StorageError(f"{new}: {old} is a folder: link a file")
             try:
-                self._folder(parent_of(new))
+                self._folder(dirname(new))
             except NotADirectoryError as error:
                 raise StorageError(f"{new}: a part of the path is a file") from error
             if new in self._nodes:
                 raise FileExistsError(new)
             self._nodes[new] = node
-            self._touch(parent_of(new))
+            self._touch(dirname(new))
 
     def remove(self, path: str) -> None:
         with self._lock:
             self._node(path)
             if any(p.startswith(path + "/") for p in self._nodes):
-                raise StorageError(f"{path}: the folder is not empty: look what is in it")
+                raise StorageError(f"{path}: the folder is not empty: list its contents")
             del self._nodes[path]
-            self._touch(parent_of(path))
+            self._touch(dirname(path))
 
     def sync(self, folder: str) -> None:
         with self._lock:
@@ -143,17 +144,17 @@ class MemoryStorage:
     def _folder(self, path: str) -> None:
         above = path
         while above not in self._nodes:
-            above = parent_of(above)
+            above = dirname(above)
         if self._nodes[above].data is not None:
             raise NotADirectoryError(path)
         self._node(path)
 
     def _add(self, path: str, data: bytearray | None) -> _FileNode:
-        self._folder(parent_of(path))
+        self._folder(dirname(path))
         if path in self._nodes:
             raise FileExistsError(path)
         node = self._nodes[path] = _FileNode(data, self._clock())
-        self._touch(parent_of(path))
+        self._touch(dirname(path))
         return node
 
     def _touch(self, folder: str) -> None:
@@ -206,8 +207,3 @@ class _MemoryReadableFile:
 
     def close(self) -> None:
         self._data = None
-
-
-def parent_of(path: str) -> str:
-    """Return the folder that a path lies in; of "/" itself, "/"."""
-    return path.rpartition("/")[0] or "/"

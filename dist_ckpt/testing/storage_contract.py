@@ -1,4 +1,4 @@
-"""What every storage must keep, as tests: subclass `StorageContract` for each backend."""
+"""The contract of a storage, as tests: subclass `StorageContract` for each backend."""
 
 # ruff: noqa: D102  # the names of the tests are sentences
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 30
 
 
 def write(storage: Storage, path: str, data: Buffer) -> int:
-    """Write a whole file, durably; return the size that the storage sees."""
+    """Write a whole file durably, and return the size that the storage reports."""
     file = storage.create(path, len(data))
     file.write_at(0, data)
     return file.finish()
@@ -46,7 +46,7 @@ def num_links(storage: Storage, path: str) -> int:
 
 
 class StorageContract:
-    """The subclass has fixtures `storage` and `root`, the path of an empty folder on it."""
+    """The tests of a backend. A subclass has fixtures `storage` and `root`, an empty folder."""
 
     # --- folders
 

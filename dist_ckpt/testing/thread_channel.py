@@ -24,20 +24,20 @@ from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
-# Shorter than in a job, but no busy machine stops a rank for so long.
+# Shorter than in a job, but longer than a busy machine stops a rank.
 TEST_CONFIG = Config(
     heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=10.0, visibility_timeout_s=5.0
 )
 
-# No rank that is alive takes longer to send or take bytes.
+# The longest time in which a live rank sends or receives bytes.
 MAX_TRANSFER_S = 60.0
 
-# A TCPStore resets the connection of who sends more.
+# A TCPStore resets the connection if a value is larger.
 MAX_VALUE_NBYTES = 8 << 20
 
 
 class ThreadStore:
-    """A key-value store in memory, with the methods of torch's that the channel uses."""
+    """A key-value store in memory, with the methods of a torch store that the channel uses."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -56,7 +56,7 @@ class ThreadStore:
             return self._values[key]
 
     def check(self, keys: list[str], /) -> bool:
-        """Say whether all of these keys exist."""
+        """Return True if all of these keys exist."""
         with self._lock:
             return all(key in self._values for key in keys)
 
@@ -68,7 +68,7 @@ class ThreadStore:
             return value
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that has the expected value, "" for none; return what it has now."""
+        """Set a key if it has the expected value, "" for none. Return its value now."""
         with self._lock:
             value = self._values.get(key, b"")
             if value == expected.encode():
@@ -87,7 +87,7 @@ class ThreadStore:
 
 
 class ThreadChannel(StoreChannel):
-    """The channel of a rank that is a thread: the real one, over a store in memory."""
+    """The channel of a rank that is a thread: the real channel, with a store in memory."""
 
     def __init__(
         self,
@@ -100,66 +100,66 @@ class ThreadChannel(StoreChannel):
         super().__init__(store, rank, world_size, host=host or f"thread-{rank}", config=config)
 
 
-# Bytes from one rank to another: epoch, sender, receiver, tag.
-_Way = tuple[int, int, int, int]
+# The route of bytes: epoch, sender, receiver, tag.
+_Route = tuple[int, int, int, int]
 
 
 class Meeting:
-    """Where the thread ranks of one group exchange bodies."""
+    """The shared memory of one group of thread ranks."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._barriers: dict[int, threading.Barrier] = {}
-        self._given: dict[int, bytes] = {}
+        self._bodies: dict[int, bytes] = {}
         self._changed = threading.Condition()
-        self._sent: dict[_Way, bytes] = {}
+        self._sent: dict[_Route, bytes] = {}
         self._broken: set[int] = set()
 
     def gather(self, epoch: int, rank: int, body: bytes) -> list[bytes]:
-        """Return what all ranks give; RankError if one does not come in time."""
+        """Return the bodies of all ranks. RankError if one does not arrive in time."""
         with self._lock:
             barrier = self._barriers.setdefault(epoch, threading.Barrier(self.world_size))
-            self._given[rank] = body
+            self._bodies[rank] = body
         try:
             barrier.wait(self._timeout_s)
-            bodies = [self._given[rank] for rank in range(self.world_size)]
+            bodies = [self._bodies[rank] for rank in range(self.world_size)]
             barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
             raise SecondaryError("the thread ranks did not all meet: one has failed") from None
         return bodies
 
-    def give(self, way: _Way, data: bytes) -> None:
-        """Let the rank at the other end of a way take bytes."""
+    def give(self, route: _Route, data: bytes) -> None:
+        """Send bytes on a route."""
         with self._changed:
-            self._sent[way] = data
+            self._sent[route] = data
             self._changed.notify_all()
 
-    def take(self, way: _Way) -> bytes:
-        """Return the bytes that were given for a way; SecondaryError if the epoch is broken."""
+    def take(self, route: _Route) -> bytes:
+        """Receive the bytes of a route. SecondaryError if the epoch is broken."""
         with self._changed:
-            self._wait(way, lambda: way in self._sent)
-            data = self._sent.pop(way)
+            self._wait(route, lambda: route in self._sent)
+            data = self._sent.pop(route)
             self._changed.notify_all()
             return data
 
-    def wait_until_taken(self, way: _Way) -> None:
-        """Wait until bytes that were given are taken; SecondaryError if the epoch is broken."""
+    def wait_until_taken(self, route: _Route) -> None:
+        """Wait until sent bytes are received. SecondaryError if the epoch is broken."""
         with self._changed:
-            self._wait(way, lambda: way not in self._sent)
+            self._wait(route, lambda: route not in self._sent)
 
     def break_off(self, epoch: int) -> None:
-        """Let all waiting of an epoch fail."""
+        """Fail all sends and receives of an epoch."""
         with self._changed:
             self._broken.add(epoch)
             self._changed.notify_all()
 
-    def _wait(self, way: _Way, condition: Callable[[], bool]) -> None:
+    def _wait(self, route: _Route, condition: Callable[[], bool]) -> None:
         is_in_time = self._changed.wait_for(
-            lambda: way[0] in self._broken or condition(), MAX_TRANSFER_S
+            lambda: route[0] in self._broken or condition(), MAX_TRANSFER_S
         )
-        if way[0] in self._broken or not is_in_time:
+        if route[0] in self._broken or not is_in_time:
             raise SecondaryError("the thread ranks' connections were broken off")
 
 
@@ -191,7 +191,7 @@ class ThreadCollective:
         ranks = distinct([name_of(body) for body in bodies])
         is_sender = ranks[name_of(body)][0] == self.rank
         self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
-        return tuple((bodies[who[0]], who) for who in ranks.values())
+        return tuple((bodies[senders[0]], senders) for senders in ranks.values())
 
     def broadcast(self, data: bytes | None) -> bytes:
         """See `Collective.broadcast`."""
@@ -201,16 +201,16 @@ class ThreadCollective:
 
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.send`."""
-        way = (self.epoch, self.rank, rank, tag)
-        self._meeting.give(way, bytes(data))
-        return _ThreadTransfer(lambda: self._meeting.wait_until_taken(way))
+        route = (self.epoch, self.rank, rank, tag)
+        self._meeting.give(route, bytes(data))
+        return _ThreadTransfer(lambda: self._meeting.wait_until_taken(route))
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.receive`."""
-        way = (self.epoch, rank, self.rank, tag)
+        route = (self.epoch, rank, self.rank, tag)
 
         def take() -> None:
-            data[:] = self._meeting.take(way)
+            data[:] = self._meeting.take(route)
 
         return _ThreadTransfer(take)
 
@@ -229,7 +229,7 @@ class ThreadCollective:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What one rank's function came to: `error` is None if it returned."""
+    """The result of the function on one rank. `error` is None if it returned."""
 
     value: T | None
     error: BaseException | None
@@ -243,12 +243,11 @@ def try_ranks(
     timeout_s: float = 60.0,
     hosts: Sequence[str] | None = None,
 ) -> list[Outcome[T]]:
-    """Run a function on every rank, each in a thread, and return what each came to.
+    """Run a function on every rank, each in a thread, and return the outcome of each.
 
-    `hosts` are the names of the ranks' hosts; without them each has a host of its own.
-
-    A rank's channel is closed when its function ends, as at the end of a process. Raises
-    TimeoutError, naming the ranks, if some have not ended after `timeout_s`.
+    `hosts` are the names of the ranks' hosts. By default each rank has a separate host. The channel
+    of a rank is closed when its function ends, as at the end of a process. Raises TimeoutError,
+    with the ranks, if some have not ended after `timeout_s`.
     """
     store, meeting = ThreadStore(), Meeting(world_size, config.heartbeat_timeout_s)
     outcomes: list[Outcome[T] | None] = [None] * world_size
