@@ -1,4 +1,4 @@
-"""`dist-ckpt watch` on a terminal, in a pipe, and once; `request-save` where nobody can answer."""
+"""`dist-ckpt watch` on a terminal, in a pipe, and once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.cli.commands import request_save as request_save_module
 from dist_ckpt.cli.commands import watch as watch_module
 from dist_ckpt.cli.commands.watch import _observe, lines
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
@@ -192,82 +190,3 @@ def test_a_storage_that_refuses_is_told_once(root: Path, monkeypatch: pytest.Mon
         assert next(looks)[1] == []
     dc.save({"x": 4}, root / "s4", step=4)
     assert "step 4 is durable" in next(looks)[1][0]
-
-
-# --- request-save ------------------------------------------------------------------------------
-
-
-def test_a_request_needs_a_run(run: Callable[..., Result], root: Path, tmp_path: Path) -> None:
-    for where in (tmp_path, tmp_path / "nowhere", root / "s1"):
-        code, _, err = run("request-save", where)
-        assert code == 3
-        assert run("request-save", where, "--dry-run")[::2] == (3, err)
-        assert "no job is writing here" in err
-    assert not (tmp_path / "nowhere").exists()
-    code, _, err = run("request-save", root, "--timeout", "3")
-    assert code == 2
-    assert "--timeout needs --wait" in err
-    assert run("request-save", root, "--wait", "--timeout", "-1")[0] == 2
-    assert not (root / ".requests").exists()
-
-
-def test_a_request_that_nobody_answers_is_taken_back(
-    run: Callable[..., Result], root: Path
-) -> None:
-    start(root)
-    code, out, err = run("request-save", root, "--stop", "--wait", "--dry-run")
-    assert (code, out) == (0, f"would ask incarnation 1 of the run in {root} to save and to end\n")
-    assert not (root / ".requests").exists()
-    code, out, err = run("request-save", root, "--wait", "--timeout", "0.1")
-    assert code == 6
-    assert out == f"asked incarnation 1 of the run in {root} to save\n"
-    first, second = err.splitlines()
-    assert first == "no heartbeat: it has ended, or has only just begun"
-    assert "there was no answer in 0.1 s, and the request is withdrawn: the job has e" in second
-    assert [*(root / ".requests").iterdir()] == []
-    assert run("request-save", root, "--stop")[:2] == (
-        0,
-        f"asked incarnation 1 of the run in {root} to save and to end\n",
-    )
-    assert len([*(root / ".requests").iterdir()]) == 1
-
-
-@pytest.mark.parametrize(
-    ("sign_s", "shows", "told"),
-    [
-        (60.0, "nothing", "check that the job is alive, and reaches a step"),
-        (0.01, "nothing", "last seen at 2"),
-        (0.01, "a sign", "alive, but reached no step and no poll"),
-        (0.01, "its end", "the job has ended"),
-    ],
-)
-def test_who_asks_is_told_whether_the_job_lives(
-    run: Callable[..., Result],
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sign_s: float,
-    shows: str,
-    told: str,
-) -> None:
-    start(root)
-    monkeypatch.setattr(request_save_module, "LIVENESS_INTERVAL_S", sign_s)
-    sign = LivenessFile(LocalStorage(), str(root), 1)
-    sign.renew()
-    act = {"nothing": lambda: None, "a sign": sign.renew, "its end": sign.end}[shows]
-    later = threading.Timer(0.2, act)
-    later.start()
-    code, _, err = run("request-save", root, "--wait", "--timeout", "0.6")
-    later.join()
-    assert code == 6
-    assert err.count("\n") == 1
-    assert told in err
-
-
-def test_no_command_takes_requests_for_a_checkpoint(run: Callable[..., Result], root: Path) -> None:
-    start(root)
-    assert run("request-save", root)[0] == 0
-    assert ".requests" not in run("ls", root)[1]
-    assert run("gc", root, "--grace", "0")[:2] == (0, "0 removed\n")
-    assert run("prune", root, "--keep", "last(1)", "--yes")[0] == 0
-    assert run("verify", root)[0] == 0
-    assert len([*(root / ".requests").iterdir()]) == 1
