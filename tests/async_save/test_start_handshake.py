@@ -20,8 +20,9 @@ from dist_ckpt.async_save.writer.messages import Go, Hello, Serve
 from dist_ckpt.core.comm.messages import Failure
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.errors import RankError, StorageError
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, run_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from fake_writers import SOON_S, FakeWriter, order
+from ranks import run_ranks
 
 FULL = Failure("StorageError", "rank 1 (host b): the disk is full", 1, "write")
 HEARSAY = Failure("RankError", "rank 0 (host a): rank 1 is dead or frozen", 1, "write")
@@ -79,7 +80,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             with rank_of(channel, bulk) as one:
                 return function(one)
 
-        return run_ranks(world_size, run_rank)
+        return run_ranks(run_rank, world_size=world_size, harness="threads")
 
     monkeypatch.setattr(writer_handle, "start", start)
     yield on_ranks

@@ -21,14 +21,9 @@ from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.errors import RankError
-from dist_ckpt.testing.thread_channel import (
-    ThreadChannel,
-    ThreadCollective,
-    ThreadStore,
-    run_ranks,
-    try_ranks,
-)
+from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import exchange
+from ranks import run_ranks, try_ranks
 
 FAST = PollPolicy(poll_s=0.01, answer_s=20.0, ahead=0)
 
@@ -111,7 +106,7 @@ def test_all_take_the_turn_that_one_asks_for_at_the_same_boundary(asking, ahead)
 
             return train(rounds, wanted, 200, step)
 
-    turns = run_ranks(3, run)
+    turns = run_ranks(run, world_size=3, harness="threads")
     assert turns[0]
     assert turns[0] == turns[1] == turns[2]
     assert [why for _, why in turns[0] or ()] == ["TERM"]
@@ -138,7 +133,7 @@ def test_after_many_fast_boundaries_the_turn_is_not_far_ahead(stops):
                     return number
         return 100
 
-    first, second = run_ranks(2, run)
+    first, second = run_ranks(run, world_size=2, harness="threads")
     assert first == second
     assert first is not None
     assert first < 30
@@ -161,7 +156,7 @@ def test_what_is_asked_for_is_not_asked_again_while_it_is_done():
                 time.sleep(0.005)
         return num_turns
 
-    assert run_ranks(2, run) == [1, 1]
+    assert run_ranks(run, world_size=2, harness="threads") == [1, 1]
 
 
 def test_what_several_ask_for_at_once_is_done_one_after_the_other():
@@ -181,7 +176,7 @@ def test_what_several_ask_for_at_once_is_done_one_after_the_other():
         assert wanted.asks == []
         return turns
 
-    turns = run_ranks(3, run)
+    turns = run_ranks(run, world_size=3, harness="threads")
     assert turns[0] == turns[1] == turns[2]
     assert sorted(why for _, why in turns[0] or ()) == sorted(
         f"{what} {rank}" for what in ("of", "again") for rank in range(3)
@@ -198,7 +193,7 @@ def test_a_rank_that_is_far_behind_takes_the_turn_when_it_comes_there():
                 turns = train(rounds, wanted, 1, lambda _: time.sleep(0.001))
             return turns
 
-    turns = run_ranks(2, run)
+    turns = run_ranks(run, world_size=2, harness="threads")
     assert turns[0] == turns[1] != []
 
 
@@ -213,7 +208,7 @@ def test_turns_that_are_due_by_the_step_need_no_note():
                 rounds.leave()
             return turns
 
-    turns = run_ranks(2, run)
+    turns = run_ranks(run, world_size=2, harness="threads")
     for of_rank in turns:
         assert [(turn.number, turn.proposal) for turn in of_rank or () if turn] == [
             (4, None),
@@ -248,7 +243,7 @@ def test_without_an_answer_nobody_waits_for_longer_than_answer_s_and_who_asks_as
             # The other begins at its first boundary, this one is at its hundredth.
             return until_a_turn(rounds, wanted)
 
-    turns = try_ranks(2, run)
+    turns = try_ranks(run, world_size=2, harness="threads")
     assert [one.error for one in turns] == [None, None]
     assert turns[0].value == turns[1].value
 
@@ -295,7 +290,7 @@ def test_who_saves_alone_is_told_at_once_and_by_whom():
                     time.sleep(0.001)
 
     began = time.monotonic()
-    outcomes = try_ranks(3, run)
+    outcomes = try_ranks(run, world_size=3, harness="threads")
     assert isinstance(outcomes[1].error, RankError)
     told = str(outcomes[1].error)
     assert "rank 1 is at its boundary 4 to save step 4" in told
@@ -322,7 +317,7 @@ def test_once_a_rank_takes_no_part_any_more_requests_come_to_nothing():
                 time.sleep(0.001)
             return rounds._barrier.round
 
-    outcomes = try_ranks(3, run)
+    outcomes = try_ranks(run, world_size=3, harness="threads")
     assert [one.error for one in outcomes] == [None] * 3
     # One round, and no other: nobody asks for what cannot be.
     assert [outcomes[rank].value for rank in (0, 2)] == [2, 2]
@@ -346,7 +341,7 @@ def test_who_is_to_stop_after_another_has_left_is_ended_by_an_error():
                 assert rounds.arrive("step") is None
                 time.sleep(0.001)
 
-    outcomes = try_ranks(2, run)
+    outcomes = try_ranks(run, world_size=2, harness="threads")
     assert isinstance(outcomes[0].error, RankError)
     assert "TERM asks the run to save and stop, and it cannot: rank 1" in str(outcomes[0].error)
     assert outcomes[1].error is None

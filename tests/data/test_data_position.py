@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from ranks import load_on_threads, save_on_threads
 
 pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -343,18 +343,18 @@ def test_a_loader_by_itself_is_refused_on_another_number_of_ranks(ranks: int) ->
     storage, saved = MemoryStorage({"/run": None}), states(2)
     for state in saved:
         next(iter(state["data"]))
-    rank_threads.save(storage, saved, "/run/ck")
+    save_on_threads(storage, saved, "/run/ck")
     live = states(ranks)
     wanted = rf"data: .* saved by 2 ranks, now there are {ranks}: .* dc.DataPosition"
     with pytest.raises(dc.IncompatibleError, match=wanted):
-        rank_threads.load(storage, live, "/run/ck")
+        load_on_threads(storage, live, "/run/ck")
     assert live[0]["data"].state_dict()["_num_yielded"] == 0
-    rank_threads.load(storage, live, "/run/ck", exclude="data", strict=False)
+    load_on_threads(storage, live, "/run/ck", exclude="data", strict=False)
     same = states(2)
-    rank_threads.load(storage, same, "/run/ck")
+    load_on_threads(storage, same, "/run/ck")
     assert [len([*state["data"]]) for state in same] == [5, 5]
     taken: list[dict[str, Any]] = [{"data": None} for _ in range(ranks)]
-    rank_threads.load(storage, taken, "/run/ck")
+    load_on_threads(storage, taken, "/run/ck")
     assert taken[0]["data"]["_num_yielded"] == 1
 
 

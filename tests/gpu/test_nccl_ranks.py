@@ -68,7 +68,7 @@ def fail_and_go_on(rank: int, folder: str) -> tuple[str, str]:
 
 
 def test_beside_an_nccl_group_all_ranks_are_told_the_same_error_and_go_on(tmp_path):
-    first, second = run_ranks(NUM_RANKS, fail_and_go_on, str(tmp_path), store=None)
+    first, second = run_ranks(fail_and_go_on, str(tmp_path), world_size=NUM_RANKS, store=None)
     assert first == second
     assert "rank 1 (host" in first[1]
 
@@ -138,7 +138,7 @@ def test_any_wrapper_on_a_device_loads_what_any_other_saved_there(tmp_path):
     for backend, world_size, wrap in jobs:
         path = f"{tmp_path}/{backend}-{wrap}"
         args = (backend, world_size, wrap, path, list(saved))
-        found = run_ranks(world_size, train, *args, store=None)[0]
+        found = run_ranks(train, *args, world_size=world_size, store=None)[0]
         assert {name: found[name] for name in saved} == saved
         saved |= {name: found[name] for name in (path, f"{path}-background")}
     assert len(saved) == 2 * len(jobs)

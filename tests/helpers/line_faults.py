@@ -31,8 +31,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import Outcome, try_ranks
-from rank_threads import PATH, load, save
+from ranks import PATH, Outcome, load_on_threads, save_on_threads, try_ranks
 
 RANKS = 3
 CONFIG = Config(
@@ -125,7 +124,7 @@ class Case(Protocol):
 
     name: str
 
-    def run(self, fault: Fault) -> list[Outcome[Any]]: ...
+    def run(self, fault: Fault) -> list[Outcome]: ...
     def problem(self, fault: Fault, errors: Sequence[BaseException | None]) -> str: ...
 
 
@@ -160,10 +159,10 @@ class OneMoreSave:
         self._by_kept_plan = by_kept_plan
         self._storage = MemoryStorage()
 
-    def run(self, fault: Fault) -> list[Outcome[Any]]:
+    def run(self, fault: Fault) -> list[Outcome]:
         storage = self._storage = MemoryStorage()
         if not self._by_kept_plan:
-            save(storage, [part(1, rank) for rank in range(RANKS)], step=1)
+            save_on_threads(storage, [part(1, rank) for rank in range(RANKS)], step=1)
 
         def work(rank: int, channel: Any, bulk: Any) -> Any:
             session = Session(channel, bulk, CONFIG)
@@ -173,7 +172,7 @@ class OneMoreSave:
             with fault.injected(rank):
                 return save_together(session, part(2, rank), PATH, options, storage)
 
-        return try_ranks(RANKS, work, timeout_s=20, config=CONFIG)
+        return try_ranks(work, world_size=RANKS, harness="threads", timeout_s=20, config=CONFIG)
 
     def problem(self, fault: Fault, errors: Sequence[BaseException | None]) -> str:
         others = [error for rank, error in enumerate(errors) if rank != fault.victim]
@@ -182,14 +181,16 @@ class OneMoreSave:
             return "" if step == 2 else f"step {step} shows, and others were told of success"
         if step != 1 and "in place" not in str(others[0]):
             return f"step {step} shows, and others were told of a failure"
-        save(self._storage, [part(3, rank) for rank in range(RANKS)], step=3, overwrite=True)
+        save_on_threads(
+            self._storage, [part(3, rank) for rank in range(RANKS)], step=3, overwrite=True
+        )
         removal.collect_all(self._storage, PATH, grace_s=-1)
         num_left = sum(1 for _ in self._storage.list(PATH, follow=False))
         return "" if (self._step(), num_left) == (3, 1) else f"afterwards {num_left} attempts"
 
     def _step(self) -> int | None:
         loaded = [part(0, rank) for rank in range(RANKS)]
-        load(self._storage, loaded)
+        load_on_threads(self._storage, loaded)
         found = {state["step"] for state in loaded} | {state["sampler"].step for state in loaded}
         found |= {int(state["model"]["w"].tensor[0, 0]) // 10 for state in loaded}
         (step,) = found
@@ -203,10 +204,10 @@ class Load:
         self.name = f"load with {options}"
         self._options = options
         self._storage = MemoryStorage()
-        save(self._storage, [part(2, rank) for rank in range(RANKS)], step=2)
+        save_on_threads(self._storage, [part(2, rank) for rank in range(RANKS)], step=2)
         self._states: list[dict[str, Any]] = []
 
-    def run(self, fault: Fault) -> list[Outcome[Any]]:
+    def run(self, fault: Fault) -> list[Outcome]:
         self._states = [part(1, rank) for rank in range(RANKS)]
 
         def work(rank: int, channel: Any, bulk: Any) -> Any:
@@ -215,7 +216,14 @@ class Load:
             with fault.injected(rank):
                 return load_together(session, self._states[rank], PATH, options, self._storage)
 
-        return try_ranks(RANKS, work, timeout_s=20, config=CONFIG, hosts=["one"] * RANKS)
+        return try_ranks(
+            work,
+            world_size=RANKS,
+            harness="threads",
+            timeout_s=20,
+            config=CONFIG,
+            hosts=["one"] * RANKS,
+        )
 
     def problem(self, fault: Fault, errors: Sequence[BaseException | None]) -> str:
         loaded = [int(state["model"]["w"].tensor[0, 0]) // 10 for state in self._states]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-import rank_threads
 from dist_ckpt.core.commit.attempts import find
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
+from ranks import load_on_threads, save_on_threads
 
 ROOT = "/runs"
 PATH = f"{ROOT}/s1"
@@ -36,7 +36,7 @@ def state(number: int) -> dict[str, object]:
 
 def save(storage: Storage, number: int, path: str = PATH, step: int | None = 1) -> Index:
     """Save a state; return the index."""
-    rank_threads.save(storage, [state(number)], path, step=step)
+    save_on_threads(storage, [state(number)], path, step=step)
     return find(storage, path)[1]
 
 
@@ -44,7 +44,7 @@ def number_at(storage: Storage, path: str) -> int | None:
     """Return the number of the state that is there, all of it, or None if there is none."""
     loaded: dict[str, object] = {}
     try:
-        rank_threads.load(storage, [loaded], path)
+        load_on_threads(storage, [loaded], path)
     except NotFoundError:
         return None
     number = loaded.pop("lr")

@@ -1,9 +1,14 @@
-"""Real ranks, cheaply: `run_ranks` forks processes that form a gloo group and run a function.
+"""Ranks for tests: `run_ranks` runs a function on each rank, in threads or in processes.
 
-They are forked not from the test process, which has threads by then (autograd, OpenMP, heartbeats),
-but from a parent of their own, a child of the fork server: it has imported torch and the test
-modules, and never makes a thread. A run takes tens of milliseconds. Functions go by name, so they
-must be at the top of a module; arguments and results are plain literals.
+Threads: `harness="threads"`, for ranks that agree, fail or answer late. The function is called with
+its rank, a `ThreadChannel` and a `ThreadCollective`. `save_on_threads` and `load_on_threads` are
+whole saves and loads by such ranks, over any storage.
+
+Processes, the default: for a death, a signal, gloo, shared memory, another GIL. They form a gloo
+group. They are forked not from the test process, which has threads by then (autograd, OpenMP,
+heartbeats), but from a parent of their own, a child of the fork server: it has imported torch and
+the test modules, and never makes a thread. A run takes tens of milliseconds. Functions go by name,
+so they must be at the top of a module; arguments and results are plain literals.
 """
 
 from __future__ import annotations
@@ -22,12 +27,21 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.openers import OPENER
+from dist_ckpt.reports import LoadReport, SaveReport
+from dist_ckpt.testing import thread_channel
+from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadChannel, ThreadCollective
 from fork_server import forked_python
 
 MAX_OUTPUT_CHARS = 20_000
@@ -38,23 +52,29 @@ GROUP_TIMEOUT_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank came to: a value, or an error (its class's name), or a signal.
+    """The value that a rank returned, or its error, or the signal that ended its process.
 
-    A rank that was still running at the deadline has none of them. `output` is what it printed.
+    A process that was still running at the deadline has none of them. `output` is what it printed.
     """
 
     value: Any = None
-    error: str | None = None
-    message: str = ""
-    traceback: str = ""
+    error: BaseException | None = None
     signal: int | None = None
     ended: bool = True
     output: str = ""
 
 
+class RemoteError(Exception):
+    """The error of a rank that is a process: the name of its class, its message and traceback."""
+
+    def __init__(self, kind: str, message: str, traceback: str) -> None:
+        super().__init__(message)
+        self.kind, self.traceback = kind, traceback
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How ranks are started.
+    """How ranks that are processes are started.
 
     `store`: where they meet: in a file, or at a TCPStore that rank 0 serves, or at one that a
     process besides the ranks serves, as torchrun does. None: no process group is made.
@@ -68,22 +88,24 @@ class Options:
 
 
 def run_ranks(
-    world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
-    store: Literal["file", "rank 0", "launcher"] | None = "file",
-    launched: bool = False,
-    environ: Mapping[str, str] | None = None,
+    world_size: int,
+    harness: Literal["processes", "threads"] = "processes",
+    **options: Any,
 ) -> list[Any]:
-    """Run `function(rank, *args)` on every rank; return the values, or fail with all that failed.
+    """Run `function(rank, *args)` on every rank and return the values.
 
-    See `Options` for the keywords. Ranks that have not ended after `timeout_s` are killed.
+    `options` are those of `try_ranks`. Threads: raises the error of the lowest rank that has one.
+    Processes: fails with the errors of all ranks.
     """
-    options = Options(timeout_s, store, launched, environ)
-    outcomes = try_ranks(world_size, function, *args, options=options)
+    if harness == "processes":
+        options = {"options": Options(**options)}
+    outcomes = try_ranks(function, *args, world_size=world_size, harness=harness, **options)
+    if harness == "threads":
+        raise_first(outcomes)
     failed = [
-        f"--- rank {rank}: {_describe(outcome, timeout_s)}\n{outcome.traceback}{outcome.output}"
+        f"--- rank {rank}: {_describe(outcome)}\n{outcome.output}"
         for rank, outcome in enumerate(outcomes)
         if outcome.error or outcome.signal or not outcome.ended
     ]
@@ -93,9 +115,119 @@ def run_ranks(
 
 
 def try_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, options: Options = Options()
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    harness: Literal["processes", "threads"] = "processes",
+    options: Options = Options(),
+    **thread_options: Any,
 ) -> list[Outcome]:
-    """Run `function(rank, *args)` on every rank; return what each came to."""
+    """Run `function(rank, *args)` on every rank; return the outcome of each.
+
+    Processes: see `Options`; ranks that have not ended at the deadline are killed.
+    `thread_options` are those of `dist_ckpt.testing.thread_channel.try_ranks`.
+    """
+    if harness == "threads":
+        outcomes = thread_channel.try_ranks(
+            world_size, lambda *first: function(*first, *args), **thread_options
+        )
+        return [Outcome(outcome.value, outcome.error) for outcome in outcomes]
+    assert not thread_options, thread_options
+    return _try_processes(function, args, world_size, options)
+
+
+def raise_first(outcomes: Sequence[Outcome]) -> None:
+    """Raise the error of the lowest rank that has one."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+
+
+def errors_of(outcomes: Sequence[Outcome]) -> list[BaseException]:
+    """Return the error of each rank; every rank must have one."""
+    assert all(outcome.error is not None for outcome in outcomes), outcomes
+    return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+# --- saves and loads by ranks that are threads -------------------------------------------------
+
+PATH = "/runs/ck"
+
+StorageOf = Callable[[int], Storage]
+
+
+def try_save_on_threads(
+    storage_of: StorageOf,
+    states: Sequence[Any],
+    path: str = PATH,
+    each: Any = (),
+    **options: Any,
+) -> list[Outcome]:
+    """Save `states[rank]` on each rank; return the outcome of each.
+
+    `each` are the options of each rank alone, a mapping a rank.
+    """
+
+    def save(rank: int, channel: ThreadChannel, bulk: ThreadCollective) -> SaveReport:
+        own = SaveOptions(**options, **(each[rank] if each else {}))
+        session = Session(channel, bulk, TEST_CONFIG)
+        return save_together(session, states[rank], path, own, storage_of(rank))
+
+    return try_ranks(save, world_size=len(states), harness="threads")
+
+
+def try_load_on_threads(
+    storage_of: StorageOf,
+    states: Sequence[Any],
+    path: str = PATH,
+    hosts: Sequence[str] | None = None,
+    **options: Any,
+) -> list[Outcome]:
+    """Load into `states[rank]` on each rank; return the outcome of each."""
+
+    def load(rank: int, channel: ThreadChannel, bulk: ThreadCollective) -> LoadReport:
+        session, own = Session(channel, bulk, TEST_CONFIG), LoadOptions(**options)
+        return load_together(session, states[rank], path, own, storage_of(rank), opener=OPENER)
+
+    return try_ranks(load, world_size=len(states), harness="threads", hosts=hosts)
+
+
+def shared_storage(storage: Storage) -> StorageOf:
+    """Return a function that returns the same storage for every rank."""
+    return lambda _: storage
+
+
+def save_on_threads(
+    storage: Storage, states: Sequence[Any], path: str = PATH, **options: Any
+) -> SaveReport:
+    """Save on all ranks; raise the first error."""
+    report: SaveReport = _first(
+        try_save_on_threads(shared_storage(storage), states, path, **options)
+    )
+    return report
+
+
+def load_on_threads(
+    storage: Storage, states: Sequence[Any], path: str = PATH, **options: Any
+) -> LoadReport:
+    """Load on all ranks; raise the first error."""
+    report: LoadReport = _first(
+        try_load_on_threads(shared_storage(storage), states, path, **options)
+    )
+    return report
+
+
+def _first(outcomes: Sequence[Outcome]) -> Any:
+    raise_first(outcomes)
+    return outcomes[0].value
+
+
+# --- processes: the test process's side --------------------------------------------------------
+
+
+def _try_processes(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, options: Options
+) -> list[Outcome]:
     module = sys.modules[function.__module__]
     if getattr(module, function.__qualname__, None) is not function:
         raise TypeError(f"{function.__qualname__} must stand at the top of its module")
@@ -116,7 +248,7 @@ def try_ranks(
     for _ in range(3):
         outcomes = _ask(text, options.timeout_s + 30)
         # torch's own group, before anything of ours: a stranger that met its port ends it.
-        if not any("connectFullMesh failed" in outcome.message for outcome in outcomes):
+        if not any("connectFullMesh failed" in str(outcome.error) for outcome in outcomes):
             break
     return outcomes
 
@@ -125,18 +257,20 @@ def _ask(text: str, timeout_s: float) -> list[Outcome]:
     answer = _parent().ask(text, timeout_s)
     if isinstance(answer, str):
         raise RuntimeError(answer)
-    return [Outcome(**fields) for fields in answer]
+    return [_outcome(**fields) for fields in answer]
 
 
-def _describe(outcome: Outcome, timeout_s: float) -> str:
+def _outcome(error: tuple[str, str, str] | None = None, **fields: Any) -> Outcome:
+    return Outcome(error=None if error is None else RemoteError(*error), **fields)
+
+
+def _describe(outcome: Outcome) -> str:
     if not outcome.ended:
-        return f"had not ended after {timeout_s:g} s"
+        return "had not ended at the deadline"
     if outcome.signal:
         return f"killed by {signal.Signals(outcome.signal).name}"
-    return f"{outcome.error}: {outcome.message}"
-
-
-# --- the test process's side -------------------------------------------------------------------
+    assert isinstance(outcome.error, RemoteError)
+    return f"{outcome.error.kind}: {outcome.error}\n{outcome.error.traceback}"
 
 
 class _Parent:
@@ -190,7 +324,7 @@ def _receive(pipe: IO[bytes]) -> str | None:
     return pipe.read(int.from_bytes(size, "big")).decode()
 
 
-# --- the parent's side -------------------------------------------------------------------------
+# --- processes: the parent's side --------------------------------------------------------------
 
 
 def _serve() -> None:
@@ -288,7 +422,7 @@ def _reap(pid: int, result: bytes | None) -> dict[str, Any]:
     return outcome
 
 
-# --- a rank's side -----------------------------------------------------------------------------
+# --- processes: a rank's side ------------------------------------------------------------------
 
 
 def _be_rank(
@@ -313,11 +447,7 @@ def _be_rank(
         result = {"value": value}
         ast.literal_eval(repr(value))
     except BaseException as error:  # noqa: BLE001 - a process's outer edge
-        result = {
-            "error": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
+        result = {"error": (type(error).__name__, str(error), traceback.format_exc())}
     with os.fdopen(pipe, "wb") as sink:
         sink.write(repr(result).encode())
     atexit._run_exitfuncs()

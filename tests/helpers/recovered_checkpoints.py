@@ -39,7 +39,8 @@ from dist_ckpt.core.saving.agreement import SaveCache
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import LoadReport
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import Outcome, run_ranks, try_ranks
 
 ROWS = 24
 
@@ -110,7 +111,7 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
         assert cached is not None
         return cached.bodies
 
-    bodies = run_ranks(world_size, run)[0]
+    bodies = run_ranks(run, world_size=world_size, harness="threads")[0]
     assert bodies is not None
     attempt, index = find(*open_storage(path))
     receipts = {record[0]: record for record in records_of(index)}
@@ -197,7 +198,7 @@ def try_restore(
     *,
     history: IncarnationHistory | None = None,
     **options: Any,
-) -> tuple[list[Outcome[LoadReport | None]], list[dict[str, Any]]]:
+) -> tuple[list[Outcome], list[dict[str, Any]]]:
     """Restore by ranks that are threads; return what each rank's call came to, and the states.
 
     The ranks have one host with one folder, or hosts of their own with theirs. Rank 0 alone is
@@ -220,7 +221,7 @@ def try_restore(
         return None if found is None else found[1]
 
     hosts = ["host"] * world_size if isinstance(folders, JobFolder) else None
-    return try_ranks(world_size, run, hosts=hosts), states
+    return try_ranks(run, world_size=world_size, harness="threads", hosts=hosts), states
 
 
 def restore(

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.storage import ReadableFile, Storage
+from ranks import save_on_threads
 
 RANKS = 4
 
@@ -99,7 +99,7 @@ def save_small(storage: Storage, path: str, **options: Any) -> None:
     """Save the states of all ranks, in blocks of two rows of `model.w`."""
     states = [rank_state(rank) for rank in range(RANKS)]
     with blocks_of(64):
-        rank_threads.save(storage, states, path, step=5, **options)
+        save_on_threads(storage, states, path, step=5, **options)
 
 
 class Counting:

@@ -145,7 +145,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
     """Return what each rank has come to, by way and scenario."""
     folder = tmp_path_factory.mktemp("scenarios")
     ways = ["dcp"] * IS_LONG + ["adapter", "dist_ckpt"]
-    return run_ranks(4, be_rank, ways, f"{folder}", timeout_s=RANKS_S)
+    return run_ranks(be_rank, ways, f"{folder}", world_size=4, timeout_s=RANKS_S)
 
 
 @pytest.mark.multi_process

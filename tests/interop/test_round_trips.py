@@ -137,16 +137,19 @@ def command(run: Callable[..., tuple[int, str, str]]) -> Command:
 def test_a_folder_of_dcp_of_four_ranks(tmp_path: Path, command: Command, is_tied: bool) -> None:
     # What is tied DCP has written twice.
     theirs, mine, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
-    expected = run_ranks(4, save_by_dcp, f"{theirs}", is_tied, timeout_s=100)[0]
+    expected = run_ranks(save_by_dcp, f"{theirs}", is_tied, world_size=4, timeout_s=100)[0]
     command("import", "--from", "dcp", theirs, mine, "--ranks", 3, "--step", 2)
-    for found, is_still_tied in run_ranks(2, load_imported, f"{mine}", is_tied, timeout_s=100):
+    for found, is_still_tied in run_ranks(
+        load_imported, f"{mine}", is_tied, world_size=2, timeout_s=100
+    ):
         assert_same(expected, found)
         assert is_still_tied == is_tied
-    for found in run_ranks(3, load_where_it_lies, f"{theirs}", is_tied, timeout_s=100):
+    for found in run_ranks(load_where_it_lies, f"{theirs}", is_tied, world_size=3, timeout_s=100):
         assert_same(expected, found)
     command("export", "--format", "dcp", mine, back)
     by_dcp, by_dcp_too = (
-        run_ranks(2, load_by_dcp, f"{folder}", is_tied, timeout_s=100) for folder in (theirs, back)
+        run_ranks(load_by_dcp, f"{folder}", is_tied, world_size=2, timeout_s=100)
+        for folder in (theirs, back)
     )
     for one, other in zip(by_dcp, by_dcp_too, strict=True):
         assert_same(one, other)
@@ -171,7 +174,7 @@ def test_a_folder_of_hugging_face_with_tied_weights(tmp_path: Path, command: Com
     save_file(weights, theirs / "model.safetensors", {"format": "pt"})
     command("import", "--from", "hf", theirs, mine, "--ranks", 3)
     for path in (mine, theirs):
-        for found, is_tied in run_ranks(2, load_model, f"{path}", timeout_s=100):
+        for found, is_tied in run_ranks(load_model, f"{path}", world_size=2, timeout_s=100):
             assert_same(flat(model.state_dict()), found)
             assert is_tied
     command("export", "--format", "hf", mine, back)
@@ -184,7 +187,7 @@ def test_a_file_of_torch_save(tmp_path: Path, command: Command) -> None:
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     torch.save(state, theirs)
     command("import", "--from", "torch", theirs, mine, "--ranks", 3)
-    for found, is_tied in run_ranks(2, load_imported, f"{mine}", True, timeout_s=100):
+    for found, is_tied in run_ranks(load_imported, f"{mine}", True, world_size=2, timeout_s=100):
         assert_same(all_of(model, optimizer), found)
         assert is_tied
     with dc.open(mine) as stored:

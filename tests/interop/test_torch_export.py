@@ -187,7 +187,7 @@ def save_sharded(rank: int, path: str) -> None:
 
 @pytest.mark.multi_process
 def test_what_ranks_have_sharded_is_whole(tmp_path: Path) -> None:
-    run_ranks(2, save_sharded, str(tmp_path / "ck"))
+    run_ranks(save_sharded, str(tmp_path / "ck"), world_size=2)
     with pytest.raises(
         IncompatibleError, match=r"mine has a value for each rank: .*exclude='mine'"
     ):

@@ -10,7 +10,7 @@ import torch
 
 import dist_ckpt as dc
 import dist_ckpt.tools.average.average
-from ranks import Options, run_ranks, try_ranks
+from ranks import Options, RemoteError, run_ranks, try_ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -30,8 +30,8 @@ def average(rank: int, root: str, include: str) -> tuple[int, int]:
 
 def test_the_ranks_of_a_job_write_an_average_together(tmp_path):
     root = str(tmp_path / "run")
-    run_ranks(2, save_part, root, (1, 2, 6))
-    done = run_ranks(3, average, root, "model")
+    run_ranks(save_part, root, (1, 2, 6), world_size=2)
+    done = run_ranks(average, root, "model", world_size=3)
     assert [world_size for world_size, _ in done] == [3] * 3
     assert all(nbytes > 0 for _, nbytes in done)
     with dc.open(f"{root}-mean") as mean:
@@ -48,17 +48,19 @@ def average_apart(rank: int, root: str) -> None:
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     root = str(tmp_path / "run")
-    run_ranks(2, save_part, root, (1, 2))
-    for outcome in try_ranks(2, average_apart, root):
-        assert outcome.error == "ValueError"
-        assert "different options" in outcome.message
+    run_ranks(save_part, root, (1, 2), world_size=2)
+    for outcome in try_ranks(average_apart, root, world_size=2):
+        assert isinstance(outcome.error, RemoteError)
+        assert outcome.error.kind == "ValueError"
+        assert "different options" in str(outcome.error)
     (file,) = Path(root, "1").glob("a1-*/model-00001.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for outcome in try_ranks(2, average, root, "model", options=Options()):
-        assert outcome.error == "CorruptError"
-        assert str(file) in outcome.message
+    for outcome in try_ranks(average, root, "model", world_size=2, options=Options()):
+        assert isinstance(outcome.error, RemoteError)
+        assert outcome.error.kind == "CorruptError"
+        assert str(file) in str(outcome.error)
     assert not any(Path(f"{root}-mean").glob("a*/index.json"))
 
 
@@ -83,6 +85,6 @@ def test_an_average_takes_less_memory_than_its_largest_tensor(tmp_path):
     for step in range(3):
         dc.save({"w": whole * step}, tmp_path / f"{step}", step=step)
     del whole
-    (nbytes,) = run_ranks(1, average_and_count, str(tmp_path))
+    (nbytes,) = run_ranks(average_and_count, str(tmp_path), world_size=1)
     print(f"{nbytes / 2**20:.0f} MiB for a tensor of {NBYTES >> 20} MiB")
     assert nbytes < NBYTES

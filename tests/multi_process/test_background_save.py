@@ -33,7 +33,7 @@ def keep_handles(rank: int, root: str, job: str) -> list[bool]:
 
 
 def test_a_handle_does_not_keep_the_state_alive(tmp_path: Path) -> None:
-    (gone,) = run_ranks(1, keep_handles, str(tmp_path), f"test-{uuid.uuid4().hex}")
+    (gone,) = run_ranks(keep_handles, str(tmp_path), f"test-{uuid.uuid4().hex}", world_size=1)
     assert gone == [True, True, True]
 
 
@@ -69,7 +69,7 @@ def test_what_one_rank_cannot_stage_fails_on_all_and_the_saver_goes_on(
     tmp_path: Path, before: bool
 ) -> None:
     job = f"test-{uuid.uuid4().hex}"
-    told, _ = run_ranks(2, fail_to_stage, str(tmp_path), job, before)
+    told, _ = run_ranks(fail_to_stage, str(tmp_path), job, before, world_size=2)
     (message,) = told
     assert "rank 1" in message
     assert "could not be staged: OSError: no such memory" in message

@@ -108,7 +108,9 @@ def save_and_change(rank: int, root: str, job: str, world_size: int, rounds: int
 def test_what_was_staged_is_saved_and_no_later_value(
     world_size: int, tmp_path: Path, job: str
 ) -> None:
-    found = run_ranks(world_size, save_and_change, str(tmp_path), job, world_size, 6, environ=CALM)
+    found = run_ranks(
+        save_and_change, str(tmp_path), job, world_size, 6, world_size=world_size, environ=CALM
+    )
     for rank, steps in enumerate(found):
         assert steps == [({float(step)}, rank) for step in range(1, 7)]
     for step in range(1, 7):
@@ -131,7 +133,9 @@ def save_growing(rank: int, root: str, job: str) -> list[bool]:
 
 
 def test_a_state_may_grow_and_be_another_from_save_to_save(tmp_path: Path, job: str) -> None:
-    assert run_ranks(2, save_growing, str(tmp_path), job, environ=CALM) == [[True] * 4] * 2
+    assert (
+        run_ranks(save_growing, str(tmp_path), job, world_size=2, environ=CALM) == [[True] * 4] * 2
+    )
 
 
 # --- failures ----------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def save_where_something_is(rank: int, root: str, job: str) -> list[Any]:
 def test_a_failed_save_raises_at_the_next_one_and_the_saver_goes_on(
     tmp_path: Path, job: str
 ) -> None:
-    found = run_ranks(2, save_where_something_is, str(tmp_path), job, environ=CALM)
+    found = run_ranks(save_where_something_is, str(tmp_path), job, world_size=2, environ=CALM)
     for first, second, third in found:
         assert first[0] == second[0] == third == "ExistsError"
         assert f"{tmp_path}/a: a checkpoint of step 1 is here" in first[1]
@@ -188,7 +192,9 @@ def close_after_a_failure(rank: int, root: str, job: str) -> tuple[str, str]:
 
 
 def test_closing_raises_what_nobody_was_told_of(tmp_path: Path, job: str) -> None:
-    for kind, message in run_ranks(2, close_after_a_failure, str(tmp_path), job, environ=CALM):
+    for kind, message in run_ranks(
+        close_after_a_failure, str(tmp_path), job, world_size=2, environ=CALM
+    ):
         assert kind == "ExistsError"
         assert "a checkpoint is here" in message
 
@@ -229,7 +235,7 @@ def lose_a_writer(rank: int, root: str, job: str) -> list[Any]:
 
 
 def test_a_dead_writer_is_named_and_replaced(tmp_path: Path, job: str) -> None:
-    found = run_ranks(2, lose_a_writer, str(tmp_path), job, environ=FRAIL)
+    found = run_ranks(lose_a_writer, str(tmp_path), job, world_size=2, environ=FRAIL)
     assert [told[0] for told in found] == [0, 1]
     assert [told[2] for told in found] == [0, 2]
     for told in found:
@@ -251,7 +257,9 @@ def freeze_a_writer(rank: int, root: str, job: str) -> list[Any]:
 
 
 def test_a_writer_that_is_frozen_is_ended_and_replaced(tmp_path: Path, job: str) -> None:
-    ((error, num_restarts),) = run_ranks(1, freeze_a_writer, str(tmp_path), job, environ=CALM)
+    ((error, num_restarts),) = run_ranks(
+        freeze_a_writer, str(tmp_path), job, world_size=1, environ=CALM
+    )
     assert error[0] == "RankError"
     assert "signal 9" in error[1]
     assert num_restarts == 1
@@ -273,7 +281,7 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once_on_all_ranks(
     tmp_path: Path, job: str
 ) -> None:
     for odd, elsewhere, unequal in run_ranks(
-        2, save_a_state_that_cannot_be_saved, str(tmp_path), job, environ=CALM
+        save_a_state_that_cannot_be_saved, str(tmp_path), job, world_size=2, environ=CALM
     ):
         assert (odd[0], elsewhere[0], unequal[0]) == ("TypeError", "ValueError", "ValueError")
         assert "x" in odd[1]
@@ -300,7 +308,7 @@ def skip(rank: int, root: str, job: str) -> tuple[list[bool], int]:
 
 
 def test_a_save_is_skipped_while_both_arenas_are_busy(tmp_path: Path, job: str) -> None:
-    found = run_ranks(2, skip, str(tmp_path), job, environ=CALM)
+    found = run_ranks(skip, str(tmp_path), job, world_size=2, environ=CALM)
     assert found == [([False, False, True], 1)] * 2
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
@@ -319,7 +327,7 @@ def wait(rank: int, root: str, job: str) -> float:
 
 
 def test_a_save_waits_while_both_arenas_are_busy(tmp_path: Path, job: str) -> None:
-    assert run_ranks(2, wait, str(tmp_path), job, environ=CALM) == [4.0, 4.0]
+    assert run_ranks(wait, str(tmp_path), job, world_size=2, environ=CALM) == [4.0, 4.0]
     assert sorted(os.listdir(tmp_path)) == [*"01234"]
 
 
@@ -340,7 +348,7 @@ def supersede(rank: int, root: str, job: str) -> tuple[list[bool], int]:
 
 
 def test_a_save_supersedes_the_one_that_is_queued(tmp_path: Path, job: str) -> None:
-    found = run_ranks(2, supersede, str(tmp_path), job, environ=CALM)
+    found = run_ranks(supersede, str(tmp_path), job, world_size=2, environ=CALM)
     assert found == [([False, True, True, False], 2)] * 2
     assert sorted(os.listdir(tmp_path)) == ["0", "3"]
     assert dc.verify(f"{tmp_path}/3", level="full").ok
@@ -370,7 +378,7 @@ def misuse(rank: int, root: str, job: str) -> list[str]:
 
 
 def test_a_saver_is_used_by_one_process_until_it_is_closed(tmp_path: Path, job: str) -> None:
-    (told,) = run_ranks(1, misuse, str(tmp_path), job, environ=CALM)
+    (told,) = run_ranks(misuse, str(tmp_path), job, world_size=1, environ=CALM)
     assert told == ["TimeoutError", "ConflictError", "ValueError", "ValueError", "ValueError"]
     assert os.listdir(tmp_path) == ["a"]
 
@@ -407,7 +415,7 @@ def disagree(rank: int, root: str, job: str) -> list[Any]:
 def test_ranks_that_make_different_savers_are_all_told_and_none_is_made(
     tmp_path: Path, job: str
 ) -> None:
-    for told in run_ranks(2, disagree, str(tmp_path), job, environ=CALM):
+    for told in run_ranks(disagree, str(tmp_path), job, world_size=2, environ=CALM):
         different, mixed, mistaken, taken = told
         for (kind, message), is_there, _ in (different, mixed):
             assert kind == "ValueError"
@@ -447,7 +455,7 @@ def drop(rank: int, root: str, job: str) -> list[Any]:
 def test_a_saver_that_is_dropped_with_a_save_under_way_makes_room_for_the_next(
     tmp_path: Path, job: str
 ) -> None:
-    found = run_ranks(2, drop, str(tmp_path), job, environ=CALM)
+    found = run_ranks(drop, str(tmp_path), job, world_size=2, environ=CALM)
     assert found == [["RuntimeError", False, 1, 1]] * 2
     assert all(dc.verify(tmp_path / name).ok for name in "ab")
     assert left_of(job) == []
@@ -483,7 +491,7 @@ def save_while_saving(rank: int, root: str, job: str) -> list[tuple[str, str]]:
 
 
 def test_a_save_is_refused_while_another_is_staged(tmp_path: Path, job: str) -> None:
-    (told,) = run_ranks(1, save_while_saving, str(tmp_path), job, environ=CALM)
+    (told,) = run_ranks(save_while_saving, str(tmp_path), job, world_size=1, environ=CALM)
     assert len(told) >= 6
     assert all(kind == "ValueError" and "in a call already" in text for kind, text in told), told
     assert sorted(os.listdir(tmp_path)) == ["a", "c"]
@@ -548,7 +556,9 @@ def save_often(rank: int, root: str, job: str, rounds: int) -> dict[str, Any]:
 @pytest.mark.slow
 def test_many_saves_hold_what_was_staged_and_leak_nothing(tmp_path: Path, job: str) -> None:
     num = 2000 if IS_LONG else 200
-    (found,) = run_ranks(1, save_often, str(tmp_path), job, num, environ=CALM, timeout_s=280)
+    (found,) = run_ranks(
+        save_often, str(tmp_path), job, num, world_size=1, environ=CALM, timeout_s=280
+    )
     assert found["wrong"] == []
     for (fds, threads, files), now in zip(*found["held"], strict=True):
         assert (fds, files) == now[::2]

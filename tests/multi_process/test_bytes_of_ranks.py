@@ -56,5 +56,5 @@ def test_another_process_makes_the_same_bytes() -> None:
 
 
 def test_each_rank_makes_and_reads_bytes_for_itself(tmp_path: Path) -> None:
-    told = run_ranks(2, each_for_itself, str(tmp_path))
+    told = run_ranks(each_for_itself, str(tmp_path), world_size=2)
     assert told == [([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], 1)] * 2

@@ -139,7 +139,7 @@ def save_as_it_changes(rank: int, root: str) -> None:
 
 
 def test_a_plan_is_reused_until_the_state_changes(tmp_path: Path):
-    run_ranks(2, save_as_it_changes, str(tmp_path))
+    run_ranks(save_as_it_changes, str(tmp_path), world_size=2)
 
 
 def reuse_the_buffer(_rank: int, root: str) -> None:
@@ -157,4 +157,4 @@ def reuse_the_buffer(_rank: int, root: str) -> None:
 
 
 def test_a_buffer_may_be_overwritten_once_a_save_has_returned(tmp_path: Path):
-    run_ranks(2, reuse_the_buffer, str(tmp_path))
+    run_ranks(reuse_the_buffer, str(tmp_path), world_size=2)

@@ -91,7 +91,7 @@ def exchange_and_gather(rank: int) -> Any:
 
 @pytest.mark.parametrize("store", STORES)
 def test_ranks_exchange_and_gather_over_every_store(store):
-    assert run_ranks(4, exchange_and_gather, store=store) == [6, 6, 6, 6]
+    assert run_ranks(exchange_and_gather, world_size=4, store=store) == [6, 6, 6, 6]
 
 
 def use_own_groups(rank: int) -> Any:
@@ -124,7 +124,7 @@ def use_own_groups(rank: int) -> Any:
 
 
 def test_the_users_own_groups_work_beside_ours_and_a_session_may_be_of_a_part():
-    values = run_ranks(4, use_own_groups)
+    values = run_ranks(use_own_groups, world_size=4)
     assert values == [(12.0, 6), (12.0, 6), (6.0, 6), (6.0, 6)]
 
 
@@ -146,7 +146,7 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
 
 
 def test_nothing_of_ours_goes_over_the_training_group(tmp_path):
-    assert run_ranks(3, lose_the_training_group, str(tmp_path), store=None) == [3, 3, 3]
+    assert run_ranks(lose_the_training_group, str(tmp_path), world_size=3, store=None) == [3, 3, 3]
 
 
 def fork_a_child(rank: int) -> Any:
@@ -164,7 +164,7 @@ def fork_a_child(rank: int) -> Any:
 
 
 def test_a_forked_child_cannot_speak_for_its_parent():
-    assert run_ranks(2, fork_a_child) == [(42, 1)] * 2
+    assert run_ranks(fork_a_child, world_size=2) == [(42, 1)] * 2
 
 
 def give_something_else(rank: int) -> str:
@@ -175,7 +175,7 @@ def give_something_else(rank: int) -> str:
 
 
 def test_what_is_no_group_is_refused_with_the_remedy():
-    assert "DeviceMesh" in run_ranks(2, give_something_else)[0]
+    assert "DeviceMesh" in run_ranks(give_something_else, world_size=2)[0]
 
 
 def start_again(rank: int, folder: str) -> Any:
@@ -201,7 +201,7 @@ def start_again(rank: int, folder: str) -> Any:
 
 def test_a_session_ends_with_its_group_and_the_next_begins_anew(tmp_path):
     expected = [[1], [3, 3], [5, 5, 5]]
-    assert run_ranks(2, start_again, str(tmp_path), store="file") == [expected] * 2
+    assert run_ranks(start_again, str(tmp_path), world_size=2, store="file") == [expected] * 2
 
 
 def exchange_thousands(rank: int) -> tuple[int, int]:
@@ -219,7 +219,7 @@ def exchange_thousands(rank: int) -> tuple[int, int]:
 
 
 def test_thousands_of_exchanges_do_not_grow_the_store():
-    for before, after in run_ranks(2, exchange_thousands, store="launcher"):
+    for before, after in run_ranks(exchange_thousands, world_size=2, store="launcher"):
         assert after <= before + 20
 
 
@@ -238,7 +238,9 @@ def die_while_others_save(rank: int, victim: int, how: int) -> Any:
 @pytest.mark.parametrize("store", STORES)
 def test_a_rank_killed_before_a_save_is_named_by_all_others(store):
     options = Options(store=store, environ=FRAIL)
-    outcomes = try_ranks(4, die_while_others_save, 2, signal.SIGKILL.value, options=options)
+    outcomes = try_ranks(
+        die_while_others_save, 2, signal.SIGKILL.value, world_size=4, options=options
+    )
     assert outcomes[2].signal == signal.SIGKILL
     for rank in (0, 1, 3):
         assert_told(outcomes[rank], 2, "rank 2 (host")
@@ -248,7 +250,9 @@ def test_a_rank_killed_before_a_save_is_named_by_all_others(store):
 @pytest.mark.parametrize("store", ["file", "launcher"])
 def test_a_killed_coordinator_is_named_by_all_others(store):
     options = Options(store=store, environ=FRAIL)
-    outcomes = try_ranks(3, die_while_others_save, 0, signal.SIGKILL.value, options=options)
+    outcomes = try_ranks(
+        die_while_others_save, 0, signal.SIGKILL.value, world_size=3, options=options
+    )
     for rank in (1, 2):
         assert_told(outcomes[rank], 0, "is dead or frozen: no heartbeat")
         assert outcomes[rank].value[0] == "NoAnswerError"
@@ -256,7 +260,9 @@ def test_a_killed_coordinator_is_named_by_all_others(store):
 
 def test_a_killed_coordinator_that_served_the_store_is_noticed_at_once():
     options = Options(store="rank 0", environ=FRAIL)
-    outcomes = try_ranks(3, die_while_others_save, 0, signal.SIGKILL.value, options=options)
+    outcomes = try_ranks(
+        die_while_others_save, 0, signal.SIGKILL.value, world_size=3, options=options
+    )
     for rank in (1, 2):
         name, _, message, seconds = outcomes[rank].value
         assert name == "NoAnswerError"
@@ -288,7 +294,7 @@ def die_in_the_middle(rank: int, victim: int) -> Any:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_while_it_writes_is_named_with_the_phase(victim):
     options = Options(store="launcher", environ=FRAIL)
-    outcomes = try_ranks(3, die_in_the_middle, victim, options=options)
+    outcomes = try_ranks(die_in_the_middle, victim, world_size=3, options=options)
     for rank in {0, 1, 2} - {victim}:
         assert_told(outcomes[rank], victim, "in phase 'write' of save")
 
@@ -313,7 +319,7 @@ def freeze_one(rank: int, victim: int) -> Any:
 
 
 def test_a_frozen_rank_is_named_and_gets_the_same_error_when_it_thaws():
-    for rank, (first, total) in enumerate(run_ranks(3, freeze_one, 1, environ=FRAIL)):
+    for rank, (first, total) in enumerate(run_ranks(freeze_one, 1, world_size=3, environ=FRAIL)):
         name, who, message, seconds = first
         assert (name, who) == ("RankError", 1)
         assert "rank 1 (host" in message
@@ -323,7 +329,7 @@ def test_a_frozen_rank_is_named_and_gets_the_same_error_when_it_thaws():
 
 
 def test_a_frozen_coordinator_is_named_and_all_can_save_again_when_it_thaws():
-    values = run_ranks(3, freeze_one, 0, store="launcher", environ=FRAIL)
+    values = run_ranks(freeze_one, 0, world_size=3, store="launcher", environ=FRAIL)
     for first, total in values:
         assert total == 3
         assert first[3] < NOTICED_S
@@ -334,7 +340,7 @@ def test_a_frozen_coordinator_is_named_and_all_can_save_again_when_it_thaws():
 
 
 def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
-    values = run_ranks(3, freeze_one, 0, store="rank 0", environ=FRAIL)
+    values = run_ranks(freeze_one, 0, world_size=3, store="rank 0", environ=FRAIL)
     for first, total in values:
         assert total == 3
         assert first[3] < NOTICED_S
@@ -351,7 +357,7 @@ def save_on_rank_0_only(rank: int) -> Any:
 
 
 def test_a_rank_that_never_calls_is_named_and_the_next_save_works():
-    values = run_ranks(3, save_on_rank_0_only, environ=HASTY)
+    values = run_ranks(save_on_rank_0_only, world_size=3, environ=HASTY)
     name, who, message, seconds = values[0][0]
     assert (name, who) == ("RankError", 1)
     assert "ranks 1-2 did not call save" in message
@@ -376,7 +382,7 @@ def raise_on_one(rank: int) -> Any:
 def test_an_error_of_one_rank_is_raised_by_all_and_they_go_on():
     text = "rank {} (host a): ZeroDivisionError: integer division or modulo by zero"
     expected = ([text.format(victim) for victim in range(3)], 3)
-    assert run_ranks(3, raise_on_one) == [expected] * 3
+    assert run_ranks(raise_on_one, world_size=3) == [expected] * 3
 
 
 def end_with_a_save(rank: int) -> int:
@@ -389,7 +395,7 @@ def end_with_a_save(rank: int) -> int:
 
 def test_a_job_may_end_with_a_save():
     for _ in range(5):
-        assert run_ranks(4, end_with_a_save, store="rank 0") == [6, 6, 6, 6]
+        assert run_ranks(end_with_a_save, world_size=4, store="rank 0") == [6, 6, 6, 6]
 
 
 def end_without_saving(rank: int) -> Any:
@@ -399,7 +405,7 @@ def end_without_saving(rank: int) -> Any:
 
 
 def test_a_rank_whose_process_ends_is_named_at_once():
-    outcomes = try_ranks(3, end_without_saving, options=Options(store="launcher"))
+    outcomes = try_ranks(end_without_saving, world_size=3, options=Options(store="launcher"))
     for rank in (0, 2):
         assert_told(outcomes[rank], 1, "has ended")
 
@@ -434,7 +440,9 @@ def lose_the_bulk_connections(rank: int) -> Any:
 @pytest.mark.slow
 def test_bulk_connections_that_fail_are_made_anew():
     environ = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}
-    for first, failed, second, epoch in run_ranks(3, lose_the_bulk_connections, environ=environ):
+    for first, failed, second, epoch in run_ranks(
+        lose_the_bulk_connections, world_size=3, environ=environ
+    ):
         assert first == second == b"data"
         assert "bad index" in failed
         assert epoch <= 1
@@ -463,7 +471,7 @@ def die_in_the_bulk(rank: int) -> Any:
 
 def test_a_rank_killed_in_a_bulk_collective_is_named():
     options = Options(store="launcher", environ=FRAIL)
-    outcomes = try_ranks(3, die_in_the_bulk, options=options)
+    outcomes = try_ranks(die_in_the_bulk, world_size=3, options=options)
     for rank in (0, 2):
         name, _, message, seconds = outcomes[rank].value
         assert name == "RankError"
@@ -476,4 +484,4 @@ def kind_of_channel(rank: int) -> str:
 
 
 def test_a_process_group_of_one_rank_is_alone():
-    assert run_ranks(1, kind_of_channel, launched=True) == ["SingleProcessChannel"]
+    assert run_ranks(kind_of_channel, world_size=1, launched=True) == ["SingleProcessChannel"]

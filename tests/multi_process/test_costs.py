@@ -42,8 +42,8 @@ def costs(rank: int, root: str, num_tensors: int) -> Any:
 
 
 def test_exchanges_and_their_bytes_do_not_grow_with_the_number_of_tensors(tmp_path: Path):
-    few = run_ranks(RANKS, costs, str(tmp_path / "few"), 3)
-    many = run_ranks(RANKS, costs, str(tmp_path / "lot"), 300)
+    few = run_ranks(costs, str(tmp_path / "few"), 3, world_size=RANKS)
+    many = run_ranks(costs, str(tmp_path / "lot"), 300, world_size=RANKS)
     for rank, (cold, steady, loaded) in enumerate(many):
         assert cold[0] == 3
         assert cold[2] == 1

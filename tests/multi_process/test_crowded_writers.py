@@ -101,7 +101,9 @@ def save_in_a_crowd(rank: int, root: str, job: str, num_strangers: int) -> Any:
 def test_background_saves_are_made_among_hundreds_of_strangers(
     num_strangers: int, tmp_path: Path, job: str
 ):
-    found = run_ranks(3, save_in_a_crowd, str(tmp_path), job, num_strangers, environ=CALM)
+    found = run_ranks(
+        save_in_a_crowd, str(tmp_path), job, num_strangers, world_size=3, environ=CALM
+    )
     assert found == [1, 0, 0]
     for step in (1, 2):
         assert dc.verify(f"{tmp_path}/{step}", level="full").ok

@@ -49,7 +49,7 @@ def train(rank: int, folder: str, steps: int) -> list[int]:
 def test_two_ranks_then_three_then_one_see_each_sample_once(tmp_path: Path) -> None:
     seen: list[int] = []
     for ranks, steps in ((2, 3), (3, 2), (1, 4)):
-        seen += [s for one in run_ranks(ranks, train, str(tmp_path), steps) for s in one]
+        seen += [s for one in run_ranks(train, str(tmp_path), steps, world_size=ranks) for s in one]
     assert sorted(seen) == [*range(LENGTH)]
     with dc.open(tmp_path / "on-1") as checkpoint:
         position: Any = checkpoint.objects["data"]
@@ -72,7 +72,7 @@ def save_apart(rank: int, folder: str) -> list[str]:
 
 
 def test_ranks_that_are_apart_cannot_save(tmp_path: Path) -> None:
-    for errors in run_ranks(2, save_apart, str(tmp_path)):
+    for errors in run_ranks(save_apart, str(tmp_path), world_size=2):
         assert len(errors) == 2
         for error in errors:
             assert "data (rank 0 differs from rank 1)" in error

@@ -97,12 +97,12 @@ def read(rank: int, path: str, target: str) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_fsdp_of_four_ranks_goes_on_elsewhere(tmp_path: Path, world_size: int) -> None:
-    expected = run_ranks(4, save, f"{tmp_path}/dcp")[0]
-    found = run_ranks(world_size, read, f"{tmp_path}/dcp", "")
+    expected = run_ranks(save, f"{tmp_path}/dcp", world_size=4)[0]
+    found = run_ranks(read, f"{tmp_path}/dcp", "", world_size=world_size)
     assert found == [expected] * world_size
     imports.from_dcp(tmp_path / "dcp", tmp_path / "ours", world_size=world_size)
     assert dc.verify(tmp_path / "ours").ok
-    assert run_ranks(world_size, read, "", f"{tmp_path}/ours") == [expected] * world_size
+    assert run_ranks(read, "", f"{tmp_path}/ours", world_size=world_size) == [expected] * world_size
 
 
 def read_on_rank_1_without_files(rank: int, path: str) -> str:
@@ -119,7 +119,7 @@ def test_ranks_that_find_different_things_all_fail(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"w": WHOLE}, checkpoint_id=tmp_path / "dcp")
-    messages = run_ranks(2, read_on_rank_1_without_files, f"{tmp_path}/dcp")
+    messages = run_ranks(read_on_rank_1_without_files, f"{tmp_path}/dcp", world_size=2)
     assert len(set(messages)) == 1
     assert "elsewhere" in messages[0]
 
@@ -141,7 +141,7 @@ def test_all_ranks_are_told_of_what_is_damaged(tmp_path: Path) -> None:
     metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].chunks.clear()
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
-    messages = run_ranks(2, read_what_is_damaged, f"{tmp_path}/dcp")
+    messages = run_ranks(read_what_is_damaged, f"{tmp_path}/dcp", world_size=2)
     assert messages[0] == messages[1]
     assert messages[0].startswith("CorruptError")
     assert "no part of w" in messages[0]

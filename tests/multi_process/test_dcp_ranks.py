@@ -83,12 +83,12 @@ def check(state: dict[str, Any]) -> None:
 
 
 def test_what_four_ranks_save_through_dcp_three_load_either_way(tmp_path: Path) -> None:
-    assert run_ranks(4, save_with_dcp, f"{tmp_path}/a") == [[6, 4]] * 4
+    assert run_ranks(save_with_dcp, f"{tmp_path}/a", world_size=4) == [[6, 4]] * 4
     assert dc.verify(tmp_path / "a").ok
     with dc.open(tmp_path / "a") as found:
         assert isinstance(found.objects, dict)
         assert found.tensors["w"].num_shards == 4
-    run_ranks(3, load_with_both, f"{tmp_path}/a")
+    run_ranks(load_with_both, f"{tmp_path}/a", world_size=3)
 
 
 def trained(seed: int) -> tuple[Any, Any]:
@@ -136,8 +136,8 @@ def load_trained(rank: int, path: str, way: str) -> dict[str, Any]:
 def test_fsdp2_goes_from_one_to_the_other_and_to_other_ranks(
     tmp_path: Path, saved: str, loaded: str
 ) -> None:
-    expected = run_ranks(4, train_and_save, f"{tmp_path}/a", saved)[0]
-    assert run_ranks(2, load_trained, f"{tmp_path}/a", loaded) == [expected] * 2
+    expected = run_ranks(train_and_save, f"{tmp_path}/a", saved, world_size=4)[0]
+    assert run_ranks(load_trained, f"{tmp_path}/a", loaded, world_size=2) == [expected] * 2
 
 
 def message_of(call: Callable[[], object]) -> str:
@@ -156,7 +156,7 @@ def save_what_one_cannot(rank: int, path: str) -> str:
 
 
 def test_all_are_told_what_one_rank_cannot_save(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_what_one_cannot, f"{tmp_path}/a"):
+    for message in run_ranks(save_what_one_cannot, f"{tmp_path}/a", world_size=2):
         assert "rank 1 is a builtins.builtin_function_or_method" in message
     assert not (tmp_path / "a").exists()
 
@@ -175,7 +175,7 @@ def save_in_another_group(rank: int, path: str) -> str:
 
 
 def test_a_group_must_be_the_writers_own(tmp_path: Path) -> None:
-    for message in run_ranks(3, save_in_another_group, f"{tmp_path}")[:2]:
+    for message in run_ranks(save_in_another_group, f"{tmp_path}", world_size=3)[:2]:
         assert "pass the same process_group= to both" in message
     assert not (tmp_path / "a").exists()
     with dc.open(tmp_path / "b") as found:
@@ -193,7 +193,7 @@ def save_each_its_own(rank: int, path: str) -> None:
 
 
 def test_ranks_may_save_each_its_own(tmp_path: Path) -> None:
-    run_ranks(2, save_each_its_own, f"{tmp_path}")
+    run_ranks(save_each_its_own, f"{tmp_path}", world_size=2)
 
 
 def save_without_collectives(rank: int, path: str) -> None:
@@ -210,7 +210,7 @@ def save_without_collectives(rank: int, path: str) -> None:
 
 @pytest.mark.skipif(not save_by_dcp_without_collectives(), reason="ranks of this DCP cannot")
 def test_ranks_that_do_not_plan_together_save_together_all_the_same(tmp_path: Path) -> None:
-    run_ranks(2, save_without_collectives, f"{tmp_path}/a")
+    run_ranks(save_without_collectives, f"{tmp_path}/a", world_size=2)
 
 
 def save_in_a_thread(rank: int, path: str) -> None:
@@ -222,7 +222,7 @@ def save_in_a_thread(rank: int, path: str) -> None:
 
 
 def test_threads_of_ranks_save_together(tmp_path: Path) -> None:
-    run_ranks(2, save_in_a_thread, f"{tmp_path}")
+    run_ranks(save_in_a_thread, f"{tmp_path}", world_size=2)
     for number in range(2):
         assert dc.verify(tmp_path / f"{number}").ok
 
@@ -250,7 +250,9 @@ def save_in_a_process(rank: int, path: str) -> str:
 
 @pytest.mark.slow
 def test_a_process_of_dcp_saves_and_cannot_have_a_group(tmp_path: Path) -> None:
-    for message in run_ranks(2, save_in_a_process, f"{tmp_path}/a", store="rank 0", launched=True):
+    for message in run_ranks(
+        save_in_a_process, f"{tmp_path}/a", world_size=2, store="rank 0", launched=True
+    ):
         assert "cannot be sent to another process" in message
     assert dc.verify(tmp_path / "a").ok
 
@@ -272,5 +274,5 @@ def stale(reader: Any, found: Any) -> Any:
 
 def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
     dc.save({"x": torch.ones(2)}, tmp_path / "a")
-    for message in run_ranks(2, load_while_it_is_replaced, f"{tmp_path}/a"):
+    for message in run_ranks(load_while_it_is_replaced, f"{tmp_path}/a", world_size=2):
         assert "found different checkpoints" in message

@@ -60,7 +60,7 @@ def save(rank: int, path: str) -> None:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     found = str(tmp_path_factory.mktemp("dcp-reads") / "ck")
-    run_ranks(RANKS, save, found)
+    run_ranks(save, found, world_size=RANKS)
     return found
 
 
@@ -114,7 +114,7 @@ class _Counted:
 
 @pytest.mark.parametrize("how", ["rows", "columns", "all"])
 def test_what_several_ranks_want_is_read_once(path: str, how: str) -> None:
-    counts = run_ranks(RANKS, load_counted, path, how)
+    counts = run_ranks(load_counted, path, how, world_size=RANKS)
     assert all(told == seen for told, _, seen in counts)
     assert sum(read for read, _, _ in counts) == STORED_NBYTES
     wanted = STORED_NBYTES // RANKS if how == "rows" else STORED_NBYTES
@@ -146,7 +146,7 @@ def load_alone(rank: int, path: str) -> list[int]:
 def test_who_loads_alone_or_in_a_group_of_its_own_waits_for_nobody_else(path: str) -> None:
     alone = [STORED_NBYTES, 0]
     shared = [*alone, 0, STORED_NBYTES]
-    assert run_ranks(3, load_alone, path) == [shared, alone, shared]
+    assert run_ranks(load_alone, path, world_size=3) == [shared, alone, shared]
 
 
 # --- failures ----------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def load_damaged(rank: int, path: str, sound: str) -> tuple[str, float]:
 
 
 def test_damage_that_one_rank_meets_is_told_to_all(tmp_path: Path, path: str) -> None:
-    run_ranks(RANKS, save, f"{tmp_path}/ck")
+    run_ranks(save, f"{tmp_path}/ck", world_size=RANKS)
     file = sorted(tmp_path.glob("ck/a*/*-00002.safetensors"))[0]
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for message, _ in run_ranks(RANKS, load_damaged, f"{tmp_path}/ck", path):
+    for message, _ in run_ranks(load_damaged, f"{tmp_path}/ck", path, world_size=RANKS):
         assert "w rows 512:768" in message
         assert message.count("CorruptError") >= RANKS  # each rank's own error says so
 
@@ -208,7 +208,7 @@ def load_and_fail(rank: int, path: str, where: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("where", ["resolve_tensor", "finish_plan"])
 def test_a_planner_that_fails_on_one_rank_is_no_hang(path: str, where: str) -> None:
-    for message, seconds in run_ranks(2, load_and_fail, path, where, environ=FRAIL):
+    for message, seconds in run_ranks(load_and_fail, path, where, world_size=2, environ=FRAIL):
         assert f"lost in {where}" in message
         assert seconds < NOTICED_S
 
@@ -235,7 +235,7 @@ def load_without_one(rank: int, path: str) -> tuple[str, float]:
 
 def test_a_rank_that_dies_while_it_reads_is_named_to_the_others(path: str) -> None:
     options = Options(timeout_s=200, environ=FRAIL)
-    outcomes = try_ranks(RANKS, load_without_one, path, options=options)
+    outcomes = try_ranks(load_without_one, path, world_size=RANKS, options=options)
     assert outcomes.pop(1).signal == signal.SIGKILL
     for one in outcomes:
         assert one.ended
@@ -264,12 +264,12 @@ def load_per_rank(rank: int, path: str, *, told: bool) -> object:
 
 
 def test_values_per_rank_are_those_of_the_rank_in_the_group(tmp_path: Path) -> None:
-    run_ranks(2, save_per_rank, f"{tmp_path}/a")
-    assert run_ranks(3, load_told, f"{tmp_path}/a") == [None, 0, 10]
+    run_ranks(save_per_rank, f"{tmp_path}/a", world_size=2)
+    assert run_ranks(load_told, f"{tmp_path}/a", world_size=3) == [None, 0, 10]
     # DCP of torch 2.7 tells of what a rank lacks before it asks the reader whether all are there.
     old = "Missing key in checkpoint state_dict: mine"
     told = "pass the same process_group= to both" if save_by_dcp_without_collectives() else old
-    for message in run_ranks(3, load_untold, f"{tmp_path}/a")[1:]:
+    for message in run_ranks(load_untold, f"{tmp_path}/a", world_size=3)[1:]:
         assert told in str(message)
 
 
@@ -288,11 +288,11 @@ def load_of_another_group(rank: int, path: str) -> str:
 
 
 def test_a_group_must_be_the_readers_own(path: str) -> None:
-    for message in run_ranks(2, load_of_all, path):
+    for message in run_ranks(load_of_all, path, world_size=2):
         assert message == "no error"
     assert any(
         "pass the same process_group= to both" in m
-        for m in run_ranks(3, load_of_another_group, path)
+        for m in run_ranks(load_of_another_group, path, world_size=3)
     )
 
 

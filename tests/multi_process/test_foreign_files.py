@@ -45,7 +45,7 @@ def test_sharded_models_take_their_parts_of_a_folder(tmp_path: Path, read_once: 
         places[name] = file
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     expected = {name: value.tolist() for name, value in saved.items()}
-    found = run_ranks(3, load_and_save, f"{tmp_path}", f"{tmp_path}/ours", read_once)
+    found = run_ranks(load_and_save, f"{tmp_path}", f"{tmp_path}/ours", read_once, world_size=3)
     assert found == [expected] * 3
     assert dc.verify(tmp_path / "ours").ok
 
@@ -62,5 +62,5 @@ def test_all_ranks_are_told_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(model().state_dict(), path)
     path.write_bytes(path.read_bytes()[:-4])
-    for message in run_ranks(2, load_what_is_damaged, f"{path}"):
+    for message in run_ranks(load_what_is_damaged, f"{path}", world_size=2):
         assert "fetch the file again" in message

@@ -185,15 +185,17 @@ def load_all(rank: int, folder: str, saved: list[str], cuts: list[str]) -> dict[
 
 def test_every_cut_of_fsdp1_loads_into_every_other_bit_for_bit(tmp_path: Path):
     cuts = [*FSDP1, *OTHERS, "fsdp2"]
-    saved = run_ranks(2, save_all, str(tmp_path), cuts, timeout_s=120)[0]
-    saved |= run_ranks(1, save_all, str(tmp_path), ["plain"], timeout_s=120)[0]
+    saved = run_ranks(save_all, str(tmp_path), cuts, world_size=2, timeout_s=120)[0]
+    saved |= run_ranks(save_all, str(tmp_path), ["plain"], world_size=1, timeout_s=120)[0]
     targets: list[tuple[int, list[str]]] = [
         (3, [*FSDP1, "fsdp2"]),
         (2, [*OTHERS]),
         (1, ["plain", "FULL_SHARD flat"]),
     ]
     for world_size, into in targets:
-        loaded = run_ranks(world_size, load_all, str(tmp_path), list(saved), into, timeout_s=200)
+        loaded = run_ranks(
+            load_all, str(tmp_path), list(saved), into, world_size=world_size, timeout_s=200
+        )
         for rank, found in enumerate(loaded):
             for (cut, name), values in found.items():
                 assert values == saved[name], f"{name} into {cut} on rank {rank} of {world_size}"
@@ -237,7 +239,7 @@ def output(model: nn.Module) -> Any:
 @pytest.mark.parametrize("cut", ["SHARD_GRAD_OP orig", "SHARD_GRAD_OP flat"])
 def test_fsdp1_is_saved_and_loaded_at_any_moment_between_steps(tmp_path: Path, cut: str):
     for when in ("new", "after a step", "after a forward", "after an evaluation"):
-        for found in run_ranks(2, resume, str(tmp_path), cut, when):
+        for found in run_ranks(resume, str(tmp_path), cut, when, world_size=2):
             for one, other in zip(found[::2], found[1::2], strict=True):
                 assert one == other, when
 
@@ -282,7 +284,7 @@ def ignoring() -> nn.Module:
 
 
 def test_fsdp1_among_other_wrappers_has_the_names_of_the_plain_model(tmp_path: Path):
-    for found in run_ranks(3, nest, str(tmp_path)):
+    for found in run_ranks(nest, str(tmp_path), world_size=3):
         names, _ = found[0]
         assert "model.first.linear.weight" in names
         assert found == [(names, True)] * len(found)
@@ -299,7 +301,7 @@ def hybrid(rank: int, folder: str) -> list[Any]:
 
 
 def test_replicas_of_a_hybrid_strategy_are_stored_once_and_loaded_on_all(tmp_path: Path):
-    for one, other in run_ranks(4, hybrid, str(tmp_path)):
+    for one, other in run_ranks(hybrid, str(tmp_path), world_size=4):
         assert one == other
 
 
@@ -321,7 +323,7 @@ def mix(rank: int, folder: str) -> list[Any]:
 
 
 def test_mixed_precision_stores_the_full_precision_of_parameters_and_buffers(tmp_path: Path):
-    for dtypes, used, fresh, *states in run_ranks(2, mix, str(tmp_path)):
+    for dtypes, used, fresh, *states in run_ranks(mix, str(tmp_path), world_size=2):
         assert dtypes == ["float32"]
         assert used == fresh
         assert states == [states[0]] * 3
@@ -374,7 +376,7 @@ def local(value: Any) -> Any:
 
 
 def test_what_torch_makes_of_fsdp1_comes_back_as_the_dicts_that_it_is(tmp_path: Path):
-    for found in run_ranks(2, as_dicts, str(tmp_path)):
+    for found in run_ranks(as_dicts, str(tmp_path), world_size=2):
         assert all(same for _, same in found), found
 
 
@@ -466,7 +468,7 @@ def test_what_of_fsdp1_cannot_be_told_is_refused_by_name_with_the_remedy(tmp_pat
         "odd state": ("the state 'odd' of AdamW", "fully_shard"),
         "another torch": ("this version of torch", "_handle", "get_state_dict", "fully_shard"),
     }
-    for said in run_ranks(2, refuse, str(tmp_path)):
+    for said in run_ranks(refuse, str(tmp_path), world_size=2):
         assert said.keys() == says.keys()
         for what, parts in says.items():
             assert all(part in said[what] for part in parts), said[what]
@@ -499,11 +501,11 @@ def step_apart(rank: int, folder: str, kind: str) -> list[Any]:
 
 
 def test_one_state_for_several_parameters_takes_only_what_they_agree_on(tmp_path: Path):
-    for steps, said in run_ranks(2, step_apart, str(tmp_path), "apart"):
+    for steps, said in run_ranks(step_apart, str(tmp_path), "apart", world_size=2):
         assert set(steps) <= {2.0, 3.0}
         assert "saved with another 'step'" in said
         assert "use_orig_params=True" in said
-    for steps, said in run_ranks(2, step_apart, str(tmp_path), "never"):
+    for steps, said in run_ranks(step_apart, str(tmp_path), "never", world_size=2):
         assert set(steps) <= {1.0}
         assert "one state for model.middle.bias and model.middle.weight" in said
         assert "use_orig_params=True" in said
@@ -524,7 +526,7 @@ def go_back(rank: int, folder: str) -> list[int]:
 
 
 def test_a_load_of_before_the_first_step_drops_the_state(tmp_path: Path):
-    assert run_ranks(2, go_back, str(tmp_path)) == [[0, 0]] * 2
+    assert run_ranks(go_back, str(tmp_path), world_size=2) == [[0, 0]] * 2
 
 
 def in_place(rank: int, folder: str) -> list[bool]:
@@ -545,7 +547,7 @@ def in_place(rank: int, folder: str) -> list[bool]:
 
 
 def test_a_load_fills_the_state_that_is_there(tmp_path: Path):
-    assert run_ranks(2, in_place, str(tmp_path)) == [[True, True]] * 2
+    assert run_ranks(in_place, str(tmp_path), world_size=2) == [[True, True]] * 2
 
 
 def with_adagrad(rank: int, folder: str) -> list[tuple[float, bool]]:
@@ -565,7 +567,7 @@ def with_adagrad(rank: int, folder: str) -> list[tuple[float, bool]]:
 
 def test_state_that_an_optimizer_makes_for_parts_without_elements_is_no_matter(tmp_path: Path):
     # Adagrad makes its state at once, and counts steps only where there are gradients.
-    for found in run_ranks(3, with_adagrad, str(tmp_path / "c")):
+    for found in run_ranks(with_adagrad, str(tmp_path / "c"), world_size=3):
         assert found == [(2.0, True)] * len(found)
 
 
@@ -587,5 +589,5 @@ def in_background(rank: int, folder: str) -> list[Any]:
 
 
 def test_a_background_save_of_fsdp1_has_what_there_was_when_it_was_called(tmp_path: Path):
-    for found in run_ranks(2, in_background, str(tmp_path)):
+    for found in run_ranks(in_background, str(tmp_path), world_size=2):
         assert found[::2] == found[1::2]

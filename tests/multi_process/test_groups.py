@@ -69,7 +69,7 @@ def save_apart(rank: int, root: str) -> Any:
 
 
 def test_parts_of_the_world_save_while_others_do_something_else(tmp_path: Path):
-    found = run_ranks(WORLD_SIZE, save_apart, str(tmp_path))
+    found = run_ranks(save_apart, str(tmp_path), world_size=WORLD_SIZE)
     assert [sums for _, sums in found] == [[8.0] * 2, [4.0] * 2, [4.0] * 2, [8.0] * 2]
     assert not (tmp_path / "refused").exists()
     with dc.open(tmp_path / "part") as checkpoint:
@@ -142,4 +142,4 @@ def save_and_load_in_another_order(rank: int, path: str) -> None:
 def test_users_code_runs_in_one_order_on_all_ranks_whatever_that_of_their_keys(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, save_and_load_in_another_order, str(tmp_path / "ck"))
+    run_ranks(save_and_load_in_another_order, str(tmp_path / "ck"), world_size=2)

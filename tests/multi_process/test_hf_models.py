@@ -76,7 +76,7 @@ def load_and_save(rank: int, kind: str, is_tied: Any, source: str, target: str) 
 def test_a_trained_model_is_opened_by_transformers_and_comes_back(
     tmp_path: Path, kind: str, is_tied: Any
 ) -> None:
-    run_ranks(4, train_and_save, kind, is_tied, f"{tmp_path}/ours")
+    run_ranks(train_and_save, kind, is_tied, f"{tmp_path}/ours", world_size=4)
     whole = model_of(kind, tied=is_tied, seed=1)
     dc.load({"model": whole}, tmp_path / "ours", include="model")
     expected = logits_of(whole)
@@ -100,7 +100,14 @@ def test_a_trained_model_is_opened_by_transformers_and_comes_back(
     with dc.open(tmp_path / "theirs") as theirs, dc.open(tmp_path / "hf0") as ours:
         assert set(theirs) == set(ours)
     for source in ("hf0", "theirs"):
-        run_ranks(2, load_and_save, kind, is_tied, f"{tmp_path}/{source}", f"{tmp_path}/{source}2")
+        run_ranks(
+            load_and_save,
+            kind,
+            is_tied,
+            f"{tmp_path}/{source}",
+            f"{tmp_path}/{source}2",
+            world_size=2,
+        )
         back = model_of(kind, tied=is_tied, seed=2)
         dc.load({"model": back}, tmp_path / f"{source}2")
         assert logits_of(back) == expected

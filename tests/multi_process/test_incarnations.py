@@ -85,7 +85,7 @@ def test_a_writer_of_an_older_start_that_wakes_up_late_commits_nothing(
     root = str(tmp_path)
     started(root)
     options = Options(environ=CALM)
-    ended = try_ranks(WORLD_SIZE, save_as_the_first_start, root, job, options=options)
+    ended = try_ranks(save_as_the_first_start, root, job, world_size=WORLD_SIZE, options=options)
     assert [one.signal for one in ended] == [signal.SIGKILL] * WORLD_SIZE, ended
     where = 1, find(*open_storage(folder_of(root, 1)))[0]
     started(root, where)
@@ -96,7 +96,9 @@ def test_a_writer_of_an_older_start_that_wakes_up_late_commits_nothing(
         find(*open_storage(folder_of(root, 2)))
     # What it has staged is complete in memory, and newer; but it is orphaned.
     assert len(JobFolder(job).present()) == WORLD_SIZE
-    for restored, found, attempt in run_ranks(WORLD_SIZE, go_on, root, job, environ=CALM):
+    for restored, found, attempt in run_ranks(
+        go_on, root, job, world_size=WORLD_SIZE, environ=CALM
+    ):
         assert (restored, found) == (1, {1.0})
         assert attempt.startswith("a2000-")
 
@@ -116,7 +118,7 @@ def test_a_save_of_an_older_start_is_refused_and_says_who_has_taken_over(
     tmp_path: Path, job: str
 ) -> None:
     started(str(tmp_path))
-    found = run_ranks(WORLD_SIZE, refused, str(tmp_path), job, environ=CALM)
+    found = run_ranks(refused, str(tmp_path), job, world_size=WORLD_SIZE, environ=CALM)
     for kind, told in found:
         assert kind == "ConflictError"
         assert "incarnation 2 of this run, a job, has taken over" in told

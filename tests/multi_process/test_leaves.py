@@ -144,9 +144,9 @@ def load_distributed(_rank: int, path: str, shift: int) -> list[str]:
 
 def test_dtensors_under_all_placements_load_under_all_others(tmp_path: Path):
     path = str(tmp_path / "c")
-    run_ranks(WORLD_SIZE, save_distributed, path)
+    run_ranks(save_distributed, path, world_size=WORLD_SIZE)
     for world_size, shift in [(WORLD_SIZE, 3), (3, 1), (2, 2)]:
-        assert run_ranks(world_size, load_distributed, path, shift) == [[]] * world_size
+        assert run_ranks(load_distributed, path, shift, world_size=world_size) == [[]] * world_size
     state: dict[str, Any] = {}
     dc.load(state, path)
     assert len(state["t"]) == (3 * len(LINE) + len(LINE) + len(GRID)) * len(SHAPES)
@@ -261,9 +261,9 @@ def load_parts(_rank: int, path: str, shift: int) -> list[str]:
 
 def test_every_class_that_holds_parts_loads_into_every_other(tmp_path: Path):
     path = str(tmp_path / "c")
-    run_ranks(WORLD_SIZE, save_parts, path)
+    run_ranks(save_parts, path, world_size=WORLD_SIZE)
     for shift in range(len(KINDS)):
-        assert run_ranks(WORLD_SIZE, load_parts, path, shift) == [[]] * WORLD_SIZE
+        assert run_ranks(load_parts, path, shift, world_size=WORLD_SIZE) == [[]] * WORLD_SIZE
     with dc.open(path) as checkpoint:
         for name in KINDS:
             assert bytes(checkpoint[name][...].data) == full(name, 7, 9).numpy().tobytes()
@@ -375,17 +375,17 @@ def refuse_own(rank: int, path: str) -> str:
 
 def test_what_belongs_to_some_ranks_comes_back_to_them(tmp_path: Path):
     path = str(tmp_path / "c")
-    drawn = run_ranks(WORLD_SIZE, save_own, path)
+    drawn = run_ranks(save_own, path, world_size=WORLD_SIZE)
     assert len(set(drawn)) == WORLD_SIZE
     # Other stages have the layers now; the generators are whose they were.
     others = [[5, 0], [4], [3, 2], [1]]
-    assert run_ranks(WORLD_SIZE, load_own, path, others) == [
+    assert run_ranks(load_own, path, others, world_size=WORLD_SIZE) == [
         (drawn[rank], [rank], rank + 1, []) for rank in range(WORLD_SIZE)
     ]
     halves = [[0, 2, 4], [1, 3, 5]]
-    for _, mine, added, dropped in run_ranks(2, load_own, path, halves):
+    for _, mine, added, dropped in run_ranks(load_own, path, halves, world_size=2):
         assert (mine, added, dropped) == ([-1], 10, ["mine", "rng"])
-    for message in run_ranks(2, refuse_own, path):
+    for message in run_ranks(refuse_own, path, world_size=2):
         assert "mine" in message
         assert "rng" in message
     with dc.open(path) as checkpoint:
@@ -411,6 +411,6 @@ def _saved_and_loaded(rank: int, path: str) -> list[list[float]]:
 
 
 def test_ranks_may_cut_one_name_at_other_dots(tmp_path: Path) -> None:
-    found = run_ranks(2, _saved_and_loaded, f"{tmp_path}/ck")
+    found = run_ranks(_saved_and_loaded, f"{tmp_path}/ck", world_size=2)
     assert found == [[[1.0, 1.0], [0.0]], [[1.0, 1.0], [1.0]]]
     assert dc.verify(tmp_path / "ck").ok

@@ -57,7 +57,7 @@ def save_until_killed(rank: int, folder: str, how: str) -> None:
 def survivors_told(folder: str, how: str) -> list[str]:
     """Return what each survivor was told."""
     options = Options(store="rank 0", environ=FRAIL, timeout_s=40)
-    try_ranks(WORLD_SIZE, save_until_killed, folder, how, options=options)
+    try_ranks(save_until_killed, folder, how, world_size=WORLD_SIZE, options=options)
     files = [Path(f"{folder}/told-{rank}") for rank in range(WORLD_SIZE) if rank != VICTIM]
     return [file.read_text() if file.exists() else "nothing" for file in files]
 

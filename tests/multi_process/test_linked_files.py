@@ -50,7 +50,7 @@ def save_all(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_link_files_of_their_own(tmp_path: Path) -> None:
-    run_ranks(2, save_all, str(tmp_path))
+    run_ranks(save_all, str(tmp_path), world_size=2)
     for how in ("fg", "bg"):
         for step in (3, 4):
             now, then = inodes(tmp_path / how / f"s{step}"), inodes(tmp_path / how / f"s{step - 2}")

@@ -35,9 +35,9 @@ def make_without_store(rank: int, number: int) -> str:
 def test_a_store_that_is_gone_is_an_error_in_time(number: int) -> None:
     environ = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}
     found = run_ranks(
-        2,
         make_without_store,
         int(number),
+        world_size=2,
         store="launcher",
         environ=environ,
         timeout_s=25,

@@ -152,7 +152,7 @@ PAIRS = [
 
 def test_every_mixture_of_two_calls_is_told_to_both_ranks(tmp_path: Path, jobs: tuple[str, str]):
     root = str(tmp_path)
-    values = run_ranks(2, mix, PAIRS, root, jobs[:1], environ=PATIENT, timeout_s=120)
+    values = run_ranks(mix, PAIRS, root, jobs[:1], world_size=2, environ=PATIENT, timeout_s=120)
     for names, *errors in zip(PAIRS, *values, strict=True):
         assert_told(names, [Told(*error) for error in errors], root, jobs[0])
 
@@ -165,7 +165,7 @@ def test_two_paths_or_savers_are_a_mixture_as_well(tmp_path: Path, jobs: tuple[s
         ("restore_from_the_other", "restore"): "AsyncSaver.restore with different job",
     }
     root = str(tmp_path)
-    values = run_ranks(2, mix, list(cases), root, jobs, environ=PATIENT, timeout_s=120)
+    values = run_ranks(mix, list(cases), root, jobs, world_size=2, environ=PATIENT, timeout_s=120)
     for text, *errors in zip(cases.values(), *values, strict=True):
         assert errors[0][:2] == errors[1][:2]
         assert errors[0][0] == "ValueError"
@@ -183,7 +183,9 @@ def test_a_mixture_of_more_ranks_names_all_of_them(
     world_size: int, tmp_path: Path, jobs: tuple[str, str]
 ):
     root, mixtures = str(tmp_path), OF_MORE[world_size]
-    values = run_ranks(world_size, mix, mixtures, root, jobs[:1], environ=PATIENT, timeout_s=120)
+    values = run_ranks(
+        mix, mixtures, root, jobs[:1], world_size=world_size, environ=PATIENT, timeout_s=120
+    )
     for names, *errors in zip(mixtures, *values, strict=True):
         assert_told(names, [Told(*error) for error in errors], root, jobs[0])
 
@@ -203,7 +205,7 @@ def mix_in_parts(rank: int, root: str) -> Any:
 
 def test_a_mixture_in_a_part_of_the_world_is_told_there_only(tmp_path: Path):
     root = str(tmp_path)
-    values = run_ranks(4, mix_in_parts, root, environ=PATIENT)
+    values = run_ranks(mix_in_parts, root, world_size=4, environ=PATIENT)
     assert values[:2] == [None, None]
     assert_told(("save", "load"), [Told(*value) for value in values[2:]], f"{root}/1", "")
 
@@ -219,7 +221,7 @@ def mix_groups(rank: int, root: str) -> Any:
 
 
 def test_a_call_in_another_group_is_a_call_that_never_came(tmp_path: Path):
-    for rank, error in enumerate(run_ranks(2, mix_groups, str(tmp_path), environ=HASTY)):
+    for rank, error in enumerate(run_ranks(mix_groups, str(tmp_path), world_size=2, environ=HASTY)):
         assert error[1].startswith(f"rank {1 - rank} ")
         assert " did not call save to" in error[1]
         assert error[2] < SOON_S
@@ -243,7 +245,7 @@ def come_late(rank: int, root: str, late: int, names: Sequence[str]) -> Any:
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_comes_late_to_another_call_hangs_nobody(late: int, tmp_path: Path):
     root, names = str(tmp_path), ("save", "load")
-    values = run_ranks(2, come_late, root, late, names, environ=HASTY)
+    values = run_ranks(come_late, root, late, names, world_size=2, environ=HASTY)
     in_time, too_late = ([Told(*error) for error in errors] for errors in zip(*values, strict=True))
     assert_told(names, in_time, root, "")
     for rank, error in enumerate(too_late):
@@ -268,7 +270,7 @@ def close_beside(rank: int, root: str, job: str) -> Any:
 
 
 def test_a_rank_that_closes_its_saver_instead_is_named(tmp_path: Path, jobs: tuple[str, str]):
-    values = run_ranks(2, close_beside, str(tmp_path), jobs[0], environ=HASTY)
+    values = run_ranks(close_beside, str(tmp_path), jobs[0], world_size=2, environ=HASTY)
     _, message, seconds = values[0]
     assert "rank 1 (host" in message
     assert f"did not call load of {tmp_path}/old" in message
@@ -291,4 +293,4 @@ def save_and_load_beside(rank: int, root: str, job: str) -> Any:
 
 
 def test_plain_calls_go_on_beside_a_background_save(tmp_path: Path, jobs: tuple[str, str]):
-    assert run_ranks(2, save_and_load_beside, str(tmp_path), jobs[0], environ=PATIENT)
+    assert run_ranks(save_and_load_beside, str(tmp_path), jobs[0], world_size=2, environ=PATIENT)

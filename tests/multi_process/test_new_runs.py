@@ -44,7 +44,7 @@ def fail(root: Path) -> Iterator[Callable[..., str]]:
 
     def run_and_kill(*, is_root_known: bool = True) -> str:
         args = (str(root), is_root_known)
-        ended = try_ranks(WORLD_SIZE, fail_and_die, *args, options=Options(environ=CALM))
+        ended = try_ranks(fail_and_die, *args, world_size=WORLD_SIZE, options=Options(environ=CALM))
         assert [one.signal for one in ended] == [signal.SIGKILL] * WORLD_SIZE, ended
         root_id = find_root_id(*open_storage(root))
         assert root_id is not None
@@ -80,7 +80,7 @@ def restore(rank: int, root: str) -> tuple[int | None, set[float]]:
 
 def restored(root: Path) -> int | None:
     """Return the step that a new run finds in memory; all of it is there, or nothing is touched."""
-    found = run_ranks(WORLD_SIZE, restore, str(root), environ=CALM)
+    found = run_ranks(restore, str(root), world_size=WORLD_SIZE, environ=CALM)
     step: int | None = found[0][0]
     assert found == [(step, {-1.0 if step is None else float(step)})] * WORLD_SIZE
     return step
@@ -108,7 +108,7 @@ def count_exchanges(rank: int, root: str) -> list[int]:
 
 def test_a_saver_without_a_root_looks_for_it_once(root: Path) -> None:
     again, another_layout, for_root = 4, 1, 1  # docs/architecture.md says so too
-    found = run_ranks(WORLD_SIZE, count_exchanges, str(root), environ=CALM)
+    found = run_ranks(count_exchanges, str(root), world_size=WORLD_SIZE, environ=CALM)
     assert found == [[again + another_layout + for_root, again]] * WORLD_SIZE
 
 

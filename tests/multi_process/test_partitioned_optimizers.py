@@ -89,8 +89,8 @@ def test_a_partition_loads_into_any_other(
     source: tuple[str, int], target: tuple[str, int], steps_before: int, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "c")
-    expected = run_ranks(source[1], save_trained, source[0], path)
-    found = run_ranks(target[1], load_and_train, target[0], path, steps_before)
+    expected = run_ranks(save_trained, source[0], path, world_size=source[1])
+    found = run_ranks(load_and_train, target[0], path, steps_before, world_size=target[1])
     for values in (*expected, *found):
         assert values == pytest.approx(expected[0], abs=1e-6)
     with dc.open(path) as checkpoint:
@@ -113,7 +113,7 @@ def before_the_first_step(rank: int, path: str) -> list[float]:
 
 
 def test_a_partition_goes_back_to_before_its_first_step(tmp_path: Path) -> None:
-    first, second = run_ranks(2, before_the_first_step, str(tmp_path / "c"))
+    first, second = run_ranks(before_the_first_step, str(tmp_path / "c"), world_size=2)
     assert first == second
 
 
@@ -145,7 +145,7 @@ def refusals(rank: int, path: str) -> list[str]:
 
 
 def test_what_a_partition_cannot_be_read_through_is_refused_by_name(tmp_path: Path) -> None:
-    overlapping, inner, hooked = run_ranks(2, refusals, str(tmp_path / "c"))[1]
+    overlapping, inner, hooked = run_ranks(refusals, str(tmp_path / "c"), world_size=2)[1]
     assert "overlap_with_ddp=False" in overlapping
     assert "optim: Scheduled overrides state_dict" in inner
     assert "optim: ZeroRedundancyOptimizer overrides state_dict" in hooked
@@ -169,6 +169,6 @@ def wrapped(rank: int, path: str) -> list[Any]:
 
 
 def test_post_local_sgd_goes_on_where_it_was(tmp_path: Path) -> None:
-    for before, after in run_ranks(2, wrapped, str(tmp_path / "c")):
+    for before, after in run_ranks(wrapped, str(tmp_path / "c"), world_size=2):
         assert before == after
         assert before[0] == 5

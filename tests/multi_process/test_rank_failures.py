@@ -344,14 +344,16 @@ def assert_all_told(name: str, values: list[Any], path: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_are_told_the_same_of_one_that_fails_and_they_go_on(name, tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, fail_then_go_on, name, path, (), store="launcher", environ=CALM)
+    values = run_ranks(
+        fail_then_go_on, name, path, (), world_size=3, store="launcher", environ=CALM
+    )
     assert_all_told(name, [(Told(*error), left) for error, left in values], path)
 
 
 @pytest.mark.parametrize("name", ["a state_dict that raises", "a storage of its own"])
 def test_all_ranks_of_a_part_of_the_world_are_told_the_same_and_all_go_on(name, tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(4, fail_then_go_on, name, path, (1, 2, 3), environ=CALM)
+    values = run_ranks(fail_then_go_on, name, path, (1, 2, 3), world_size=4, environ=CALM)
     assert values[0][0] is None
     assert_all_told(name, [(error and Told(*error), left) for error, left in values], path)
 
@@ -442,7 +444,7 @@ def lose_one(rank: int, victim: int, moment: str, path: str) -> Any:
 
 def survivors_of(victim: int, moment: str, path: str) -> list[Any]:
     options = Options(store="launcher", environ=FRAIL)
-    outcomes = try_ranks(3, lose_one, victim, moment, path, options=options)
+    outcomes = try_ranks(lose_one, victim, moment, path, world_size=3, options=options)
     assert outcomes[victim].signal == signal.SIGKILL
     living = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     assert [outcome.error for outcome in living] == [None, None], living
@@ -526,7 +528,7 @@ def test_an_interrupt_of_one_rank_is_told_to_all_others_and_nothing_is_left(
     victim, moment, tmp_path
 ):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, interrupt_one, victim, moment, path, environ=CALM)
+    values = run_ranks(interrupt_one, victim, moment, path, world_size=3, environ=CALM)
     for rank, (came_to, states, found) in enumerate(values):
         assert states == ["committed"]
         assert found == 1
@@ -538,7 +540,7 @@ def test_an_interrupt_of_one_rank_is_told_to_all_others_and_nothing_is_left(
 
 def test_an_interrupt_after_the_commit_keeps_no_other_rank_from_success(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, interrupt_one, 0, "after the commit", path, environ=CALM)
+    values = run_ranks(interrupt_one, 0, "after the commit", path, world_size=3, environ=CALM)
     for rank, (came_to, states, found) in enumerate(values):
         assert rank == 0 or came_to[0] == "saved"
         assert states == ["committed", "committed"]
@@ -574,7 +576,7 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
 @pytest.mark.waits
 def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go_on(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, freeze_one, 1, "while it writes", path, environ=FRAIL)
+    values = run_ranks(freeze_one, 1, "while it writes", path, world_size=3, environ=FRAIL)
     for came_to, states, found in values:
         assert came_to == values[0][0]
         kind, who, message = came_to
@@ -589,7 +591,7 @@ def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go
 @pytest.mark.waits
 def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, freeze_one, 0, "before the commit", path, environ=FRAIL)
+    values = run_ranks(freeze_one, 0, "before the commit", path, world_size=3, environ=FRAIL)
     for came_to, states, found in values:
         assert states == ["committed"]
         assert found in (1, None)
@@ -606,7 +608,7 @@ def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_
 @pytest.mark.waits
 def test_a_coordinator_frozen_after_the_commit_does_not_keep_the_others_from_success(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, freeze_one, 0, "after the commit", path, environ=FRAIL)
+    values = run_ranks(freeze_one, 0, "after the commit", path, world_size=3, environ=FRAIL)
     for came_to, states, found in values:
         assert came_to == values[0][0]
         assert came_to[0] == "saved"
@@ -635,7 +637,9 @@ def save_on_some(rank: int, some: tuple[int, ...], path: str) -> Any:
 )
 def test_ranks_that_never_call_save_are_named_and_all_go_on(some, absent, tmp_path):
     path = str(tmp_path / "ck")
-    for rank, (error, left) in enumerate(run_ranks(3, save_on_some, some, path, environ=HASTY)):
+    for rank, (error, left) in enumerate(
+        run_ranks(save_on_some, some, path, world_size=3, environ=HASTY)
+    ):
         assert len(left) == 1
         assert (error is not None) == (rank in some)
         if error is not None:
@@ -671,7 +675,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
 @pytest.mark.waits
 def test_a_coordinator_that_cannot_tell_of_its_claim_leaves_no_attempt(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(3, lose_the_store_after_the_claim, path, environ=FRAIL)
+    values = run_ranks(lose_the_store_after_the_claim, path, world_size=3, environ=FRAIL)
     for error, states in values:
         assert Told(*error).kind == "NoAnswerError"
         assert states == ["committed"]
@@ -769,9 +773,9 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
 @pytest.mark.parametrize("name", LOADS)
 def test_all_ranks_are_told_the_same_of_one_that_cannot_load(name, tmp_path):
     path, case = str(tmp_path / "ck"), LOADS[name]
-    run_ranks(3, save_well, path, environ=CALM)
+    run_ranks(save_well, path, world_size=3, environ=CALM)
     damage(path, name)
-    values = run_ranks(3, fail_to_load, name, path, environ=CALM)
+    values = run_ranks(fail_to_load, name, path, world_size=3, environ=CALM)
     host = os.uname().nodename
     first = Told(*values[0][0])
     for rank, (error, changed, num_given) in enumerate(values):
@@ -808,9 +812,9 @@ def save_large(rank: int, path: str) -> None:
 @pytest.mark.waits
 def test_a_rank_killed_in_a_load_is_named_by_all_others(tmp_path):
     path = str(tmp_path / "ck")
-    run_ranks(3, save_large, path, environ=CALM)
+    run_ranks(save_large, path, world_size=3, environ=CALM)
     options = Options(store="launcher", environ=FRAIL)
-    outcomes = try_ranks(3, die_in_a_load, path, options=options)
+    outcomes = try_ranks(die_in_a_load, path, world_size=3, options=options)
     assert outcomes[1].signal == signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         error = Told(*outcome.value)
@@ -854,7 +858,9 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
 
 
 def test_nothing_of_a_save_or_load_goes_over_the_training_group(tmp_path):
-    values = run_ranks(3, lose_the_training_group, str(tmp_path), store=None, environ=CALM)
+    values = run_ranks(
+        lose_the_training_group, str(tmp_path), world_size=3, store=None, environ=CALM
+    )
     expected = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]
     assert values == [(part, "IncompatibleError") for part in expected]
 
@@ -903,7 +909,9 @@ def test_whatever_moment_all_ranks_are_killed_at_what_was_reported_saved_loads(t
         folder = tmp_path / f"round-{number}"
         folder.mkdir()
         arguments = (path, value + 1, str(folder), moments.uniform(0, 0.06))
-        outcomes = try_ranks(4, save_until_killed, *arguments, options=Options(store=None))
+        outcomes = try_ranks(
+            save_until_killed, *arguments, world_size=4, options=Options(store=None)
+        )
         assert [outcome.signal for outcome in outcomes[:3]] == [signal.SIGKILL] * 3, outcomes
         reported = max(int(file.read_text().split()[-1]) for file in folder.glob("reported-*"))
         value = value_at(path)

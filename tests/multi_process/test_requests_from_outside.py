@@ -99,7 +99,7 @@ def test_a_job_saves_goes_on_saves_and_stops(tmp_path: Path) -> None:
         return [*found, saved(ask(root, "--wait", "--stop"))]
 
     with beside(requests) as asked:
-        ends = run_ranks(2, train, str(root), 10_000)
+        ends = run_ranks(train, str(root), 10_000, world_size=2)
     first, last = asked.result(timeout=60)
     assert first < last == ends[0][0] == ends[1][0]
     assert steps_of(root) == [first, last]
@@ -117,7 +117,7 @@ def test_two_requests_at_once_stop_it_at_one_step(tmp_path: Path) -> None:
             return [*map(saved, pool.map(lambda _: ask(root, "--wait", "--stop"), range(2)))]
 
     with beside(requests) as asked:
-        ends = run_ranks(2, train, str(root), 10_000, "asked twice")
+        ends = run_ranks(train, str(root), 10_000, "asked twice", world_size=2)
     assert {*asked.result(timeout=60)} == {ends[0][0]} == {ends[1][0]}
     assert steps_of(root)[-1] == ends[0][0]
 
@@ -126,7 +126,7 @@ def test_two_requests_at_once_stop_it_at_one_step(tmp_path: Path) -> None:
 def test_a_request_between_the_last_step_and_the_end_is_answered(tmp_path: Path, how: str) -> None:
     root = tmp_path / "run"
     with beside(lambda: ask(root, "--wait", "--timeout", "50")) as asked:
-        run_ranks(2, train, str(root), 1, how)
+        run_ranks(train, str(root), 1, how, world_size=2)
     answer = asked.result(timeout=60)
     if how == "lingers and saves":
         assert saved(answer) == 1
@@ -145,7 +145,7 @@ def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
         return failed
 
     with beside(requests) as asked:
-        run_ranks(2, train, str(root), 2_000, "cannot")
+        run_ranks(train, str(root), 2_000, "cannot", world_size=2)
     code, out = asked.result(timeout=60)
     assert code == 1
     assert "not saved, failed: step " in out
@@ -154,12 +154,12 @@ def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
 
 def test_a_dead_job_answers_nothing_and_the_next_one_does_not_obey(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    died = try_ranks(2, train, str(root), 3, "dies", options=Options(timeout_s=30))
+    died = try_ranks(train, str(root), 3, "dies", world_size=2, options=Options(timeout_s=30))
     assert {one.signal for one in died} == {signal.SIGKILL}
     code, out = ask(root, "--wait", "--timeout", "0.5")
     assert (code, "there was no answer in 0.5 s, and the request is withdrawn" in out) == (6, True)
     assert ask(root, "--stop")[0] == 0
-    assert run_ranks(2, train, str(root), 20) == [(20, "")] * 2
+    assert run_ranks(train, str(root), 20, world_size=2) == [(20, "")] * 2
     assert steps_of(root) == []
     (answer,) = (root / ".requests").glob("answer-*.json")
     assert '"outcome":"ended"' in answer.read_text()

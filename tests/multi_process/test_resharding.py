@@ -31,13 +31,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("saved")
     paths = {cut: str(root / cut) for cut in CUTS}
     for cut, world_size in CUTS.items():
-        run_ranks(world_size, save_as, cut, paths[cut])
+        run_ranks(save_as, cut, paths[cut], world_size=world_size)
     return paths
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_any_layout_saved_loads_to_the_last_bit_into(cut, saved):
-    for found in run_ranks(CUTS[cut], load_each, cut, saved):
+    for found in run_ranks(load_each, cut, saved, world_size=CUTS[cut]):
         assert found == {source: [] for source in CUTS}
 
 

@@ -76,7 +76,7 @@ def poll_until_stopped(ck: dc.Checkpointer) -> None:
 
 
 def tried(world_size: int, function: Callable[..., Any], *args: Any) -> list[Outcome]:
-    return try_ranks(world_size, function, *args, options=Options(environ=CALM))
+    return try_ranks(function, *args, world_size=world_size, options=Options(environ=CALM))
 
 
 # --- when they save, and what they go on from -----------------------------------------------------
@@ -97,11 +97,13 @@ def go_on(rank: int, root: str, until: int, background: bool) -> tuple[int, set[
 
 @pytest.mark.parametrize("background", [False, True])
 def test_all_ranks_save_alike_and_any_number_of_them_goes_on(background: bool, root: Path) -> None:
-    assert run_ranks(2, go_on, str(root), 7, background, environ=CALM) == [(0, {-1.0})] * 2
+    assert (
+        run_ranks(go_on, str(root), 7, background, world_size=2, environ=CALM) == [(0, {-1.0})] * 2
+    )
     assert steps_at(root) == [5, 6, 7]
     assert [one.metrics for one in dc.checkpoints(root)] == [{"loss": n} for n in (5, 6, 7)]
     for world_size, step in ((3, 8), (1, 9)):
-        found = run_ranks(world_size, go_on, str(root), step, background, environ=CALM)
+        found = run_ranks(go_on, str(root), step, background, world_size=world_size, environ=CALM)
         assert found == [(step - 1, {float(step - 1)})] * world_size
     assert steps_at(root)[-3:] == [7, 8, 9]
 
@@ -120,7 +122,7 @@ def save_components(rank: int, root: str, background: bool) -> float:
 
 
 def test_ranks_may_hold_different_components(root: Path) -> None:
-    found = run_ranks(3, save_components, str(root), True, environ=CALM)
+    found = run_ranks(save_components, str(root), True, world_size=3, environ=CALM)
     assert found == [40.0, 41.0, 41.0]
 
 
@@ -139,7 +141,7 @@ def save_in_a_group(rank: int, root: str) -> str:
 
 
 def test_some_of_the_ranks_may_make_a_run(root: Path) -> None:
-    outside, *inside = run_ranks(3, save_in_a_group, str(root), environ=CALM)
+    outside, *inside = run_ranks(save_in_a_group, str(root), world_size=3, environ=CALM)
     assert "rank 0 is not in this group" in outside
     assert inside == ["[1, 2]"] * 2
 
@@ -170,13 +172,16 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(collective: bool, root:
 
     titan #871: ranks that decide by themselves deadlock in it.
     """
-    found = run_ranks(2, stop_on_a_signal, str(root), collective, environ=CALM)
+    found = run_ranks(stop_on_a_signal, str(root), collective, world_size=2, environ=CALM)
     (one, other) = found
     assert one == other
     step, is_durable = one
     assert is_durable
     assert steps_at(root) == [step]
-    assert run_ranks(2, go_on, str(root), 1, False, environ=CALM) == [(step, {float(step)})] * 2
+    assert (
+        run_ranks(go_on, str(root), 1, False, world_size=2, environ=CALM)
+        == [(step, {float(step)})] * 2
+    )
 
 
 def save_by_time(rank: int, root: str) -> list[int]:
@@ -196,7 +201,7 @@ def save_by_time(rank: int, root: str) -> list[int]:
 
 
 def test_all_ranks_save_by_the_time_of_rank_0(root: Path) -> None:
-    saved = run_ranks(2, save_by_time, str(root), environ=CALM)
+    saved = run_ranks(save_by_time, str(root), world_size=2, environ=CALM)
     assert saved[0] == saved[1] == steps_at(root)
 
 
@@ -235,13 +240,13 @@ def stop_with_a_slow_writer(rank: int, root: str) -> tuple[bool, list[str]]:
 
 
 def test_what_is_not_durable_in_time_is_left_in_memory_and_said_so(root: Path) -> None:
-    found = run_ranks(2, stop_with_a_slow_writer, str(root), environ=CALM)
+    found = run_ranks(stop_with_a_slow_writer, str(root), world_size=2, environ=CALM)
     assert [is_durable for is_durable, _ in found] == [False, False]
     assert [len(told) for _, told in found] == [1, 0]
     writer = JobFolder(job_of(root)).rank(0).owner("writer")
     assert writer is not None
     os.kill(writer.pid, signal.SIGCONT)
-    assert run_ranks(2, go_on, str(root), 1, True, environ=CALM) == [(2, {2.0})] * 2
+    assert run_ranks(go_on, str(root), 1, True, world_size=2, environ=CALM) == [(2, {2.0})] * 2
 
 
 def stop_while_both_arenas_are_written(rank: int, root: str, then: str) -> tuple[bool, float]:
@@ -277,10 +282,12 @@ def test_a_stop_waits_for_no_older_save_and_leaves_the_newest_in_memory(
     then: str, root: Path
 ) -> None:
     """Also if the signals come when a save that a policy asks for would wait."""
-    found = run_ranks(2, stop_while_both_arenas_are_written, str(root), then, environ=CALM)
+    found = run_ranks(
+        stop_while_both_arenas_are_written, str(root), then, world_size=2, environ=CALM
+    )
     assert [is_durable for is_durable, _ in found] == [False, False]
     assert max(seconds for _, seconds in found) < 4  # one save takes 5
-    assert run_ranks(2, restored, str(root), environ=CALM) == [(3, 3.0)] * 2
+    assert run_ranks(restored, str(root), world_size=2, environ=CALM) == [(3, 3.0)] * 2
 
 
 def stop_with_clocks_apart(rank: int, root: str) -> tuple[bool, str]:
@@ -309,7 +316,7 @@ def stop_with_clocks_apart(rank: int, root: str) -> tuple[bool, str]:
 
 
 def test_ranks_agree_whether_there_is_time_for_another_try(root: Path) -> None:
-    found = run_ranks(2, stop_with_clocks_apart, str(root), environ=CALM)
+    found = run_ranks(stop_with_clocks_apart, str(root), world_size=2, environ=CALM)
     assert [is_durable for is_durable, _ in found] == [False, False]
     assert "after step 1, which is failed: older" in found[0][1]
 
@@ -352,10 +359,10 @@ def test_what_a_killed_job_has_left_in_memory_is_gone_on_from(root: Path) -> Non
     ended = tried(2, stage_and_die, str(root))
     assert [one.signal for one in ended] == [signal.SIGKILL] * 2, ended
     assert steps_at(root) == [1]
-    found = run_ranks(2, restore_as_asked, str(root), None, environ=CALM)
+    found = run_ranks(restore_as_asked, str(root), None, world_size=2, environ=CALM)
     assert found == [(2, {2.0})] * 2
     # It is durable nowhere: it stays there.
-    found = run_ranks(2, restore_as_asked, str(root), None, environ=CALM)
+    found = run_ranks(restore_as_asked, str(root), None, world_size=2, environ=CALM)
     assert found == [(2, {2.0})] * 2
 
 
@@ -375,22 +382,22 @@ def test_what_was_in_memory_alone_is_saved_by_a_run_that_ends_before_its_first_s
     how: str, root: Path
 ) -> None:
     tried(2, stage_and_die, str(root))
-    found = run_ranks(2, end_at_once, str(root), how, environ=CALM)
+    found = run_ranks(end_at_once, str(root), how, world_size=2, environ=CALM)
     assert found == [True if how == "stop" else None] * 2
     assert steps_at(root) == [1, 2]
 
 
 def test_what_is_left_behind_is_not_taken_from_memory(root: Path) -> None:
     tried(2, stage_and_die, str(root))
-    found = run_ranks(2, restore_as_asked, str(root), "@1", environ=CALM)
+    found = run_ranks(restore_as_asked, str(root), "@1", world_size=2, environ=CALM)
     assert found == [(1, {1.0})] * 2
-    found = run_ranks(2, restore_as_asked, str(root), None, environ=CALM)
+    found = run_ranks(restore_as_asked, str(root), None, world_size=2, environ=CALM)
     assert found == [(1, {1.0})] * 2
 
 
 def test_what_is_in_memory_alone_is_enough_for_must_exist(root: Path) -> None:
     tried(1, stage_first_and_die, str(root))
-    assert run_ranks(1, restore_what_must_exist, str(root), environ=CALM) == [1]
+    assert run_ranks(restore_what_must_exist, str(root), world_size=1, environ=CALM) == [1]
 
 
 def stage_first_and_die(rank: int, root: str) -> None:
@@ -433,14 +440,14 @@ def leave_early(
 
 
 def test_a_break_on_all_ranks_saves_the_step(root: Path) -> None:
-    found = run_ranks(2, leave_early, str(root), [0, 1], 10**6, environ=CALM)
+    found = run_ranks(leave_early, str(root), [0, 1], 10**6, world_size=2, environ=CALM)
     assert [text for text, _, _ in found] == ["", ""]
     assert steps_at(root) == [3]
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_break_on_one_rank_only_is_said_and_nobody_hangs(who: int, root: Path) -> None:
-    found = run_ranks(2, leave_early, str(root), [who], 10**6, environ=CALM)
+    found = run_ranks(leave_early, str(root), [who], 10**6, world_size=2, environ=CALM)
     assert max(seconds for _, seconds, _ in found) < SOON_S + 60 * 0.02
     assert found[who][0] == ""
     assert len(found[who][2]) == 1
@@ -451,7 +458,7 @@ def test_a_break_on_one_rank_only_is_said_and_nobody_hangs(who: int, root: Path)
 
 
 def test_after_a_break_on_one_rank_the_next_save_of_the_others_says_so(root: Path) -> None:
-    found = run_ranks(2, leave_early, str(root), [1], 5, environ=CALM)
+    found = run_ranks(leave_early, str(root), [1], 5, world_size=2, environ=CALM)
     assert max(seconds for _, seconds, _ in found) < SOON_S
     assert "the ranks call save with different step: rank 0: 5; rank 1: 3." in found[0][0]
     assert not root.exists() or steps_at(root) == []
@@ -484,7 +491,7 @@ def test_an_error_of_one_rank_waits_for_nobody_and_the_others_are_told(
     kind: str, root: Path
 ) -> None:
     (other, text, _, told), (name, _, seconds, _) = run_ranks(
-        2, fail_on_one, str(root), kind, environ=PATIENT
+        fail_on_one, str(root), kind, world_size=2, environ=PATIENT
     )
     assert name == kind
     assert seconds < SOON_S
@@ -516,7 +523,9 @@ def fail_to_make_the_state(rank: int, root: str) -> tuple[str, float]:
 
 
 def test_who_has_left_with_an_error_and_lives_on_is_waited_for_no_more(root: Path) -> None:
-    (lone, seconds), (own, _) = run_ranks(2, fail_to_make_the_state, str(root), environ=PATIENT)
+    (lone, seconds), (own, _) = run_ranks(
+        fail_to_make_the_state, str(root), world_size=2, environ=PATIENT
+    )
     assert own == "KeyError: 'no such wrapper'"
     assert lone.startswith("RankError: rank 1 has left the run, by an error or by `break`")
     assert seconds < SOON_S
@@ -544,7 +553,9 @@ def save_single_process(rank: int, root: str, what: str) -> tuple[str, str, floa
 
 def test_a_rank_that_saves_alone_is_told_at_once_and_by_name(root: Path) -> None:
     """`if rank == 0: ck.save(...)`."""
-    name, text, seconds = run_ranks(2, save_single_process, str(root), "save", environ=PATIENT)[0]
+    name, text, seconds = run_ranks(
+        save_single_process, str(root), "save", world_size=2, environ=PATIENT
+    )[0]
     assert name == "RankError"
     assert "rank 0 is at its boundary" in text
     assert "save (step 2)" in text
@@ -554,7 +565,7 @@ def test_a_rank_that_saves_alone_is_told_at_once_and_by_name(root: Path) -> None
 
 def test_a_rank_that_ends_alone_is_told_by_what_it_does(root: Path) -> None:
     """`stop` would be read as a signal, and there was none."""
-    found = run_ranks(2, save_single_process, str(root), "end", environ=CALM)
+    found = run_ranks(save_single_process, str(root), "end", world_size=2, environ=CALM)
     assert [name for name, _, _ in found] == ["RankError"] * 2
     assert all(
         "rank 1 (host" in text and "): end of the run, phase" in text for _, text, _ in found
@@ -562,7 +573,7 @@ def test_a_rank_that_ends_alone_is_told_by_what_it_does(root: Path) -> None:
 
 
 def test_steps_that_differ_between_ranks_are_an_error(root: Path) -> None:
-    found = run_ranks(2, save_single_process, str(root), "steps", environ=CALM)
+    found = run_ranks(save_single_process, str(root), "steps", world_size=2, environ=CALM)
     assert [name for name, _, _ in found] == ["ValueError"] * 2
     assert "with different boundary: rank 0: 3; rank 1: 4." in found[0][1]
     assert max(seconds for _, _, seconds in found) < SOON_S
@@ -601,7 +612,7 @@ def open_with(rank: int, root: str, name: str) -> tuple[str, str]:
     ],
 )
 def test_options_that_differ_between_ranks_are_an_error_on_all(name: str, root: Path) -> None:
-    found = run_ranks(2, open_with, str(root), name, environ=CALM)
+    found = run_ranks(open_with, str(root), name, world_size=2, environ=CALM)
     shown = "max_failures" if name == "bad" else name
     assert all(kind == "ValueError" and shown in text for kind, text in found), found
 
@@ -617,8 +628,8 @@ def restore_apart(rank: int, root: str) -> tuple[str, str]:
 
 
 def test_ranks_that_ask_for_different_steps_are_told(root: Path) -> None:
-    run_ranks(2, go_on, str(root), 5, False, environ=CALM)
-    found = run_ranks(2, restore_apart, str(root), environ=CALM)
+    run_ranks(go_on, str(root), 5, False, world_size=2, environ=CALM)
+    found = run_ranks(restore_apart, str(root), world_size=2, environ=CALM)
     assert all(kind == "ValueError" and "at=" in text for kind, text in found), found
 
 
@@ -640,10 +651,10 @@ def die_in_training(rank: int, root: str, background: bool) -> tuple[str, str]:
 def test_a_rank_that_dies_is_named_and_the_next_start_goes_on(background: bool, root: Path) -> None:
     frail = {**CALM, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3"}
     args = (str(root), background)
-    first, _ = try_ranks(2, die_in_training, *args, options=Options(environ=frail))
+    first, _ = try_ranks(die_in_training, *args, world_size=2, options=Options(environ=frail))
     assert first.value[0] == "RankError", first
     assert "rank 1" in first.value[1]
-    found = run_ranks(2, go_on, str(root), 2, background, environ=CALM)
+    found = run_ranks(go_on, str(root), 2, background, world_size=2, environ=CALM)
     assert found == [(2, {2.0})] * 2
 
 
@@ -664,12 +675,12 @@ def interrupted(rank: int, root: str) -> tuple[str, str]:
 
 
 def test_an_interrupt_in_a_save_ends_that_rank_and_the_others_are_told(root: Path) -> None:
-    (name, _), (other, text) = run_ranks(2, interrupted, str(root), environ=CALM)
+    (name, _), (other, text) = run_ranks(interrupted, str(root), world_size=2, environ=CALM)
     assert name == "KeyboardInterrupt"
     assert other == "RankError"
     assert "rank 0" in text
     assert steps_at(root) == [2]
-    assert run_ranks(2, go_on, str(root), 2, False, environ=CALM) == [(2, {2.0})] * 2
+    assert run_ranks(go_on, str(root), 2, False, world_size=2, environ=CALM) == [(2, {2.0})] * 2
 
 
 def fail_at_the_end(rank: int, root: str) -> tuple[str, str]:
@@ -686,7 +697,7 @@ def fail_at_the_end(rank: int, root: str) -> tuple[str, str]:
 
 
 def test_a_last_save_that_fails_is_an_error_on_all_ranks(root: Path) -> None:
-    found = run_ranks(2, fail_at_the_end, str(root), environ=CALM)
+    found = run_ranks(fail_at_the_end, str(root), world_size=2, environ=CALM)
     assert all("the last save, of step 2, has failed twice" in text for _, text in found), found
 
 
@@ -709,7 +720,7 @@ def fail_in_between(rank: int, root: str) -> list[str]:
 
 
 def test_what_failed_before_the_last_save_is_told_and_no_error_of_the_end(root: Path) -> None:
-    found = run_ranks(2, fail_in_between, str(root), environ=CALM)
+    found = run_ranks(fail_in_between, str(root), world_size=2, environ=CALM)
     assert [len(told) for told in found] == [1, 0], found
     assert steps_at(root) == [1, 3]
 
@@ -729,7 +740,7 @@ def refused(root: Path, *, background: bool) -> None:
     options = {"background": background, "on_failure": failures.append}
     with checkpointer(str(root), keep=dc.keep.last(1), **options) as ck:
         assert ck.restore(state) == 2
-        assert run_ranks(1, train_to, str(root), 4, environ=CALM) == [4]
+        assert run_ranks(train_to, str(root), 4, world_size=1, environ=CALM) == [4]
         for step in range(3, 1000):
             train(state, step)
             ck.step(step)
@@ -742,7 +753,7 @@ def refused(root: Path, *, background: bool) -> None:
 def test_the_older_of_two_starts_is_refused_by_name_and_the_newer_loses_nothing(
     background: bool, root: Path
 ) -> None:
-    run_ranks(1, train_to, str(root), 2, environ=CALM)
+    run_ranks(train_to, str(root), 2, world_size=1, environ=CALM)
     with pytest.raises(dc.ConflictError, match=r"incarnation 3 of this run, .* has taken over"):
         refused(root, background=background)
     assert {one.step: (one.attempt or "")[:6] for one in dc.checkpoints(root)} == {
@@ -774,7 +785,7 @@ def forget_to_close(rank: int, root: str) -> tuple[list[str], list[str]]:
 
 
 def test_a_forgotten_close_says_what_becomes_of_saves_under_way(root: Path) -> None:
-    ((caught, told),) = run_ranks(1, forget_to_close, str(root), environ=CALM)
+    ((caught, told),) = run_ranks(forget_to_close, str(root), world_size=1, environ=CALM)
     assert any("unclosed Checkpointer" in text for text in caught)
     assert any("unclosed AsyncSaver" in text for text in caught)
     assert any("continues with 1 unsettled saves" in line for line in told), told
@@ -794,5 +805,5 @@ def keep_one(rank: int, root: str) -> list[int | None]:
 
 
 def test_of_background_saves_of_several_ranks_the_newest_stays(root: Path) -> None:
-    assert 6 in run_ranks(2, keep_one, str(root), environ=CALM)[0]
+    assert 6 in run_ranks(keep_one, str(root), world_size=2, environ=CALM)[0]
     assert steps_at(root) == [6]

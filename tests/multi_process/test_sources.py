@@ -98,6 +98,6 @@ def load_into_flat(_: int, root: str) -> None:
 
 
 def test_fsdp_takes_its_halves_and_its_optimizer_from_two_checkpoints(tmp_path: Path) -> None:
-    run_ranks(2, save_both, str(tmp_path))
-    run_ranks(3, load_from_both, str(tmp_path))
-    run_ranks(2, load_into_flat, str(tmp_path))
+    run_ranks(save_both, str(tmp_path), world_size=2)
+    run_ranks(load_from_both, str(tmp_path), world_size=3)
+    run_ranks(load_into_flat, str(tmp_path), world_size=2)

@@ -85,12 +85,12 @@ def test_a_save_that_is_staged_is_committed_without_its_trainer(
     root = str(tmp_path)
     options = Options(environ=CALM)
     args = (root, job, world_size)
-    ended = try_ranks(world_size, die_when_staged, *args, options=options)
+    ended = try_ranks(die_when_staged, *args, world_size=world_size, options=options)
     assert [outcome.signal for outcome in ended] == [signal.SIGKILL] * world_size, ended
     for rank in range(world_size):
         await_end(job, rank)
     assert dc.verify(folder_of(root, 2), level="full").ok
-    found = run_ranks(world_size, resume, *args, environ=CALM)
+    found = run_ranks(resume, *args, world_size=world_size, environ=CALM)
     for step, steps, from_memory in found:
         assert (step, steps) == (2, {2.0})
         assert from_memory > 0
@@ -99,9 +99,9 @@ def test_a_save_that_is_staged_is_committed_without_its_trainer(
 
 def test_a_later_run_waits_for_the_writers_of_an_earlier_one(tmp_path: Path, job: str) -> None:
     root = str(tmp_path)
-    try_ranks(2, die_when_staged, root, job, 2, options=Options(environ=CALM))
+    try_ranks(die_when_staged, root, job, 2, world_size=2, options=Options(environ=CALM))
     # Their writers are at it still.
-    found = run_ranks(2, resume, root, job, 2, environ=CALM)
+    found = run_ranks(resume, root, job, 2, world_size=2, environ=CALM)
     assert [step for step, _, _ in found] == [2, 2]
     assert dc.verify(folder_of(root, 2), level="full").ok
 
@@ -111,8 +111,8 @@ def test_another_number_of_ranks_restores_from_memory(
     world_size: int, tmp_path: Path, job: str
 ) -> None:
     root = str(tmp_path)
-    try_ranks(2, die_when_staged, root, job, 2, options=Options(environ=CALM))
-    found = run_ranks(world_size, restore_as, root, job, world_size, environ=CALM)
+    try_ranks(die_when_staged, root, job, 2, world_size=2, options=Options(environ=CALM))
+    found = run_ranks(restore_as, root, job, world_size, world_size=world_size, environ=CALM)
     assert found == [(2, {2.0}, True)] * world_size
     # Nothing was saved, but what was in memory is committed.
     assert left_of(job) == []
@@ -134,11 +134,11 @@ def restore_as(rank: int, root: str, job: str, world_size: int) -> tuple[int | N
 
 def test_a_checkpoint_that_was_deleted_is_not_brought_back(tmp_path: Path, job: str) -> None:
     root = str(tmp_path)
-    try_ranks(2, die_when_staged, root, job, 2, options=Options(environ=CALM))
+    try_ranks(die_when_staged, root, job, 2, world_size=2, options=Options(environ=CALM))
     for rank in range(2):
         await_end(job, rank)
     dc.delete(folder_of(root, 2))
-    found = run_ranks(2, resume, root, job, 2, environ=CALM)
+    found = run_ranks(resume, root, job, 2, world_size=2, environ=CALM)
     assert [(step, steps) for step, steps, _ in found] == [(1, {1.0})] * 2
 
 
@@ -161,8 +161,8 @@ def test_a_snapshot_that_is_half_copied_is_neither_committed_nor_restored(
     tmp_path: Path, job: str
 ) -> None:
     root = str(tmp_path)
-    try_ranks(2, die_while_staging, root, job, options=Options(environ=FRAIL))
-    found = run_ranks(2, resume, root, job, 2, environ=FRAIL)
+    try_ranks(die_while_staging, root, job, world_size=2, options=Options(environ=FRAIL))
+    found = run_ranks(resume, root, job, 2, world_size=2, environ=FRAIL)
     assert [(step, steps) for step, steps, _ in found] == [(1, {1.0})] * 2
     with pytest.raises(dc.NotFoundError):
         dc.open(folder_of(root, 2))
@@ -188,9 +188,9 @@ def lose_the_storage(rank: int, root: str, job: str) -> None:
 
 def test_what_the_storage_has_refused_is_restored_from_memory(tmp_path: Path, job: str) -> None:
     root = str(tmp_path)
-    ended = try_ranks(2, lose_the_storage, root, job, options=Options(environ=CALM))
+    ended = try_ranks(lose_the_storage, root, job, world_size=2, options=Options(environ=CALM))
     assert [outcome.signal for outcome in ended] == [signal.SIGKILL] * 2, ended
-    found = run_ranks(2, resume, root, job, 2, environ=CALM)
+    found = run_ranks(resume, root, job, 2, world_size=2, environ=CALM)
     assert [(step, steps) for step, steps, _ in found] == [(3, {3.0})] * 2
     with pytest.raises(dc.NotFoundError):
         dc.open(folder_of(root, 3))
@@ -282,10 +282,15 @@ def test_whoever_is_killed_whenever_the_newest_reported_checkpoint_is_there_and_
         first = 1000 * (seed + 1)
         args = (root, job, world_size)
         outcomes = try_ranks(
-            world_size, train_until_killed, *args, 11 * seed + world_size, first, options=options
+            train_until_killed,
+            *args,
+            11 * seed + world_size,
+            first,
+            world_size=world_size,
+            options=options,
         )
         assert all(outcome.ended for outcome in outcomes), outcomes
-        found = run_ranks(world_size, go_on, *args, environ=FRAIL)
+        found = run_ranks(go_on, *args, world_size=world_size, environ=FRAIL)
         steps = {step for step, _, _ in found}
         assert len(steps) == 1, found
         (step,) = steps

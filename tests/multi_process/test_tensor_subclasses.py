@@ -65,8 +65,8 @@ def test_a_run_under_fsdp_goes_on_with_other_ranks(tmp_path: Path, optimizer_cla
     if optimizer_class != "CodedSGD":
         pytest.importorskip("torchao")
     path = str(tmp_path / "ckpt")
-    expected, *_ = run_ranks(2, save_and_go_on, path, 2, optimizer_class)
-    other, *_ = run_ranks(3, load, path, 3, optimizer_class)
+    expected, *_ = run_ranks(save_and_go_on, path, 2, optimizer_class, world_size=2)
+    other, *_ = run_ranks(load, path, 3, optimizer_class, world_size=3)
     if average_over_gloo():  # else steps depend on the number of ranks
         assert other == pytest.approx(expected, rel=1e-6)
     state: dict[str, Any] = {"optim": None}

@@ -97,10 +97,10 @@ def resume(_rank: int, root: str, step: int, used: bool) -> Any:
 
 def test_saving_changes_nothing_and_a_resume_goes_on_to_the_last_bit(tmp_path: Path):
     root = str(tmp_path)
-    alone = run_ranks(2, train)
-    assert run_ranks(2, train_and_save, root) == alone
+    alone = run_ranks(train, world_size=2)
+    assert run_ranks(train_and_save, root, world_size=2) == alone
     for step, used in [(0, False), (RESUMED_AT, False), (RESUMED_AT, True)]:
-        resumed = run_ranks(2, resume, root, step, used)
+        resumed = run_ranks(resume, root, step, used, world_size=2)
         for (losses, end), (all_losses, all_end) in zip(resumed, alone, strict=True):
             assert losses == all_losses[step:]
             assert end == all_end

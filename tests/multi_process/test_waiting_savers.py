@@ -71,7 +71,7 @@ def wait_for_saves(rank: int, root: str, job: str) -> str:
 
 
 def test_wait_waits_for_all_saves_and_raises_what_failed_once(tmp_path: Path, job: str) -> None:
-    found = run_ranks(2, wait_for_saves, str(tmp_path), job, environ=CALM)
+    found = run_ranks(wait_for_saves, str(tmp_path), job, world_size=2, environ=CALM)
     assert all("taken-0" in told for told in found)
 
 
@@ -102,10 +102,10 @@ def go_on(rank: int, root: str, job: str) -> tuple[int | None, set[float]]:
 
 
 def test_who_leaves_waits_for_nothing_and_the_writer_goes_on(tmp_path: Path, job: str) -> None:
-    assert max(run_ranks(2, leave, str(tmp_path), job, environ=CALM)) < 5
+    assert max(run_ranks(leave, str(tmp_path), job, world_size=2, environ=CALM)) < 5
     assert dc.verify(folder_of(str(tmp_path), 2), level="full").ok
     assert left_of(job)  # for the next run
-    found = run_ranks(2, go_on, str(tmp_path), job, environ=CALM)
+    found = run_ranks(go_on, str(tmp_path), job, world_size=2, environ=CALM)
     assert found == [(2, {2.0})] * 2
 
 
@@ -124,7 +124,7 @@ def drop(rank: int, root: str, job: str) -> tuple[list[str], list[str]]:
 
 
 def test_who_is_dropped_says_what_becomes_of_its_saves(tmp_path: Path, job: str) -> None:
-    ((caught, told),) = run_ranks(1, drop, str(tmp_path), job, environ=CALM)
+    ((caught, told),) = run_ranks(drop, str(tmp_path), job, world_size=1, environ=CALM)
     assert caught[0] == f"unclosed AsyncSaver of job {job}"
     assert "continues with 1 unsettled saves" in told[0]
     assert dc.verify(folder_of(str(tmp_path), 1), level="full").ok

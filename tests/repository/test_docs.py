@@ -130,11 +130,13 @@ def test_a_block_of_the_docs_runs(block: Block, folder: Path, commands: Path) ->
     for ranks in block.ranks:
         if ranks > 1:
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            run_ranks(ranks, be_rank, str(program), store=None, launched=True, environ=place)
+            run_ranks(
+                be_rank, str(program), world_size=ranks, store=None, launched=True, environ=place
+            )
         elif "sys.modules" in block.code:  # what it has not imported is what it is about
             run(folder, sys.executable, str(program))
         else:
-            run_ranks(1, be_rank, str(program), store=None)
+            run_ranks(be_rank, str(program), world_size=1, store=None)
 
 
 # What the README takes for granted: a job that trains.

@@ -14,21 +14,21 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.reports import SaveReport
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from dist_ckpt.tools.average import mean
 from dist_ckpt.tools.average.average import AverageCall, average_together
 from dist_ckpt.tools.average.source_selection import AverageOptions
+from ranks import Outcome, try_ranks
 from sharded_checkpoints import blocks_of
 
 pytest.importorskip("torch")
 
 import torch
 
-import rank_threads
+from ranks import load_on_threads, save_on_threads, shared_storage
 
 SUMS = {torch.float64: torch.float64}
 
@@ -75,7 +75,7 @@ def save_parts(path: Path, seed: int, world_size: int, storage: Storage | None =
         flat = slice(rank * 144 // world_size, (rank + 1) * 144 // world_size)
         part["half"] = dc.FlatShard(whole["half"].flatten()[flat].clone(), (16, 9), flat.start)
         ranks.append({"model": part, "seen": dc.PerRank([seed, rank]), "seed": seed})
-    rank_threads.save(
+    save_on_threads(
         storage or LocalStorage(), ranks, str(path), step=seed, metadata={"loss": seed + 0.5}
     )
 
@@ -359,17 +359,18 @@ def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
 
 def try_average(
     sources: Sequence[str], ranks: int, target: Callable[[int], Storage], source: Storage
-) -> list[Outcome[SaveReport]]:
+) -> list[Outcome]:
     options = AverageOptions(include="model.*", overwrite=True)
     call = [
         AverageCall(sources, "/runs/mean", options, None, source, target(rank))
         for rank in range(ranks)
     ]
     return try_ranks(
-        ranks,
         lambda rank, channel, bulk: average_together(
             Session(channel, bulk, TEST_CONFIG), call[rank]
         ),
+        world_size=ranks,
+        harness="threads",
     )
 
 
@@ -384,7 +385,7 @@ def wrong(storage: Storage, *, may_lack: bool) -> str | None:
     """Return what is wrong with what is at the target: nothing, or all of it, must be there."""
     loaded: dict[str, Any] = {}
     try:
-        rank_threads.load(storage, [loaded], "/runs/mean")
+        load_on_threads(storage, [loaded], "/runs/mean")
     except dc.NotFoundError:
         return None if may_lack else "it is not there"
     except CheckpointError as error:
@@ -419,9 +420,7 @@ def test_an_error_at_any_call_of_the_targets_storage_is_raised_on_all_ranks(rank
         number += 1
         storage = MemoryStorage({"/runs": None})
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)
-        outcomes = try_average(
-            ["/runs/1", "/runs/2"], ranks, rank_threads.everywhere(faulty), sources
-        )
+        outcomes = try_average(["/runs/1", "/runs/2"], ranks, shared_storage(faulty), sources)
         errors = [outcome.error for outcome in outcomes]
         assert len({type(error) for error in errors}) == 1, (faulty.failed, errors)
         assert wrong(storage, may_lack=errors[0] is not None) is None, faulty.failed

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
-import rank_threads
+from ranks import save_on_threads
 from written import catalog_of, one_cell, random_tensor, rows, save
 
 OBJECTS = {0: {"objects.msgpack": ObjectsFile()}}
@@ -32,7 +32,7 @@ def test_what_was_saved_on_a_mesh_is_resharded_to_fewer_and_to_more_ranks(world_
     ]
     source, target = str(tmp_path / "source"), tmp_path / "target"
     even = dc.ShardingConfig.even(4)
-    rank_threads.save(LocalStorage(), states, source, sharding=even)
+    save_on_threads(LocalStorage(), states, source, sharding=even)
     dc.reshard(source, target, world_size=world_size)
     assert dc.verify(target).ok
     with dc.open(target) as checkpoint:
@@ -76,7 +76,7 @@ def test_a_target_within_the_source_is_refused_whatever_link_leads_there(tmp_pat
 
 
 def test_a_checkpoint_can_be_resharded_in_place_if_that_is_asked_for(tmp_path):
-    rank_threads.save(LocalStorage(), [{"model": {"w": torch.arange(8.0)}}], str(tmp_path / "ck"))
+    save_on_threads(LocalStorage(), [{"model": {"w": torch.arange(8.0)}}], str(tmp_path / "ck"))
     with pytest.raises(ValueError, match=r"are both .*ck: .*overwrite=True, .*--overwrite"):
         dc.reshard(tmp_path / "ck", tmp_path / "ck", world_size=2)
     dc.reshard(tmp_path / "ck", tmp_path / "ck", world_size=2, overwrite=True)
@@ -127,7 +127,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
     states = [{"model": {"w": torch.ones(4) * rank}, "lr": 1.0} for rank in range(2)]
     source, target = tmp_path / "source", tmp_path / "target"
     even = dc.ShardingConfig.even(2)
-    rank_threads.save(LocalStorage(), states, str(source), sharding=even)
+    save_on_threads(LocalStorage(), states, str(source), sharding=even)
     opened: list[str] = []
     real = LocalStorage.open
 
@@ -137,9 +137,7 @@ def test_a_source_that_is_replaced_while_it_is_read_is_not_called_damaged(
             if len(opened) == number and what == "deleted":
                 dc.delete(source)
             elif len(opened) == number:
-                rank_threads.save(
-                    LocalStorage(), states, str(source), sharding=even, overwrite=True
-                )
+                save_on_threads(LocalStorage(), states, str(source), sharding=even, overwrite=True)
         return real(storage, path)
 
     monkeypatch.setattr(LocalStorage, "open", open_late)

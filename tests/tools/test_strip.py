@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-import rank_threads
+import ranks
 from dist_ckpt.core.commit.attempts import find, list_attempts
 from dist_ckpt.core.commit.records.leases import CheckpointRef, tag
 from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
@@ -37,6 +37,7 @@ from dist_ckpt.tools.rewrite import strip
 from dist_ckpt.tools.rewrite.strip import strip_at
 from linking import PATH, ROOT, NoLinks, inodes, number_at, save, state
 from long_mode import IS_LONG
+from ranks import load_on_threads, save_on_threads
 from run_folders import committed
 
 torch = pytest.importorskip("torch")
@@ -58,7 +59,7 @@ def left_at(storage: Storage, path: str = PATH) -> str:
     """Say what is there: "all" of the state, what is left "without" the optimizer, or nothing."""
     loaded: dict[str, Any] = {}
     try:
-        rank_threads.load(storage, [loaded], path)
+        load_on_threads(storage, [loaded], path)
     except NotFoundError:
         return "nothing"
     told = "all" if "optim" in loaded else "without"
@@ -156,10 +157,10 @@ def test_of_several_ranks_each_files_stay(tmp_path: Path) -> None:
         shard = dc.LocalShard(rows, (6, 3), (2 * number, 0))
         return {"model": {"w": shard}, "optim": {"m": shard}, f"only {number}": number}
 
-    rank_threads.save(storage, [rank(number) for number in range(3)], step=1)
-    strip_at(storage, rank_threads.PATH, frozenset({"optim", "only 1"}))
+    save_on_threads(storage, [rank(number) for number in range(3)], step=1)
+    strip_at(storage, ranks.PATH, frozenset({"optim", "only 1"}))
     loaded: dict[str, Any] = {}
-    rank_threads.load(storage, [loaded], rank_threads.PATH)
+    load_on_threads(storage, [loaded], ranks.PATH)
     assert loaded.keys() == {"model", "only 0", "only 2"}
     rows = torch.arange(3.0).repeat_interleave(2)
     assert torch.equal(loaded["model"]["w"], rows[:, None].expand(6, 3))
@@ -300,7 +301,7 @@ def test_a_save_over_it_meanwhile_wins() -> None:
     save(storage, 1)
 
     def overwrite() -> None:
-        rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
+        save_on_threads(storage, [state(5)], PATH, step=1, overwrite=True)
 
     with pytest.raises((ConflictError, NotFoundError)):
         strip_at(Meeting(storage, overwrite), PATH, OPTIM)
@@ -314,7 +315,7 @@ def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
     save(storage, 1)
 
     def late(*arguments: Any, **options: Any) -> Any:
-        rank_threads.save(storage, [state(5)], PATH, step=1, overwrite=True)
+        save_on_threads(storage, [state(5)], PATH, step=1, overwrite=True)
         return Transaction(*arguments, **options)
 
     monkeypatch.setattr(strip, "Transaction", late)

@@ -19,7 +19,6 @@ pytest.importorskip("torch")
 import torch
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import load, shared_read_group
 from dist_ckpt.core.loading.load import load_together
@@ -29,7 +28,16 @@ from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, run_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import (
+    PATH,
+    Outcome,
+    load_on_threads,
+    run_ranks,
+    save_on_threads,
+    try_load_on_threads,
+    try_save_on_threads,
+)
 from sharded_checkpoints import Counting, rank_state, save_small
 
 RANKS = 4
@@ -72,7 +80,9 @@ def many(num_tensors: int, rank: int) -> dict[str, Any]:
 
 def on_ranks(function: Callable[[int, Session], Any]) -> Sequence[Any]:
     return run_ranks(
-        RANKS, lambda rank, channel, bulk: function(rank, Session(channel, bulk, TEST_CONFIG))
+        lambda rank, channel, bulk: function(rank, Session(channel, bulk, TEST_CONFIG)),
+        world_size=RANKS,
+        harness="threads",
     )
 
 
@@ -106,11 +116,11 @@ def test_the_same_layout_again_takes_two_exchanges_and_no_collective():
 def test_a_save_that_carries_on_takes_two_exchanges_and_two_collectives_more():
     assert CARRY == (2, 2)
     storage = MemoryStorage()
-    rank_threads.save(storage, [many(3, rank) for rank in range(RANKS)])
+    save_on_threads(storage, [many(3, rank) for rank in range(RANKS)])
 
     def carry(rank: int, ranks: Session) -> dc.SaveReport:
         state, options = {"step": 0}, LoadOptions(include="step")
-        loaded = load_together(ranks, state, rank_threads.PATH, options, storage)
+        loaded = load_together(ranks, state, PATH, options, storage)
         return save_together(ranks, state, "/runs/2", SaveOptions(carry_over=loaded), storage)
 
     for report in on_ranks(carry):
@@ -145,15 +155,11 @@ def test_ranks_that_hold_the_same_layout_gather_one_inventory():
 def two_loads(state_of: Callable[[int], Any], **options: Any) -> list[set[tuple[int, int]]]:
     """Save a state, and load it twice over one session; return what each rank's loads took."""
     storage = MemoryStorage()
-    rank_threads.save(storage, [state_of(rank) for rank in range(RANKS)])
+    save_on_threads(storage, [state_of(rank) for rank in range(RANKS)])
 
     def load(rank: int, ranks: Session) -> set[tuple[int, int]]:
         return {
-            talks(
-                load_together(
-                    ranks, state_of(rank), rank_threads.PATH, LoadOptions(**options), storage
-                )
-            )
+            talks(load_together(ranks, state_of(rank), PATH, LoadOptions(**options), storage))
             for _ in range(2)
         }
 
@@ -178,10 +184,10 @@ def test_a_load_from_several_sources_takes_no_exchange_more():
     assert documented("a load from several sources") == LOAD
     storage = MemoryStorage()
     for path in ("/a", "/b", "/c"):
-        rank_threads.save(storage, [many(50, rank) for rank in range(RANKS)], path)
+        save_on_threads(storage, [many(50, rank) for rank in range(RANKS)], path)
     states = [{**many(50, rank), "bias": None} for rank in range(RANKS)]
     sources: Any = {"model": ["/a", "/c"], "step": "/b", "bias": dc.Source("/b", include="bias")}
-    for outcome in rank_threads.try_load(
+    for outcome in try_load_on_threads(
         lambda _: storage, states, sources, read_once="off", strict=False
     ):
         assert outcome.value is not None, outcome.error
@@ -200,10 +206,10 @@ def test_a_load_has_steps_only_where_a_rank_has_something_to_do_in_them():
 
 def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
     storage = MemoryStorage()
-    rank_threads.save(storage, [{"w": torch.ones(9)}])
+    save_on_threads(storage, [{"w": torch.ones(9)}])
 
     def took(hosts: Sequence[str], read_once: str) -> set[tuple[int, int]]:
-        outcomes = rank_threads.try_load(
+        outcomes = try_load_on_threads(
             lambda _: storage,
             [{"w": torch.zeros(9)} for _ in hosts],
             hosts=hosts,
@@ -221,9 +227,9 @@ def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_tensor_that_is_made_is_made_before_anything_is_read_anywhere():
     storage = MemoryStorage()
-    rank_threads.save(storage, [{"w": torch.ones(9)}])
+    save_on_threads(storage, [{"w": torch.ones(9)}])
     states = [{"w": None if rank == 1 else torch.zeros(9)} for rank in range(RANKS)]
-    for outcome in rank_threads.try_load(lambda _: storage, states, read_once="off"):
+    for outcome in try_load_on_threads(lambda _: storage, states, read_once="off"):
         assert outcome.value is not None, outcome.error
         assert talks(outcome.value) == together(LOAD, PREPARE, PLACE)
 
@@ -245,7 +251,7 @@ class Scheduler:
 def test_replicas_are_written_once():
     storage = MemoryStorage()
     state = {"model": {f"w{number}": torch.randn(100, 9) for number in range(7)}, "lr": 0.1}
-    outcomes = rank_threads.try_save(lambda _: storage, [state] * RANKS)
+    outcomes = try_save_on_threads(lambda _: storage, [state] * RANKS)
     reports = [outcome.value for outcome in outcomes if outcome.value is not None]
     assert len(reports) == RANKS
     stored = {path: len(data) for path, data in storage.tree().items() if data is not None}
@@ -257,11 +263,11 @@ def test_replicas_are_written_once():
 
 def test_the_bytes_read_are_those_that_the_storage_gave():
     storage = MemoryStorage()
-    save_small(storage, rank_threads.PATH)
+    save_small(storage, PATH)
     countings = [CountingStorage(storage) for _ in range(RANKS)]
     data = [Counting(counting) for counting in countings]
     states = [rank_state(rank) for rank in range(RANKS)]
-    outcomes = rank_threads.try_load(lambda rank: data[rank], states)
+    outcomes = try_load_on_threads(lambda rank: data[rank], states)
     for rank, outcome in enumerate(outcomes):
         report = outcome.value
         assert report is not None, outcome.error
@@ -288,9 +294,9 @@ def test_the_slowest_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(load, "time", clock_of_ranks())
     storage = MemoryStorage()
     states = [many(2, rank) for rank in range(RANKS)]
-    saved = rank_threads.try_save(lambda _: storage, states)
-    loaded = rank_threads.try_load(lambda _: storage, states)
-    outcomes: list[Outcome[Any]] = [*saved, *loaded]
+    saved = try_save_on_threads(lambda _: storage, states)
+    loaded = try_load_on_threads(lambda _: storage, states)
+    outcomes: list[Outcome] = [*saved, *loaded]
     for outcome in outcomes:
         assert outcome.value is not None, outcome.error
         assert (outcome.value.slowest_rank, outcome.value.slowest_s) == (3, 3.0)
@@ -301,12 +307,12 @@ def test_one_rank_logs_what_the_operation_came_to(caplog: pytest.LogCaptureFixtu
     storage = MemoryStorage()
     states = [many(2, rank) for rank in range(RANKS)]
     with caplog.at_level(logging.INFO, "dist_ckpt"):
-        saved = rank_threads.save(storage, states, step=3)
-        loaded = rank_threads.load(storage, states)
+        saved = save_on_threads(storage, states, step=3)
+        loaded = load_on_threads(storage, states)
     told = [record.getMessage() for record in caplog.records]
     assert [line for line in told if "step 3:" in line] == [
-        f"save {rank_threads.PATH}: {saved}",
-        f"load {rank_threads.PATH}: {loaded}",
+        f"save {PATH}: {saved}",
+        f"load {PATH}: {loaded}",
     ]
 
 

@@ -22,7 +22,6 @@ pytest.importorskip("torch")
 import torch
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned
@@ -30,6 +29,7 @@ from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from ranks import errors_of, load_on_threads, save_on_threads, try_load_on_threads
 from sharded_checkpoints import (
     CUTS,
     RANKS,
@@ -335,7 +335,7 @@ def test_a_file_of_another_save_of_the_same_state_is_reported(
         if "late" in state:
             state["late"] = [1, 2, 4]
     with blocks_of(64):
-        rank_threads.save(LocalStorage(), states, str(tmp_path / "other"), step=5)
+        save_on_threads(LocalStorage(), states, str(tmp_path / "other"), step=5)
     (other,) = (tmp_path / "other").iterdir()
     assert (other / name).stat().st_size == (folder / name).stat().st_size
     shutil.copy(other / name, folder / name)
@@ -478,9 +478,7 @@ def test_on_ranks_all_raise_the_same_error_for_damage_that_one_of_them_reads(mad
     file = made / "optim-00003.safetensors"
     for _ in flipped(file, [file.stat().st_size - 1]):
         states = [rank_state(rank) for rank in range(RANKS)]
-        errors = rank_threads.errors_of(
-            rank_threads.try_load(lambda _: LocalStorage(), states, str(made.parent))
-        )
+        errors = errors_of(try_load_on_threads(lambda _: LocalStorage(), states, str(made.parent)))
         assert {type(error) for error in errors} == {CorruptError}
         assert len({str(error) for error in errors}) == 1
         assert "optim.moment rows 38:40: damaged" in str(errors[0])
@@ -498,8 +496,8 @@ def test_the_error_lists_what_this_rank_has_filled_though_another_met_the_damage
             {"model": {"strided": torch.zeros(9, 4)}},
             {"optim": {"moment": torch.zeros(40, 8)}},
         ]
-        errors = rank_threads.errors_of(
-            rank_threads.try_load(lambda _: LocalStorage(), states, str(made.parent), strict=False)
+        errors = errors_of(
+            try_load_on_threads(lambda _: LocalStorage(), states, str(made.parent), strict=False)
         )
         assert all("model.strided rows 3:4: damaged" in str(error) for error in errors)
         moment = random_tensors()["optim.moment"]
@@ -516,8 +514,8 @@ def test_the_error_lists_names_as_the_state_has_them(made: Path) -> None:
             {"net": {"strided": torch.zeros(9, 4)}},
             {"adam": {"moment": torch.zeros(40, 8)}},
         ]
-        errors = rank_threads.errors_of(
-            rank_threads.try_load(
+        errors = errors_of(
+            try_load_on_threads(
                 lambda _: LocalStorage(),
                 states,
                 str(made.parent),
@@ -552,7 +550,7 @@ def sharded() -> MemoryStorage:
         for r in range(RANKS)
     ]
     with blocks_of(BLOCK):
-        rank_threads.save(storage, states)
+        save_on_threads(storage, states)
     return storage
 
 
@@ -606,7 +604,7 @@ def test_a_load_reads_no_more_than_the_blocks_that_it_needs(
         }
         for box in boxes
     ]
-    outcomes = rank_threads.try_load(
+    outcomes = try_load_on_threads(
         lambda rank: countings[rank],
         states,
         include="model.w",
@@ -628,7 +626,7 @@ def test_holes_between_needed_blocks_are_not_read(sharded: MemoryStorage) -> Non
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     target = Boxes(torch.zeros_like(whole), range(0, ROWS, 8))  # of every second block
     counting = Counting(sharded)
-    rank_threads.load(counting, [{"model": {"w": target}}], include="model.w")
+    load_on_threads(counting, [{"model": {"w": target}}], include="model.w")
     assert torch.equal(torch.cat(target.rows), whole[::8])
     assert sum(counting.nbytes.values()) == ROWS // 8 * BLOCK
 
@@ -636,14 +634,14 @@ def test_holes_between_needed_blocks_are_not_read(sharded: MemoryStorage) -> Non
 def test_a_few_rows_never_cost_a_whole_shard(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
     state = {"model": {"w": dc.LocalShard(torch.zeros(2, 64), (ROWS, COLUMNS), (63, 0))}}
-    rank_threads.load(counting, [state], include="model.w")
+    load_on_threads(counting, [state], include="model.w")
     assert counting.nbytes == {"model-00000.safetensors": BLOCK, "model-00001.safetensors": BLOCK}
 
 
 def test_include_opens_only_the_files_that_it_needs(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
     state: dict[str, Any] = {}
-    rank_threads.load(counting, [state], include="other")
+    load_on_threads(counting, [state], include="other")
     assert state == {"other": {"v": state["other"]["v"]}}
     assert sum(counting.nbytes.values()) == 4 * 4096 * 4
     assert {name for name in counting.opened if name.endswith("safetensors")} == {
@@ -653,7 +651,7 @@ def test_include_opens_only_the_files_that_it_needs(sharded: MemoryStorage) -> N
 
 def test_a_load_of_everything_reads_every_byte_once(sharded: MemoryStorage) -> None:
     counting = Counting(sharded)
-    report = rank_threads.load(counting, [{}])
+    report = load_on_threads(counting, [{}])
     total = 2 * ROWS * COLUMNS * 4 + 4 * 4096 * 4
     assert sum(counting.nbytes.values()) == total == report.nbytes_read
 
@@ -662,13 +660,13 @@ def test_blocks_of_full_size_are_counted_as_well() -> None:
     storage = MemoryStorage()
     shape = (4 * 5120, 512)  # 10 MiB a rank, in blocks of 4 MiB
     parts = [torch.full((5120, 512), float(rank)) for rank in range(RANKS)]
-    rank_threads.save(
+    save_on_threads(
         storage,
         [{"m": {"w": dc.LocalShard(part, shape, (5120 * r, 0))}} for r, part in enumerate(parts)],
     )
     counting = Counting(storage)
     target = torch.zeros(100, 512)
-    rank_threads.load(
+    load_on_threads(
         counting,
         [{"m": {"w": dc.LocalShard(target, shape, (5120 + 2000, 0))}}],
     )

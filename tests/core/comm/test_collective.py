@@ -11,13 +11,9 @@ from dist_ckpt.core.comm.collectives.collective import (
 )
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.errors import RankError
-from dist_ckpt.testing.thread_channel import (
-    ThreadChannel,
-    ThreadCollective,
-    run_ranks,
-    try_ranks,
-)
+from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective
 from exchanges import exchange
+from ranks import run_ranks, try_ranks
 
 
 def test_a_name_tells_the_size_and_differs_with_every_byte():
@@ -45,7 +41,7 @@ def test_thread_ranks_get_the_distinct_bodies_and_rank_0s_data():
         return bodies, collective.broadcast(b"zero" if rank == 0 else None)
 
     expected = (((b"even", (0, 2)), (b"odd", (1, 3))), b"zero")
-    assert run_ranks(4, run) == [expected] * 4
+    assert run_ranks(run, world_size=4, harness="threads") == [expected] * 4
 
 
 def test_thread_ranks_send_bytes_to_each_other_by_tag():
@@ -63,7 +59,7 @@ def test_thread_ranks_send_bytes_to_each_other_by_tag():
         return [bytes(one) for one in found]
 
     expected = [bytes([1, 0] * 3), bytes([1, 1] * 3)], [bytes([0, 0] * 3), bytes([0, 1] * 3)]
-    assert run_ranks(3, run) == [*expected, None]
+    assert run_ranks(run, world_size=3, harness="threads") == [*expected, None]
 
 
 def test_a_thread_rank_that_breaks_off_lets_all_transfers_fail():
@@ -77,7 +73,7 @@ def test_a_thread_rank_that_breaks_off_lets_all_transfers_fail():
             transfer.wait()
         return collective.epoch
 
-    assert run_ranks(3, run) == [0, 0, 1]
+    assert run_ranks(run, world_size=3, harness="threads") == [0, 0, 1]
 
 
 def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
@@ -91,5 +87,10 @@ def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
         channel.leave()
         return collective.epoch, data
 
-    outcomes = try_ranks(3, run, config=Config(heartbeat_timeout_s=1.5, join_timeout_s=30))
+    outcomes = try_ranks(
+        run,
+        world_size=3,
+        harness="threads",
+        config=Config(heartbeat_timeout_s=1.5, join_timeout_s=30),
+    )
     assert [outcome.value for outcome in outcomes] == [(1, b"second")] * 3

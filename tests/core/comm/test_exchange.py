@@ -20,15 +20,9 @@ from dist_ckpt.core.comm.key_value.client_thread import (
 )
 from dist_ckpt.core.comm.messages import NoAnswerError, SecondaryError
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
-from dist_ckpt.testing.thread_channel import (
-    Outcome,
-    ThreadChannel,
-    ThreadCollective,
-    ThreadStore,
-    run_ranks,
-    try_ranks,
-)
+from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import HANG_S, Doc, exchange
+from ranks import Outcome, run_ranks, try_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -73,7 +67,7 @@ def raising(error: BaseException) -> Callable[[], Doc]:
     return work
 
 
-def errors_of(outcomes: Sequence[Outcome[object]]) -> list[BaseException]:
+def errors_of(outcomes: Sequence[Outcome]) -> list[BaseException]:
     """Return what every rank raised; fail if one did not raise."""
     assert all(outcome.error is not None for outcome in outcomes), outcomes
     return [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -83,7 +77,7 @@ def on_ranks(world_size: int, work: Callable[[int], Doc]) -> list[BaseException]
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return ask(channel, lambda: work(rank))
 
-    return errors_of(try_ranks(world_size, run))
+    return errors_of(try_ranks(run, world_size=world_size, harness="threads"))
 
 
 # --- what is decided ---------------------------------------------------------------------------
@@ -93,7 +87,7 @@ def test_every_rank_returns_what_was_decided_on_all_payloads_in_rank_order():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return ask(channel, lambda: {"rank": rank}, lambda payloads: [p["rank"] for p in payloads])
 
-    assert run_ranks(4, run) == [[0, 1, 2, 3]] * 4
+    assert run_ranks(run, world_size=4, harness="threads") == [[0, 1, 2, 3]] * 4
 
 
 def test_only_the_coordinator_decides():
@@ -102,7 +96,7 @@ def test_only_the_coordinator_decides():
         ask(channel, decide=lambda _: decided.append(rank))
         return bool(decided)
 
-    assert run_ranks(3, run) == [True, False, False]
+    assert run_ranks(run, world_size=3, harness="threads") == [True, False, False]
 
 
 def test_an_operation_is_any_number_of_exchanges():
@@ -115,7 +109,7 @@ def test_an_operation_is_any_number_of_exchanges():
             channel.leave()
         return sums
 
-    assert run_ranks(3, run) == [[0, 0, 0, 3, 3, 3, 6, 6, 6]] * 3
+    assert run_ranks(run, world_size=3, harness="threads") == [[0, 0, 0, 3, 3, 3, 6, 6, 6]] * 3
 
 
 def test_documents_may_be_larger_than_one_value_of_a_store():
@@ -124,7 +118,7 @@ def test_documents_may_be_larger_than_one_value_of_a_store():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return ask(channel, lambda: body if rank == 1 else b"", b"".join) == body
 
-    assert run_ranks(2, run) == [True, True]
+    assert run_ranks(run, world_size=2, harness="threads") == [True, True]
 
 
 @pytest.mark.parametrize("value", [1j, 1 << 70, object()])
@@ -138,7 +132,9 @@ def test_a_decision_that_is_no_document_is_a_type_error_on_all_ranks():
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return ask(channel, decide=lambda _: object())
 
-    assert [type(error) for error in errors_of(try_ranks(2, run))] == [TypeError] * 2
+    assert [
+        type(error) for error in errors_of(try_ranks(run, world_size=2, harness="threads"))
+    ] == [TypeError] * 2
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -187,7 +183,7 @@ def test_where_an_error_happened_is_told_once_however_far_it_travels():
         finally:
             channel.leave()
 
-    for error in errors_of(try_ranks(3, run)):
+    for error in errors_of(try_ranks(run, world_size=3, harness="threads")):
         assert str(error).startswith("rank 1 (host thread-1): bad")
         assert str(error).count("host") == 1
 
@@ -217,7 +213,7 @@ def test_an_error_in_deciding_is_raised_by_all_and_blames_no_rank(kind):
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return ask(channel, decide=decide)
 
-    for error in errors_of(try_ranks(3, run)):
+    for error in errors_of(try_ranks(run, world_size=3, harness="threads")):
         assert type(error) is kind
         assert str(error) == "the paths differ"
 
@@ -229,7 +225,7 @@ def test_an_interrupt_of_the_coordinator_while_it_decides_is_told_to_the_others(
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return ask(channel, decide=decide)
 
-    raised = errors_of(try_ranks(2, run))
+    raised = errors_of(try_ranks(run, world_size=2, harness="threads"))
     assert [type(error) for error in raised] == [KeyboardInterrupt, RankError]
 
 
@@ -257,7 +253,9 @@ def test_an_error_is_told_while_others_still_work_and_they_are_told_it_when_they
         return type(caught.value), str(caught.value), ask(channel, lambda: rank, sum)
 
     message = f"rank {failing} (host thread-{failing}): the disk is full"
-    assert run_ranks(3, run) == [(errors.StorageError, message, 3)] * 3
+    assert (
+        run_ranks(run, world_size=3, harness="threads") == [(errors.StorageError, message, 3)] * 3
+    )
 
 
 def test_what_a_rank_has_touched_is_told_there_though_the_answer_came_before():
@@ -278,7 +276,7 @@ def test_what_a_rank_has_touched_is_told_there_though_the_answer_came_before():
         told.set()
         return caught.value.rank, caught.value.touched
 
-    assert run_ranks(2, run) == [
+    assert run_ranks(run, world_size=2, harness="threads") == [
         (0, ("both", "only on 0")),
         (0, ("both", "only on 0", "only on 1")),
     ]
@@ -299,7 +297,7 @@ def test_a_fallout_waits_for_the_error_that_has_brought_it_about():
         finally:
             channel.leave()
 
-    for error in errors_of(try_ranks(3, run)):
+    for error in errors_of(try_ranks(run, world_size=3, harness="threads")):
         assert type(error) is ValueError
         assert str(error).startswith("rank 1 (host thread-1): the cause (also failed: ranks 0")
 
@@ -315,7 +313,7 @@ def test_an_error_in_the_first_exchange_waits_for_all_so_that_each_knows_which_c
             ask(channel, describe, what="save to a")
         return ask(channel, lambda: rank, sum, what="save to b")
 
-    assert run_ranks(2, run) == [1, 1]
+    assert run_ranks(run, world_size=2, harness="threads") == [1, 1]
 
 
 def test_after_an_error_the_ranks_go_on_with_the_next_operation():
@@ -324,7 +322,7 @@ def test_after_an_error_the_ranks_go_on_with_the_next_operation():
             ask(channel, raising(ValueError("bad")) if rank == 1 else int)
         return ask(channel, lambda: rank, sum)
 
-    assert run_ranks(3, run) == [3, 3, 3]
+    assert run_ranks(run, world_size=3, harness="threads") == [3, 3, 3]
 
 
 # --- ranks that are late, absent, gone, dead ---------------------------------------------------
@@ -334,7 +332,7 @@ def test_a_rank_that_never_enters_is_named_by_all_others_with_what_to_look_for()
     def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
         return None if rank == 2 else ask(channel, what="save to /ck")
 
-    outcomes = try_ranks(4, run, config=HASTY)
+    outcomes = try_ranks(run, world_size=4, harness="threads", config=HASTY)
     for error in errors_of([outcomes[0], outcomes[1], outcomes[3]]):
         assert type(error) is RankError
         assert error.rank == 2
@@ -347,7 +345,7 @@ def test_a_warning_names_the_absent_once_before_the_time_is_up(caplog):
         return ask(channel) if rank == 0 else None
 
     with caplog.at_level(logging.WARNING, "dist_ckpt"):
-        try_ranks(3, run, config=HASTY)
+        try_ranks(run, world_size=3, harness="threads", config=HASTY)
     assert [record.getMessage()[:30] for record in caplog.records] == [
         "ranks 1-2 did not call save: r"
     ]
@@ -365,7 +363,7 @@ def test_a_rank_that_comes_late_gets_the_error_of_the_others():
             if rank != 2:
                 given_up.wait(HANG_S)
 
-    raised = errors_of(try_ranks(3, run, config=HASTY))
+    raised = errors_of(try_ranks(run, world_size=3, harness="threads", config=HASTY))
     assert [type(error) for error in raised] == [RankError] * 3
     assert len({str(error) for error in raised}) == 1
 
@@ -387,7 +385,7 @@ def test_a_call_by_rank_0_alone_does_not_spoil_the_next_call_by_all(what, order)
         threading.Timer(0.01, turns[place + 1].set).start()
         return ask(channel, lambda: rank, sum, what=f"save to {what}")
 
-    assert run_ranks(3, run, config=HASTY) == [3, 3, 3]
+    assert run_ranks(run, world_size=3, harness="threads", config=HASTY) == [3, 3, 3]
 
 
 @pytest.mark.slow
@@ -405,7 +403,7 @@ def test_after_a_call_by_some_alone_they_may_come_late_to_the_next_call(early):
         return ask(channel, lambda: rank, sum, what="save to b")
 
     config = Config(heartbeat_timeout_s=5.0, join_timeout_s=8.0, join_warning_s=4.0)
-    assert run_ranks(3, run, config=config) == [3, 3, 3]
+    assert run_ranks(run, world_size=3, harness="threads", config=config) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("what", ["the same path", "another path"])
@@ -424,7 +422,7 @@ def test_a_call_by_all_but_rank_0_does_not_spoil_the_next_call_by_all(what, firs
             entered.wait(HANG_S)
         return ask(channel, lambda: rank, sum, what=f"save to {what}")
 
-    assert run_ranks(3, run, config=HASTY) == [3, 3, 3]
+    assert run_ranks(run, world_size=3, harness="threads", config=HASTY) == [3, 3, 3]
 
 
 def test_rank_0_that_comes_too_late_is_told_who_has_given_its_call_up():
@@ -439,7 +437,7 @@ def test_rank_0_that_comes_too_late_is_told_who_has_given_its_call_up():
             alone.wait(HANG_S)
         return str(raised.value)
 
-    told, given_up = run_ranks(2, run, config=HASTY)
+    told, given_up = run_ranks(run, world_size=2, harness="threads", config=HASTY)
     assert told == given_up
     assert str(told).startswith("rank 0 did not call save to /ck: rank 1 (host ")
 
@@ -455,7 +453,7 @@ def test_ranks_in_different_calls_are_named_beside_one_that_never_came():
         finally:
             channel.leave()
 
-    raised = errors_of(try_ranks(3, run, config=HASTY)[:2])
+    raised = errors_of(try_ranks(run, world_size=3, harness="threads", config=HASTY)[:2])
     assert str(raised[0]) == str(raised[1])
     assert str(raised[0]).startswith(
         "the ranks of the group are in different calls: rank 0 (host thread-0): save to /a, phase "
@@ -476,7 +474,7 @@ def test_ranks_that_part_within_an_operation_are_told_so_and_can_go_on():
             channel.leave()
         return ask(channel, lambda: rank, sum)
 
-    assert run_ranks(3, run) == [3, 3, 3]
+    assert run_ranks(run, world_size=3, harness="threads") == [3, 3, 3]
 
 
 def test_a_rank_that_leaves_between_two_exchanges_is_named_at_once():
@@ -493,7 +491,7 @@ def test_a_rank_that_leaves_between_two_exchanges_is_named_at_once():
             channel.leave()
             done.wait(HANG_S)
 
-    outcomes = try_ranks(3, run)
+    outcomes = try_ranks(run, world_size=3, harness="threads")
     for error in errors_of([outcomes[0], outcomes[2]]):
         assert type(error) is RankError
         assert error.rank == 1
@@ -513,7 +511,7 @@ def test_a_coordinator_that_leaves_leaves_no_answer():
             channel.leave()
             done.wait(HANG_S)
 
-    for error in errors_of(try_ranks(3, run)[1:]):
+    for error in errors_of(try_ranks(run, world_size=3, harness="threads")[1:]):
         assert isinstance(error, NoAnswerError)
         assert error.rank == 0
         assert "rank 0 (host thread-0) is no longer taking part" in str(error)
@@ -541,7 +539,7 @@ def test_an_unanswered_envelope_is_withdrawn_and_deleted_when_a_later_one_is_ans
             left.wait(HANG_S)
             ask(channel)
 
-    run_ranks(2, run)
+    run_ranks(run, world_size=2, harness="threads")
     keys = store.keys()
     assert not [key for key in keys if "write" in key]
 
@@ -551,7 +549,7 @@ def test_a_rank_whose_process_has_ended_is_named_at_once():
         ask(channel)
         return None if rank == 1 else ask(channel)
 
-    outcomes = try_ranks(3, run)
+    outcomes = try_ranks(run, world_size=3, harness="threads")
     for error in errors_of([outcomes[0], outcomes[2]]):
         assert "rank 1 (host thread-1) has ended" in str(error)
 
@@ -602,7 +600,7 @@ def test_a_rank_whose_heartbeat_stops_is_dead_after_silence_s(silent):
             mine.fail = freeze
             return None
 
-    outcomes = try_ranks(3, run)
+    outcomes = try_ranks(run, world_size=3, harness="threads")
     for error in errors_of([outcomes[rank] for rank in range(3) if rank != silent]):
         assert isinstance(error, RankError)
         assert error.rank == silent
@@ -618,7 +616,7 @@ def test_a_rank_that_works_longer_than_every_deadline_is_only_slow():
         return ask(channel, work, sum)
 
     config = Config(heartbeat_timeout_s=5.0, join_timeout_s=5.0, join_warning_s=5.0)
-    assert run_ranks(3, run, config=config) == [3, 3, 3]
+    assert run_ranks(run, world_size=3, harness="threads", config=config) == [3, 3, 3]
 
 
 # --- the store ---------------------------------------------------------------------------------
@@ -637,7 +635,7 @@ def test_a_lost_store_is_told_with_what_to_look_for():
             mine.fail = lose
             return ask(channel)
 
-    for error in errors_of(try_ranks(2, run)):
+    for error in errors_of(try_ranks(run, world_size=2, harness="threads")):
         assert isinstance(error, NoAnswerError)
         assert "key-value store is gone or cut off (ConnectionResetError: broken pipe)" in str(
             error
@@ -662,7 +660,7 @@ def test_a_store_that_does_not_answer_is_lost_after_silence_s():
                 told.wait(HANG_S)
                 thawed.set()
 
-    for error in errors_of(try_ranks(2, run)):
+    for error in errors_of(try_ranks(run, world_size=2, harness="threads")):
         assert isinstance(error, NoAnswerError)
         assert "no answer for 5 s" in str(error)
 
@@ -675,7 +673,9 @@ def test_what_an_earlier_start_left_in_the_store_is_not_seen():
             with closing(ThreadChannel(store, rank, 2)) as channel:
                 return [ask(channel, lambda: start + rank, sum) for _ in range(start + 1)]
 
-        assert run_ranks(2, run) == [[2 * start + 1] * (start + 1)] * 2
+        assert (
+            run_ranks(run, world_size=2, harness="threads") == [[2 * start + 1] * (start + 1)] * 2
+        )
 
 
 def test_an_answer_to_somebody_else_is_never_taken_for_success():
@@ -685,7 +685,7 @@ def test_an_answer_to_somebody_else_is_never_taken_for_success():
         with closing(ThreadChannel(store, rank, 2)) as channel:
             return ask(channel, lambda: rank, sum)
 
-    run_ranks(2, run)
+    run_ranks(run, world_size=2, harness="threads")
     store.set("2/1/1/answer", store.get("1/1/1/answer"))
     with (
         closing(ThreadChannel(store, 1, 2)) as late,
@@ -708,7 +708,7 @@ def test_thousands_of_exchanges_do_not_grow_the_store():
                 sizes.append(len(store.keys()))
         channel.close()
 
-    run_ranks(3, run)
+    run_ranks(run, world_size=3, harness="threads")
     assert len(sizes) == 2
     assert max(sizes) < 50
 
@@ -723,7 +723,7 @@ def test_failed_operations_do_not_grow_the_store():
                 ask(channel, raising(ValueError("bad")) if rank else int)
         channel.close()
 
-    run_ranks(2, run)
+    run_ranks(run, world_size=2, harness="threads")
     assert len(store.keys()) < 20
 
 

@@ -79,4 +79,6 @@ def test_a_store_that_is_bound_as_shown_listens_there_alone(tmp_path: Path) -> N
     (block,) = blocks
     code = re.sub(r"^  ", "", block, flags=re.M).replace('"nccl"', '"gloo"')
     args = (str(tmp_path), free_port(), code)
-    assert run_ranks(2, save_over_a_bound_store, *args, store=None) == [[True, False]] * 2
+    assert (
+        run_ranks(save_over_a_bound_store, *args, world_size=2, store=None) == [[True, False]] * 2
+    )

@@ -8,14 +8,9 @@ from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.testing.thread_channel import (
-    ThreadChannel,
-    ThreadCollective,
-    ThreadStore,
-    run_ranks,
-    try_ranks,
-)
+from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import exchange
+from ranks import run_ranks, try_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +95,7 @@ def test_an_operation_is_left_also_after_an_error():
         with session.operation("save"):
             return exchange(channel, "agree", lambda: rank, sum)
 
-    assert run_ranks(2, run) == [1, 1]
+    assert run_ranks(run, world_size=2, harness="threads") == [1, 1]
 
 
 def test_an_operation_is_left_also_if_an_interrupt_meets_its_end(monkeypatch):
@@ -126,7 +121,7 @@ def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():
         session.collectives_group.renew(3)
         return collective.epoch
 
-    outcomes = try_ranks(2, run)
+    outcomes = try_ranks(run, world_size=2, harness="threads")
     assert [outcome.value for outcome in outcomes] == [3, 3]
 
 

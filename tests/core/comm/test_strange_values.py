@@ -33,9 +33,10 @@ from dist_ckpt.core.comm.messages import (
 )
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
-from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore, try_ranks
+from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import HANG_S, Doc, exchange
 from long_mode import IS_LONG, MANY_EXAMPLES
+from ranks import try_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -179,7 +180,7 @@ def agree_twice(store: ThreadStore) -> list[BaseException | None]:
             finally:
                 channel.leave()
 
-    return [outcome.error for outcome in try_ranks(3, run)]
+    return [outcome.error for outcome in try_ranks(run, world_size=3, harness="threads")]
 
 
 REMEDY = "Use the same version of dist_ckpt on all ranks"
@@ -231,7 +232,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
                 has_failed.set()
                 channel.leave()
 
-    outcomes = try_ranks(2, run)
+    outcomes = try_ranks(run, world_size=2, harness="threads")
     error = outcomes[1 - owner].error
     assert isinstance(error, RankError)
     assert error.rank == owner
@@ -252,7 +253,7 @@ def test_ranks_that_count_another_start_are_named_with_the_remedy():
             finally:
                 channel.leave()
 
-    for rank, outcome in enumerate(try_ranks(2, run)):
+    for rank, outcome in enumerate(try_ranks(run, world_size=2, harness="threads")):
         assert isinstance(outcome.error, RankError)
         assert f"rank {1 - rank} cannot be met by rank {rank}" in str(outcome.error)
         assert "Give every start a store of its own" in str(outcome.error)

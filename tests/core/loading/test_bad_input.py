@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from ranks import errors_of, save_on_threads, try_save_on_threads
 
 # The verbs that the last part of a message, its remedy, has one of.
 REMEDY = re.compile(
@@ -477,15 +477,15 @@ def test_unequal_replicas_are_refused_by_name_and_rank(what: str) -> None:
     states: list[dict[str, Any]] = [
         {"model": {"b": torch.ones(300), "c": torch.ones(3)}, "epoch": 3} for _ in range(3)
     ]
-    rank_threads.save(storage, states, "/old")
+    save_on_threads(storage, states, "/old")
     before = storage.tree()
     if what == "epoch":
         states[2]["epoch"] = 4
     else:
         states[2]["model"]["b"][17] = 5
     for path, options in (("/new", {}), ("/old", {"overwrite": True})):
-        outcomes = rank_threads.try_save(lambda _: storage, states, path, **options)
-        errors = rank_threads.errors_of(outcomes)
+        outcomes = try_save_on_threads(lambda _: storage, states, path, **options)
+        errors = errors_of(outcomes)
         assert {type(error) for error in errors} == {ValueError}
         for error in errors:
             assert f"{what}" in str(error)

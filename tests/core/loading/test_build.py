@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.checkpoint import open_checkpoint
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import build as building
 from dist_ckpt.core.shard_io.read.open_files import read_objects
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import errors_of, try_ranks
 
 
 class Ddl(nn.Module):
@@ -182,7 +182,7 @@ def build_as_ranks(path: Path, tables: list[Any], monkeypatch: pytest.MonkeyPatc
         return model
 
     monkeypatch.setattr(building, "session_of", lambda group: group)
-    return try_ranks(len(tables), build)
+    return try_ranks(build, world_size=len(tables), harness="threads")
 
 
 def test_all_ranks_build_or_none_does(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +192,9 @@ def test_all_ranks_build_or_none_does(path: Path, monkeypatch: pytest.MonkeyPatc
     done = build_as_ranks(path, [{"ddl": Ddl}, {"ddl": Ddl}], monkeypatch)
     assert [one.error for one in done] == [None, None]
     assert all(same(one.value, trained()) for one in done)
-    for error in rank_threads.errors_of(
-        build_as_ranks(path, [{"ddl": Ddl}, {"ddl": fails}], monkeypatch)
-    ):
+    for error in errors_of(build_as_ranks(path, [{"ddl": Ddl}, {"ddl": fails}], monkeypatch)):
         assert "no room" in str(error)
-    for error in rank_threads.errors_of(
+    for error in errors_of(
         build_as_ranks(path, [{"ddl": Ddl}, {"ddl": Ddl, "b": Ddl}], monkeypatch)
     ):
         assert "the ranks call build with different kinds" in str(error)

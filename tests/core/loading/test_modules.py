@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from ranks import load_on_threads, save_on_threads
 
 
 @pytest.fixture
@@ -497,23 +497,23 @@ def stages_of(model: nn.Sequential) -> list[Any]:
 
 def test_stages_on_several_ranks_are_one_model(storage: MemoryStorage) -> None:
     model, other, whole = net(0), net(1), net(2)
-    rank_threads.save(storage, stages_of(model))
-    rank_threads.load(storage, stages_of(other))
-    rank_threads.load(storage, [{"model": whole}])
+    save_on_threads(storage, stages_of(model))
+    load_on_threads(storage, stages_of(other))
+    load_on_threads(storage, [{"model": whole}])
     assert are_alike(other, model)
     assert are_alike(whole, model)
     # And back: each stage is a part of what one rank has saved.
-    rank_threads.save(storage, [{"model": net(3)}], path="/runs/whole")
-    rank_threads.load(storage, stages_of(other), path="/runs/whole")
+    save_on_threads(storage, [{"model": net(3)}], path="/runs/whole")
+    load_on_threads(storage, stages_of(other), path="/runs/whole")
     assert are_alike(other, net(3))
 
 
 def test_names_of_no_stage_on_any_rank_are_unexpected(storage: MemoryStorage) -> None:
-    rank_threads.save(storage, [{"model": nn.ModuleList([*net(0), nn.Linear(2, 2)])}])
+    save_on_threads(storage, [{"model": nn.ModuleList([*net(0), nn.Linear(2, 2)])}])
     with pytest.raises(
         dc.IncompatibleError, match=r"ask for 2 names: model\.3\.weight, model\.3\.b"
     ):
-        rank_threads.load(storage, stages_of(net(1)))
+        load_on_threads(storage, stages_of(net(1)))
 
 
 def test_a_list_that_is_one_model_on_one_rank_and_several_on_another_is_refused(
@@ -522,7 +522,7 @@ def test_a_list_that_is_one_model_on_one_rank_and_several_on_another_is_refused(
     states = [{"model": parts_of(net(0))}, {"model": [net(0), net(1)]}]
     problem = r"model: dict on rank 0, list on rank 1: .*list of modules counts as one dict where"
     with pytest.raises(ValueError, match=problem):
-        rank_threads.save(storage, states)
-    rank_threads.save(storage, stages_of(net(0)))
+        save_on_threads(storage, states)
+    save_on_threads(storage, stages_of(net(0)))
     with pytest.raises(dc.IncompatibleError, match=r"lacks 9 names: model\.1\.0\.weight.*rank 1"):
-        rank_threads.load(storage, states)
+        load_on_threads(storage, states)

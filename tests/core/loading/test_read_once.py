@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.comm.collectives import host_links
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
@@ -32,9 +31,9 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadCollective, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadCollective
 from long_mode import examples
-from rank_threads import PATH, errors_of, try_load
+from ranks import PATH, errors_of, save_on_threads, try_load_on_threads, try_ranks
 from sharded_checkpoints import (
     Counting,
     blocks_of,
@@ -118,7 +117,7 @@ class Hosts:
 def test_each_host_fetches_what_is_stored_once(tree, mode, hosts, times):
     at = Hosts(MemoryStorage(tree), hosts)
     states = [whole_state() for _ in range(4)]
-    reports = loaded(try_load(at, states, hosts=hosts, read_once=mode, strict=False))
+    reports = loaded(try_load_on_threads(at, states, hosts=hosts, read_once=mode, strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert at.fetched() == {host: n * STORED_NBYTES for host, n in times.items()}
     assert sum(report.nbytes_read for report in reports) == sum(at.fetched().values())
@@ -131,7 +130,7 @@ def test_each_host_fetches_what_is_stored_once(tree, mode, hosts, times):
 def test_in_a_job_all_that_is_stored_is_fetched_once(tree, hosts):
     at = Hosts(MemoryStorage(tree), hosts)
     states = [whole_state() for _ in range(4)]
-    reports = loaded(try_load(at, states, hosts=hosts, read_once="job", strict=False))
+    reports = loaded(try_load_on_threads(at, states, hosts=hosts, read_once="job", strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert sum(at.fetched().values()) == STORED_NBYTES
     assert {report.job_nbytes_read for report in reports} == {STORED_NBYTES}
@@ -143,7 +142,7 @@ def test_in_a_job_all_that_is_stored_is_fetched_once(tree, hosts):
 def test_rows_that_become_columns_are_fetched_once(tree, mode, times):
     at = Hosts(MemoryStorage(tree), TWO_HOSTS)
     states = [column_state(rank) for rank in range(4)]
-    loaded(try_load(at, states, hosts=TWO_HOSTS, read_once=mode, strict=False))
+    loaded(try_load_on_threads(at, states, hosts=TWO_HOSTS, read_once=mode, strict=False))
     for rank, state in enumerate(states):
         columns = slice(2 * rank, 2 * rank + 2)
         assert torch.equal(state["model"]["w"].tensor, WHOLE["model.w"][:, columns])
@@ -158,7 +157,9 @@ def test_rows_that_become_columns_are_fetched_once(tree, mode, times):
 def test_the_ranks_of_a_host_fetch_about_the_same(tree):
     at = Hosts(MemoryStorage(tree), ["0", "1", "2", "3"])
     states = [whole_state() for _ in range(4)]
-    reports = loaded(try_load(at, states, hosts=ONE_HOST, read_once="host", strict=False))
+    reports = loaded(
+        try_load_on_threads(at, states, hosts=ONE_HOST, read_once="host", strict=False)
+    )
     nbytes = [report.nbytes_read for report in reports]
     assert max(nbytes) - min(nbytes) <= STORED_NBYTES / 4
 
@@ -173,7 +174,7 @@ def test_ranks_that_want_different_things_or_nothing_get_what_they_want(tree, mo
     ]
     at = Hosts(MemoryStorage(tree), TWO_HOSTS)
     options: dict[str, Any] = {"read_once": mode, "strict": False, "exclude": "*.flat"}
-    loaded(try_load(at, states, hosts=TWO_HOSTS, **options))
+    loaded(try_load_on_threads(at, states, hosts=TWO_HOSTS, **options))
     for rank in (0, 2):
         assert torch.equal(states[rank]["model"]["w"], WHOLE["model.w"])
     assert torch.equal(states[2]["model"]["bias"], WHOLE["model.bias"])
@@ -190,7 +191,7 @@ MANY = {f"t{n:03}": torch.tensor([n, -n, 0.5]) for n in range(100)}
 def many() -> dict[str, bytes | None]:
     """Return a hundred tensors, each smaller than a block."""
     storage = MemoryStorage({"/runs": None})
-    rank_threads.save(storage, [{"model": MANY}])
+    save_on_threads(storage, [{"model": MANY}])
     return storage.tree()
 
 
@@ -200,7 +201,7 @@ def test_many_small_tensors_in_a_row_are_shared_too(many, mode):
     states = [{"model": {name: torch.zeros(3) for name in ours}} for ours in names]
     states[1]["model"]["t095"] = dc.LocalShard(torch.zeros(1), (3,), (2,))  # type: ignore[assignment]
     at = Hosts(MemoryStorage(many), TWO_HOSTS)
-    loaded(try_load(at, states, hosts=TWO_HOSTS, read_once=mode, strict=False))
+    loaded(try_load_on_threads(at, states, hosts=TWO_HOSTS, read_once=mode, strict=False))
     assert torch.equal(states[1]["model"].pop("t095").tensor, MANY["t095"][2:])  # type: ignore[attr-defined]
     for state in states:
         assert all(torch.equal(found, MANY[name]) for name, found in state["model"].items())
@@ -213,7 +214,9 @@ def test_many_small_tensors_in_a_row_are_shared_too(many, mode):
 def test_damage_of_one_of_many_small_tensors_is_named_on_all_ranks(many, mode):
     storage = damaged(many, "model", -30)
     states = [whole_state() for _ in range(4)]
-    outcomes = try_load(lambda _: storage, states, hosts=TWO_HOSTS, read_once=mode, strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: storage, states, hosts=TWO_HOSTS, read_once=mode, strict=False
+    )
     for error in errors_of(outcomes):
         assert isinstance(error, CorruptError)
         assert "model.t097 rows 0:3: damaged" in str(error)
@@ -223,7 +226,7 @@ def test_with_check_first_all_is_fetched_twice(tree):
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
     options: dict[str, Any] = {"read_once": "host", "strict": False, "check_first": True}
-    loaded(try_load(at, states, hosts=ONE_HOST, **options))
+    loaded(try_load_on_threads(at, states, hosts=ONE_HOST, **options))
     assert all(values_equal(state, WHOLE) for state in states)
     assert at.fetched() == {"a": 2 * STORED_NBYTES}
 
@@ -232,14 +235,14 @@ def test_files_that_are_not_kept_open_are_shared_too(tree, monkeypatch):
     monkeypatch.setattr("dist_ckpt.core.shard_io.read.open_files.MAX_OPEN", 1)
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
-    loaded(try_load(at, states, hosts=ONE_HOST, read_once="host", strict=False))
+    loaded(try_load_on_threads(at, states, hosts=ONE_HOST, read_once="host", strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert at.fetched() == {"a": STORED_NBYTES}
 
 
 def test_ranks_that_share_nothing_meet_no_more_often_than_without_sharing(tree):
     outcomes = [
-        try_load(
+        try_load_on_threads(
             lambda _: MemoryStorage(tree),
             [whole_state() for _ in range(4)],
             hosts=hosts,
@@ -257,7 +260,7 @@ def test_a_rank_that_shares_nothing_takes_no_memory_for_it(tree, monkeypatch, ca
     at = Hosts(MemoryStorage(tree), ["a", "a", "b"])
     states = [whole_state() for _ in range(3)]
     with caplog.at_level(logging.WARNING):
-        loaded(try_load(at, states, hosts=at.names, strict=False))
+        loaded(try_load_on_threads(at, states, hosts=at.names, strict=False))
     assert at.fetched() == {"a": STORED_NBYTES, "b": STORED_NBYTES}
     assert len(memories) == 2
     assert not [record for record in caplog.records if "share memory" in record.getMessage()]
@@ -290,7 +293,7 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     whole = {name: torch.randn(shape) for name in sorted(names)}
     path = next(SMALL_PATHS)
     with blocks_of(64):
-        rank_threads.save(SMALL, [{"model": whole}], path)
+        save_on_threads(SMALL, [{"model": whole}], path)
     num_ranks = data.draw(st.integers(2, 4))
     hosts = [data.draw(st.sampled_from("ab")) for _ in range(num_ranks)]
     boxes = [{name: data.draw(box(shape)) for name in whole} for _ in range(num_ranks)]
@@ -307,7 +310,11 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     with pytest.MonkeyPatch.context() as patch:
         for module in (read_sharing, shared_read_group):
             patch.setattr(module, "SHARED_RANGE_NBYTES", 128)
-        loaded(try_load(lambda _: SMALL, states, path, hosts=hosts, read_once=mode, strict=False))
+        loaded(
+            try_load_on_threads(
+                lambda _: SMALL, states, path, hosts=hosts, read_once=mode, strict=False
+            )
+        )
     for state, parts in zip(states, boxes, strict=True):
         for name, shard in state["model"].items():
             (row, column), (rows, columns) = parts[name]
@@ -326,7 +333,7 @@ def box(draw: st.DrawFn, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple
 def test_what_is_handed_on_in_a_second_load_is_not_what_was_in_the_first(tree):
     first, second = MemoryStorage(tree), MemoryStorage({"/runs": None})
     other = WHOLE["model.w"] + 1
-    rank_threads.save(second, [{"model": {"w": other}}])
+    save_on_threads(second, [{"model": {"w": other}}])
 
     def load_thrice(rank: int, channel: Any, bulk: Any) -> list[Any]:
         session = Session(channel, bulk, TEST_CONFIG)
@@ -336,7 +343,7 @@ def test_what_is_handed_on_in_a_second_load_is_not_what_was_in_the_first(tree):
             load.load_together(session, state, PATH, options, storage)
         return [state["model"]["w"] for state in states]
 
-    for tensors in loaded(try_ranks(4, load_thrice, hosts=ONE_HOST)):
+    for tensors in loaded(try_ranks(load_thrice, world_size=4, harness="threads", hosts=ONE_HOST)):
         for tensor, expected in zip(
             tensors, (WHOLE["model.w"], other, WHOLE["model.w"]), strict=True
         ):
@@ -360,7 +367,9 @@ def damaged(tree: dict[str, bytes | None], component: str, at: int) -> MemorySto
 def test_a_damaged_block_is_named_on_all_ranks(tree, mode, hosts):
     storage = damaged(tree, "optim", -1)
     states = [whole_state() for _ in range(4)]
-    outcomes = try_load(lambda _: storage, states, hosts=hosts, read_once=mode, strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: storage, states, hosts=hosts, read_once=mode, strict=False
+    )
     for error in errors_of(outcomes):
         assert type(error) is CorruptError
         assert "optim.moment rows 12:13: damaged" in str(error)
@@ -389,7 +398,9 @@ def test_what_arrives_damaged_from_another_host_is_not_taken_for_checked(tree, m
     monkeypatch.setattr(ThreadCollective, "receive", flip)
     states = [whole_state() for _ in range(4)]
     storage = MemoryStorage(tree)
-    outcomes = try_load(lambda _: storage, states, hosts=TWO_HOSTS, read_once="job", strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: storage, states, hosts=TWO_HOSTS, read_once="job", strict=False
+    )
     for error in errors_of(outcomes):
         assert isinstance(error, RankError)
         assert "arrived damaged" in str(error)
@@ -402,7 +413,9 @@ def test_what_a_rank_has_filled_before_the_damage_is_told_as_touched(tree, mode)
         {"optim": {"moment": torch.full((40, 8), torch.nan)}, "model": {"w": torch.zeros(40, 8)}}
         for _ in range(4)
     ]
-    outcomes = try_load(lambda _: storage, states, hosts=TWO_HOSTS, read_once=mode, strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: storage, states, hosts=TWO_HOSTS, read_once=mode, strict=False
+    )
     for error, state in zip(errors_of(outcomes), states, strict=True):
         assert isinstance(error, CorruptError)
         if not state["optim"]["moment"].isnan().all():
@@ -421,7 +434,9 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
 
     monkeypatch.setattr(shared_read, "read_shared", fail)
     states = [whole_state() for _ in range(4)]
-    outcomes = try_load(lambda _: MemoryStorage(tree), states, hosts=ONE_HOST, strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: MemoryStorage(tree), states, hosts=ONE_HOST, strict=False
+    )
     for rank, error in enumerate(errors_of(outcomes)):
         assert isinstance(error, CorruptError)
         assert set(error.touched) == {"model.on 2", f"model.on {rank}"}
@@ -438,7 +453,9 @@ def test_a_rank_that_reads_alone_and_fails_of_its_storage_tells_what_it_has_fill
 
     monkeypatch.setattr(BlockReader, "run", fail)
     states = [whole_state() for _ in range(2)]
-    outcomes = try_load(lambda _: MemoryStorage(tree), states, read_once="off", strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: MemoryStorage(tree), states, read_once="off", strict=False
+    )
     for rank, error in enumerate(errors_of(outcomes)):
         assert isinstance(error, CorruptError)
         assert set(error.touched) == {"rank 0", f"rank {rank}"}
@@ -449,7 +466,7 @@ def test_with_check_first_damage_is_found_before_anything_is_touched(tree, mode)
     storage = damaged(tree, "optim", -1)
     states = [{"optim": {"moment": torch.full((40, 8), torch.nan)}} for _ in range(4)]
     options: dict[str, Any] = {"read_once": mode, "strict": False, "check_first": True}
-    outcomes = try_load(lambda _: storage, states, hosts=TWO_HOSTS, **options)
+    outcomes = try_load_on_threads(lambda _: storage, states, hosts=TWO_HOSTS, **options)
     for error, state in zip(errors_of(outcomes), states, strict=True):
         assert isinstance(error, CorruptError)
         assert error.touched == ()
@@ -460,7 +477,7 @@ def test_without_verify_damage_is_handed_on_as_it_is(tree):
     storage = damaged(tree, "optim", -1)
     states = [{"optim": {"moment": torch.zeros(40, 8)}} for _ in range(4)]
     options: dict[str, Any] = {"read_once": "host", "strict": False, "verify": False}
-    loaded(try_load(lambda _: storage, states, hosts=ONE_HOST, **options))
+    loaded(try_load_on_threads(lambda _: storage, states, hosts=ONE_HOST, **options))
     for state in states:
         differing = (state["optim"]["moment"] != WHOLE["optim.moment"]).nonzero()
         assert differing.tolist() == [[12, 7]]
@@ -471,7 +488,7 @@ def test_without_verify_damage_is_handed_on_as_it_is(tree):
 def test_a_failed_read_is_told_to_all_wherever_it_is(tree, mode, hosts, failing):
     inner = MemoryStorage(tree)
     whole = FaultyStorage(inner)
-    outcomes = try_load(
+    outcomes = try_load_on_threads(
         lambda rank: whole if rank == failing else inner,
         [whole_state() for _ in range(4)],
         hosts=hosts,
@@ -482,7 +499,7 @@ def test_a_failed_read_is_told_to_all_wherever_it_is(tree, mode, hosts, failing)
     num_reads = outcomes[failing].value.storage_reads.num
     for nth in range(whole.calls - num_reads // 2, whole.calls + 1):
         faulty = FaultyStorage(inner, fail_at_call=nth)
-        outcomes = try_load(
+        outcomes = try_load_on_threads(
             [faulty if rank == failing else inner for rank in range(4)].__getitem__,
             [whole_state() for _ in range(4)],
             hosts=hosts,
@@ -519,7 +536,7 @@ def test_an_error_while_placing_is_told_to_all(tree, mode, hosts, monkeypatch):
 
     monkeypatch.setattr(Binding, "allocate", allocated)
     states = [whole_state() for _ in range(4)]
-    outcomes = try_load(
+    outcomes = try_load_on_threads(
         lambda _: MemoryStorage(tree), states, hosts=hosts, read_once=mode, strict=False
     )
     for error in errors_of(outcomes):
@@ -561,13 +578,13 @@ def test_a_copy_that_hangs_is_an_error_on_all_ranks(hanging, monkeypatch):
     monkeypatch.setattr(shared_read, "LOOK_S", 0.05)
     storage = MemoryStorage({"/runs": None})
     both, own = ([f"{name}{n:02}" for n in range(20)] for name in ("both", "own"))
-    rank_threads.save(storage, [{"model": {name: torch.ones(9) for name in (*both, *own)}}])
+    save_on_threads(storage, [{"model": {name: torch.ones(9) for name in (*both, *own)}}])
     later = Before(storage, wait)
     at: list[Any] = [storage, later, later]
     names = [[*both, *own], both, both]
     states = [{"model": {name: torch.zeros(9) for name in ours}} for ours in names]
     try:
-        outcomes = try_load(at.__getitem__, states, hosts="aaa", strict=False)
+        outcomes = try_load_on_threads(at.__getitem__, states, hosts="aaa", strict=False)
     finally:
         stuck.is_let_go.set()
     for error in errors_of(outcomes):
@@ -607,7 +624,7 @@ def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, mon
 
     slow = Before(MemoryStorage(tree), take_long)
     states = [whole_state() for _ in range(2)]
-    reports = loaded(try_load(lambda _: slow, states, hosts="aa", strict=False))
+    reports = loaded(try_load_on_threads(lambda _: slow, states, hosts="aa", strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert reports[0].seconds["read"] > 6.0
 
@@ -617,7 +634,9 @@ def test_no_step_waits_until_a_rank_looks_after_the_others(mode, hosts, tree, mo
     monkeypatch.setattr(shared_read, "LOOK_S", 20.0)
     states = [whole_state() for _ in range(4)]
     storage = MemoryStorage(tree)
-    outcomes = try_load(lambda _: storage, states, hosts=hosts, read_once=mode, strict=False)
+    outcomes = try_load_on_threads(
+        lambda _: storage, states, hosts=hosts, read_once=mode, strict=False
+    )
     for report in loaded(outcomes):
         assert report.seconds["read"] < 15
 
@@ -641,12 +660,12 @@ def test_a_rank_that_gave_up_before_it_was_waited_for_is_not_waited_for(monkeypa
     monkeypatch.setattr(host_links.HostLinks, "receive", received)
     storage = MemoryStorage({"/runs": None})
     whole = {"both": torch.ones(9), "own": torch.ones(9)}
-    rank_threads.save(storage, [{"model": whole}])
+    save_on_threads(storage, [{"model": whole}])
     # Rank 0 fetches for both, but not before it has heard that rank 1 has given up.
     at = [Before(storage, wait), Before(storage, fail)]
     names = [["both"], ["both", "own"]]
     states = [{"model": {name: torch.zeros(9) for name in ours}} for ours in names]
-    outcomes = try_load(at.__getitem__, states, hosts=["a", "a"], strict=False)
+    outcomes = try_load_on_threads(at.__getitem__, states, hosts=["a", "a"], strict=False)
     for error in errors_of(outcomes):
         assert "rank 1 (host a)" in str(error)
         assert "a planted fault" in str(error)
@@ -654,7 +673,6 @@ def test_a_rank_that_gave_up_before_it_was_waited_for_is_not_waited_for(monkeypa
 
 def test_ranks_that_read_once_in_different_ways_are_told(tree):
     outcomes = try_ranks(
-        2,
         lambda rank, channel, bulk: load.load_together(
             Session(channel, bulk, TEST_CONFIG),
             whole_state(),
@@ -662,6 +680,8 @@ def test_ranks_that_read_once_in_different_ways_are_told(tree):
             LoadOptions(read_once=("host", "job")[rank]),
             MemoryStorage(tree),
         ),
+        world_size=2,
+        harness="threads",
     )
     for error in errors_of(outcomes):
         assert isinstance(error, ValueError)
@@ -669,7 +689,9 @@ def test_ranks_that_read_once_in_different_ways_are_told(tree):
 
 
 def test_a_mode_that_does_not_exist_is_refused(tree):
-    outcomes = try_load(lambda _: MemoryStorage(tree), [whole_state()] * 2, read_once="node")
+    outcomes = try_load_on_threads(
+        lambda _: MemoryStorage(tree), [whole_state()] * 2, read_once="node"
+    )
     for error in errors_of(outcomes):
         assert isinstance(error, ValueError)
         assert "read_once='node'" in str(error)
@@ -683,7 +705,7 @@ def test_ranks_that_cannot_reach_each_other_fetch_for_themselves(tree, monkeypat
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
     with caplog.at_level(logging.WARNING):
-        loaded(try_load(at, states, hosts=ONE_HOST, read_once="host", strict=False))
+        loaded(try_load_on_threads(at, states, hosts=ONE_HOST, read_once="host", strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert at.fetched() == {"a": 4 * STORED_NBYTES}
     (message,) = {r.getMessage() for r in caplog.records if "share memory" in r.getMessage()}
@@ -694,7 +716,7 @@ def test_hosts_of_one_name_are_several_hosts_in_a_job(tree, monkeypatch):
     monkeypatch.setattr(host_links.HostLinks, "_connect", lambda *_: False)
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
-    loaded(try_load(at, states, hosts=ONE_HOST, read_once="job", strict=False))
+    loaded(try_load_on_threads(at, states, hosts=ONE_HOST, read_once="job", strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert at.fetched() == {"a": STORED_NBYTES}
 
@@ -708,6 +730,6 @@ def test_a_rank_without_links_reads_alone_and_the_others_share(tree, monkeypatch
     monkeypatch.setattr(shared_read_group, "HostLinks", links)
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
-    loaded(try_load(at, states, hosts=ONE_HOST, read_once="host", strict=False))
+    loaded(try_load_on_threads(at, states, hosts=ONE_HOST, read_once="host", strict=False))
     assert all(values_equal(state, WHOLE) for state in states)
     assert at.fetched() == {"a": 2 * STORED_NBYTES}

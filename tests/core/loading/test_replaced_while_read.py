@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.checkpoint import verify
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from rank_threads import PATH
 
 pytest.importorskip("torch")
 
 import torch
+
+from ranks import PATH, load_on_threads, save_on_threads
 
 
 class _ReplacedMeanwhile(FaultyStorage):
@@ -46,7 +46,7 @@ def states(step: int, ranks: int = 1) -> list[dict[str, object]]:
 
 
 def overwrite(storage: Storage) -> None:
-    rank_threads.save(storage, states(2), step=2, overwrite=True)
+    save_on_threads(storage, states(2), step=2, overwrite=True)
 
 
 def delete(storage: Storage) -> None:
@@ -55,7 +55,7 @@ def delete(storage: Storage) -> None:
 
 def saved() -> MemoryStorage:
     storage = MemoryStorage({"/runs": None})
-    rank_threads.save(storage, states(1), step=1)
+    save_on_threads(storage, states(1), step=1)
     return storage
 
 
@@ -66,7 +66,7 @@ def test_a_load_that_meets_an_overwrite_gets_the_old_or_the_new_one_whole(ranks)
         number += 1
         storage = _ReplacedMeanwhile(saved(), number, overwrite)
         targets = [blank() for _ in range(ranks)]
-        report = rank_threads.load(storage, targets)
+        report = load_on_threads(storage, targets)
         for target in targets:
             assert target["a"].tolist() == [float(target["n"])] * 2
             assert target["n"] == report.step
@@ -82,7 +82,7 @@ def test_a_load_that_meets_a_delete_finds_nothing_or_loads_whole():
         storage = _ReplacedMeanwhile(saved(), number, delete)
         target = blank()
         try:
-            rank_threads.load(storage, [target])
+            load_on_threads(storage, [target])
             assert target["a"].tolist() == [1.0, 1.0]
         except NotFoundError:
             assert target["a"].tolist() == [0.0, 0.0]

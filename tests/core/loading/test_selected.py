@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.loading import load as loading
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from ranks import load_on_threads, save_on_threads
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def test_all_ranks_take_what_rank_0_has_found() -> None:
     storage = MemoryStorage({"/runs": None})
     for step in (1, 2):
         states = [{"x": step}, {"x": step}, {"x": step}]
-        rank_threads.save(storage, states, f"/runs/s{step}", step=step)
+        save_on_threads(storage, states, f"/runs/s{step}", step=step)
     fresh = [{"x": 0}, {"x": 0}, {"x": 0}]
-    report = rank_threads.load(storage, fresh, "/runs@latest")
+    report = load_on_threads(storage, fresh, "/runs@latest")
     assert (fresh, report.path) == ([{"x": 2}] * 3, "/runs/s2")
 
 

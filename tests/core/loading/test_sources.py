@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import check, shared_read_group
 from dist_ckpt.core.loading import load as loading
@@ -23,7 +22,8 @@ from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import errors_of, load_on_threads, save_on_threads, try_load_on_threads, try_ranks
 
 
 class Net(nn.Module):
@@ -252,7 +252,7 @@ def saved_by(storage: MemoryStorage, world_size: int, path: str, value: float) -
         }
         for rank in range(world_size)
     ]
-    rank_threads.save(storage, states, path)
+    save_on_threads(storage, states, path)
 
 
 def asking(rank: int) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def test_sources_of_other_world_sizes_fill_sharded_states(
     saved_by(storage, 4, "/b", 200)
     states = [{**asking(rank), "only1": None} for rank in range(4)]
     sources = {"rng": "/b", "all": "/b", "w": "/a", "only1": ["/a", "/b"]}
-    report = rank_threads.load(storage, states, sources)  # type: ignore[arg-type]
+    report = load_on_threads(storage, states, sources)  # type: ignore[arg-type]
     for rank, state in enumerate(states):
         assert torch.equal(state["w"]["x"].tensor, rows(rank, 4, 100).tensor)
         assert state["rng"].value == rank + 200
@@ -279,8 +279,8 @@ def test_sources_of_other_world_sizes_fill_sharded_states(
     assert report.resharded == ("w.x",)
     assert report.job_nbytes_read < 4 * 48 + 4 * 20  # what all want is read once
     other = [{"rng": dc.PerRank(None)} for _ in range(4)]
-    outcomes = rank_threads.try_load(lambda _: storage, other, {"rng": "/a"})  # type: ignore[arg-type]
-    for error in rank_threads.errors_of(outcomes):
+    outcomes = try_load_on_threads(lambda _: storage, other, {"rng": "/a"})  # type: ignore[arg-type]
+    for error in errors_of(outcomes):
         assert "rng: saved in /a for the keys 0, 1" in str(error)
 
 
@@ -293,8 +293,8 @@ def test_the_problems_of_all_sources_and_ranks_come_before_the_first_byte() -> N
     states[2]["all"] = torch.zeros(5, dtype=torch.int64)
     states[3]["w"]["y"] = torch.zeros(1)
     sources = {"w": ["/a", "/b"], "rng": "/b", "all": "/b"}
-    outcomes = rank_threads.try_load(lambda _: storage, states, sources)  # type: ignore[arg-type]
-    for error in rank_threads.errors_of(outcomes):
+    outcomes = try_load_on_threads(lambda _: storage, states, sources)  # type: ignore[arg-type]
+    for error in errors_of(outcomes):
         assert isinstance(error, dc.IncompatibleError)
         for fact in (
             "/a and /b do not fit the state; nothing was changed",
@@ -311,16 +311,17 @@ def test_the_problems_of_all_sources_and_ranks_come_before_the_first_byte() -> N
 def test_ranks_must_give_a_key_the_same_source() -> None:
     storage = MemoryStorage()
     for path in ("/a", "/b"):
-        rank_threads.save(storage, [{"m": torch.ones(1), "n": torch.ones(1)}], path)
+        save_on_threads(storage, [{"m": torch.ones(1), "n": torch.ones(1)}], path)
     state = {"m": torch.zeros(1), "n": torch.zeros(1)}
     given = [{"m": "/a", "n": "/b"}, {"n": "/a", "m": "/b"}]
     outcomes = try_ranks(
-        2,
         lambda rank, channel, bulk: load_together(
             Session(channel, bulk, TEST_CONFIG), state, given[rank], LoadOptions(), storage
         ),
+        world_size=2,
+        harness="threads",
     )
-    for error in rank_threads.errors_of(outcomes):
+    for error in errors_of(outcomes):
         assert "with different sources: rank 0: (('m', '/a'), ('n', '/b'))" in str(error)
     assert not state["m"].any()
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.comm.session import Session
@@ -25,8 +24,8 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
-from rank_threads import PATH
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import PATH, errors_of, shared_storage, try_ranks, try_save_on_threads
 
 REPORT: dict[str, Any] = {"best": {"step": 7, "loss": 0.1}, "history": [1, 2.5], "note": "\u00f6"}
 STATE = {"w": torch.ones(2)}
@@ -195,7 +194,7 @@ def save_as_ranks(storage: Any, given: list[Any]) -> list[Any]:
         session, options = Session(channel, bulk, TEST_CONFIG), SaveOptions(attach=given[rank])
         return save_together(session, STATE, PATH, options, storage)
 
-    return try_ranks(len(given), save)
+    return try_ranks(save, world_size=len(given), harness="threads")
 
 
 def test_it_is_rank_0_that_attaches_and_others_give_nothing_or_the_same() -> None:
@@ -205,14 +204,14 @@ def test_it_is_rank_0_that_attaches_and_others_give_nothing_or_the_same() -> Non
         assert open_at(storage, PATH).read_attached("a") == b"1"
     for given in ([None, {"a": b"1"}], [{"a": b"1"}, {"a": b"2"}], [{"b": b""}, {"a": b"1"}]):
         storage = MemoryStorage()
-        for error in rank_threads.errors_of(save_as_ranks(storage, given)):
+        for error in errors_of(save_as_ranks(storage, given)):
             assert "rank 1 attaches another 'a' than rank 0: give attach= on rank 0" in str(error)
         assert storage.list("/") == []
 
 
 def test_what_one_rank_cannot_attach_is_every_ranks_error() -> None:
     storage = MemoryStorage()
-    for error in rank_threads.errors_of(save_as_ranks(storage, [None, {"a": 5}])):
+    for error in errors_of(save_as_ranks(storage, [None, {"a": 5}])):
         assert "attach['a'] is a int" in str(error)
     assert storage.list("/") == []
 
@@ -308,7 +307,7 @@ def test_after_a_crash_anywhere_a_checkpoint_that_shows_has_what_is_attached() -
     disk = CrashStorage()
     disk.make_folder("/runs")
     disk.sync("/")
-    (done,) = rank_threads.try_save(lambda _: disk.client("0"), [STATE], attach={"a.json": REPORT})
+    (done,) = try_save_on_threads(lambda _: disk.client("0"), [STATE], attach={"a.json": REPORT})
     assert done.error is None
     shows = [whole(storage) for _, storage in states(disk.log, own_syncs=False, limit=60)]
     assert any(shows)
@@ -321,8 +320,8 @@ def test_a_fault_at_any_storage_call_makes_none_or_a_whole_one() -> None:
         number += 1
         storage = MemoryStorage({"/runs": None})
         faulty = FaultyStorage(storage, fail_at_call=number)
-        everywhere = rank_threads.everywhere(faulty)
-        (done,) = rank_threads.try_save(everywhere, [STATE], attach={"a.json": REPORT})
+        everywhere = shared_storage(faulty)
+        (done,) = try_save_on_threads(everywhere, [STATE], attach={"a.json": REPORT})
         calls = faulty.calls
         assert whole(storage) or done.error is not None
 

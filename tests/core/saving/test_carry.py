@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import find, list_attempts
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
@@ -25,9 +24,16 @@ from dist_ckpt.runs.retention_policy import last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import Outcome
 from linking import NoLinks, inodes
 from long_mode import IS_LONG
+from ranks import (
+    Outcome,
+    load_on_threads,
+    save_on_threads,
+    shared_storage,
+    try_load_on_threads,
+    try_save_on_threads,
+)
 from subclass_tensors import Quantized
 
 torch = pytest.importorskip("torch")
@@ -55,7 +61,7 @@ def numbers_at(storage: Storage, path: str) -> dict[str, Any] | None:
     """Return the number of the head, and of the rest, of what is there; None if nothing is."""
     loaded: dict[str, Any] = {}
     try:
-        rank_threads.load(storage, [loaded], path)
+        load_on_threads(storage, [loaded], path)
     except NotFoundError:
         return None
     rest = loaded["step"]
@@ -71,7 +77,7 @@ def numbers_at(storage: Storage, path: str) -> dict[str, Any] | None:
 
 
 def part_of(storage: Storage, path: str = A) -> LoadReport:
-    return rank_threads.load(storage, [head(0)], path, include="model.head")
+    return load_on_threads(storage, [head(0)], path, include="model.head")
 
 
 def saved_by(
@@ -80,21 +86,19 @@ def saved_by(
     reports: Sequence[Any],
     path: str = B,
     **options: Any,
-) -> list[Outcome[SaveReport]]:
+) -> list[Outcome]:
     """Save `some` on as many ranks, each with its report of a load."""
     each = [{"carry_over": report} for report in reports]
-    return rank_threads.try_save(storage_of, some, path, each, **options)
+    return try_save_on_threads(storage_of, some, path, each, **options)
 
 
 def carry(storage: Storage, path: str = B, source: str = A, **options: Any) -> SaveReport:
     """Load the head, change it, and save it with everything."""
-    return rank_threads.save(
-        storage, [head(9)], path, carry_over=part_of(storage, source), **options
-    )
+    return save_on_threads(storage, [head(9)], path, carry_over=part_of(storage, source), **options)
 
 
 def with_source(storage: Storage, step: int | None = None) -> Storage:
-    rank_threads.save(storage, [state(1)], A, step=step)
+    save_on_threads(storage, [state(1)], A, step=step)
     return storage
 
 
@@ -157,33 +161,33 @@ def test_where_there_are_no_links_all_is_copied_and_counted_as_written() -> None
 def test_one_source_may_be_given_as_the_one_of_a_key() -> None:
     storage = memory()
     sources: Any = {"model": dc.Source(A, include="model.head")}
-    report = rank_threads.load(storage, [head(0)], sources)
-    rank_threads.save(storage, [head(9)], B, carry_over=report)
+    report = load_on_threads(storage, [head(0)], sources)
+    save_on_threads(storage, [head(9)], B, carry_over=report)
     assert numbers_at(storage, B) == {"head": 9, "rest": 1}
 
 
 def test_a_load_that_took_what_is_there_leniently_carries_the_rest() -> None:
     storage = memory()
     mine = {"step": 0}
-    report = rank_threads.load(storage, [mine], A, strict=False)
-    rank_threads.save(storage, [{"step": 1}], B, carry_over=report)
+    report = load_on_threads(storage, [mine], A, strict=False)
+    save_on_threads(storage, [{"step": 1}], B, carry_over=report)
     assert numbers_at(storage, B) == {"head": 1, "rest": 1}
-    report = rank_threads.load(storage, [state(0)], A)  # nothing is left
-    rank_threads.save(storage, [{"new": 3}], f"{ROOT}/c", carry_over=report)
+    report = load_on_threads(storage, [state(0)], A)  # nothing is left
+    save_on_threads(storage, [{"new": 3}], f"{ROOT}/c", carry_over=report)
     found: dict[str, Any] = {}
-    rank_threads.load(storage, [found], f"{ROOT}/c")
+    load_on_threads(storage, [found], f"{ROOT}/c")
     assert found == {"new": 3}
 
 
 def test_what_was_loaded_and_deleted_does_not_come_back_and_the_states_own_name_wins() -> None:
     storage = memory()
     mine = {"model": dict(state(0)["model"]), "step": 0}
-    report = rank_threads.load(storage, [mine], A, include=["model.body", "step"])
+    report = load_on_threads(storage, [mine], A, include=["model.body", "step"])
     # `model.body` and `step` were loaded, `model.head` is in the state, though it was not.
     own = {"model": {"head": torch.full((3,), 5)}}
-    rank_threads.save(storage, [own], B, carry_over=report, exclude=["ema", "loader"])
+    save_on_threads(storage, [own], B, carry_over=report, exclude=["ema", "loader"])
     found: dict[str, Any] = {}
-    rank_threads.load(storage, [found], B)
+    load_on_threads(storage, [found], B)
     assert [*found] == ["model", "optim"]
     assert [*found["model"]] == ["head"]
     assert int(found["model"]["head"][0]) == 5
@@ -192,18 +196,18 @@ def test_what_was_loaded_and_deleted_does_not_come_back_and_the_states_own_name_
 def test_patterns_leave_out_what_is_carried_and_must_match_a_name_of_either() -> None:
     storage = memory()
     report = part_of(storage)
-    rank_threads.save(storage, [head(2)], B, carry_over=report, exclude=["ema", "optim.l*"])
+    save_on_threads(storage, [head(2)], B, carry_over=report, exclude=["ema", "optim.l*"])
     catalog = find(storage, B)[1].catalog
     assert {*catalog.tensors} == {"model.head", "model.body", "optim.body"}
     assert [*catalog.values] == ["step"]
     with pytest.raises(ValueError, match=r"exclude: 'model.tail' matches no name"):
-        rank_threads.save(storage, [head(2)], f"{ROOT}/c", carry_over=report, exclude="model.tail")
+        save_on_threads(storage, [head(2)], f"{ROOT}/c", carry_over=report, exclude="model.tail")
     # What is to be saved of the state is no word about what is carried.
     whole = state(3)
-    rank_threads.save(storage, [whole], f"{ROOT}/c", carry_over=report, include="model.head")
+    save_on_threads(storage, [whole], f"{ROOT}/c", carry_over=report, include="model.head")
     assert numbers_at(storage, f"{ROOT}/c") == {"head": 3, "rest": 1}
     with pytest.raises(ValueError, match=r"include: 'ema' matches no name"):
-        rank_threads.save(storage, [head(2)], f"{ROOT}/d", carry_over=report, include="ema")
+        save_on_threads(storage, [head(2)], f"{ROOT}/d", carry_over=report, include="ema")
 
 
 def test_an_optimizer_of_a_part_of_the_model_gets_the_state_of_the_rest(tmp_path: Path) -> None:
@@ -242,36 +246,36 @@ def test_a_quantized_tensor_is_carried_and_left_out_as_a_whole() -> None:
     storage = MemoryStorage({ROOT: None})
     weights = [Quantized.of(torch.arange(6.0).reshape(2, 3) + number) for number in range(2)]
     saved = {"w": weights[0], "v": weights[1], "x": 1, "y": {"scale": torch.ones(1)}}
-    rank_threads.save(storage, [saved], A)
-    report = rank_threads.load(storage, [{"x": 0}], A, include="x")
-    rank_threads.save(storage, [{"x": 2}], B, carry_over=report, exclude=["v", "*.scale"])
+    save_on_threads(storage, [saved], A)
+    report = load_on_threads(storage, [{"x": 0}], A, include="x")
+    save_on_threads(storage, [{"x": 2}], B, carry_over=report, exclude=["v", "*.scale"])
     assert {*find(storage, B)[1].catalog.tensors} == {"w.qdata", "w.scale"}
     back = {"w": Quantized.of(torch.ones(2, 3)), "x": 0}
-    rank_threads.load(storage, [back], B)
+    load_on_threads(storage, [back], B)
     assert torch.equal(back["w"].dequantize(), weights[0].dequantize())
     with pytest.raises(ValueError, match=r"exclude: 'v.scale' matches no name"):
-        rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="v.scale")
+        save_on_threads(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="v.scale")
     # What was loaded of one, and is not in the state any more, does not come back in parts.
     part = {"w": {"scale": torch.zeros(2, 1)}}
-    report = rank_threads.load(storage, [part], A, include="w.scale")
-    rank_threads.save(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="y")
+    report = load_on_threads(storage, [part], A, include="w.scale")
+    save_on_threads(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="y")
     assert {*find(storage, f"{ROOT}/c")[1].catalog.tensors} == {"v.qdata", "v.scale"}
 
 
 def test_a_list_loses_no_item() -> None:
     storage = MemoryStorage({ROOT: None})
     items = [torch.full((1,), float(number)) for number in range(3)]
-    rank_threads.save(storage, [{"l": items}], A)
-    report = rank_threads.load(storage, [{"l": [torch.zeros(1)]}], A, include="l.0")
+    save_on_threads(storage, [{"l": items}], A)
+    report = load_on_threads(storage, [{"l": [torch.zeros(1)]}], A, include="l.0")
     match = r"l would be a list without its item 0, .*exclude='l'"
     with pytest.raises(ValueError, match=match):
-        rank_threads.save(storage, [{"new": items[1]}], B, carry_over=report)
+        save_on_threads(storage, [{"new": items[1]}], B, carry_over=report)
     with pytest.raises(ValueError, match=r"without its item 1"):
-        rank_threads.save(storage, [{"l": items[:1]}], B, carry_over=report, exclude="l.1")
-    rank_threads.save(storage, [{"new": items[1]}], B, carry_over=report, exclude="l")
-    rank_threads.save(storage, [{"l": [items[2]]}], B, carry_over=report, overwrite=True)
+        save_on_threads(storage, [{"l": items[:1]}], B, carry_over=report, exclude="l.1")
+    save_on_threads(storage, [{"new": items[1]}], B, carry_over=report, exclude="l")
+    save_on_threads(storage, [{"l": [items[2]]}], B, carry_over=report, overwrite=True)
     found: dict[str, Any] = {}
-    rank_threads.load(storage, [found], B)
+    load_on_threads(storage, [found], B)
     assert found["l"] == [items[2], items[1], items[2]]
 
 
@@ -286,26 +290,26 @@ def tied(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["embed", "head"])
 def test_a_name_that_was_tied_to_what_was_loaded_stays_tied_to_it(name: str) -> None:
     storage = MemoryStorage({ROOT: None})
-    rank_threads.save(storage, [tied(1)], A)
-    report = rank_threads.load(storage, [{name: torch.zeros(2, 2)}], A, include=name)
-    rank_threads.save(storage, [{name: torch.full((2, 2), 4.0)}], B, carry_over=report)
+    save_on_threads(storage, [tied(1)], A)
+    report = load_on_threads(storage, [{name: torch.zeros(2, 2)}], A, include=name)
+    save_on_threads(storage, [{name: torch.full((2, 2), 4.0)}], B, carry_over=report)
     catalog = find(storage, B)[1].catalog
     assert catalog.aliases == dict.fromkeys({"embed", "head", "third"} - {name}, name)
     full = tied(0)
-    rank_threads.load(storage, [full], B)
+    load_on_threads(storage, [full], B)
     assert torch.equal(full["third"], torch.full((2, 2), 4.0))
 
 
 def test_a_name_that_was_tied_to_what_is_gone_or_is_otherwise_now_keeps_its_own_data() -> None:
     storage = MemoryStorage({ROOT: None})
-    rank_threads.save(storage, [tied(1)], A)
-    report = rank_threads.load(storage, [{"embed": torch.zeros(2, 2)}], A, include="embed")
+    save_on_threads(storage, [tied(1)], A)
+    report = load_on_threads(storage, [{"embed": torch.zeros(2, 2)}], A, include="embed")
     for now in ({}, {"embed": torch.ones(5)}):
-        rank_threads.save(storage, [now], B, carry_over=report, overwrite=True)
+        save_on_threads(storage, [now], B, carry_over=report, overwrite=True)
         catalog = find(storage, B)[1].catalog
         assert catalog.aliases == {"third": "head"}
         found: dict[str, Any] = {}
-        rank_threads.load(storage, [found], B)
+        load_on_threads(storage, [found], B)
         assert found.keys() == {"head", "third", "other", *now}
         assert torch.equal(found["third"], torch.ones(2, 2))
 
@@ -327,13 +331,13 @@ def rows(rank: int, ranks: int, number: int) -> dict[str, Any]:
 def test_ranks_carry_on_together_what_others_have_saved(before: int, after: int) -> None:
     storage = MemoryStorage({ROOT: None})
     some = [{**rows(rank, before, 1), f"only {rank}": rank} for rank in range(before)]
-    rank_threads.save(storage, some, A, step=1)
+    save_on_threads(storage, some, A, step=1)
     # Each rank loads what another one does not: all of that is loaded.
     mine: list[dict[str, Any]] = [{f"only {rank}": -1} for rank in range(after)]
-    outcomes = rank_threads.try_load(rank_threads.everywhere(storage), mine, A, strict=False)
+    outcomes = try_load_on_threads(shared_storage(storage), mine, A, strict=False)
     reports = [outcome.value for outcome in outcomes]
     news = [{"new": torch.ones(3), "mine": dc.PerRank(rank)} for rank in range(after)]
-    saved = saved_by(rank_threads.everywhere(storage), news, reports)
+    saved = saved_by(shared_storage(storage), news, reports)
     assert [outcome.error for outcome in saved] == [None] * after
     index = find(storage, B)[1]
     assert index.catalog.world_size == after
@@ -342,17 +346,17 @@ def test_ranks_carry_on_together_what_others_have_saved(before: int, after: int)
     assert saved[0].value is not None
     assert saved[0].value.num_linked == (before if before == after else 0)
     full: dict[str, Any] = {}
-    rank_threads.load(storage, [full], B)
+    load_on_threads(storage, [full], B)
     assert torch.equal(full["model"]["w"], torch.arange(12.0).reshape(4, 3) + 1)
     assert torch.equal(full["new"], torch.ones(3))
     own = [{"mine": dc.PerRank(-1)} for _ in range(after)]
-    rank_threads.load(storage, own, B, include="mine")
+    load_on_threads(storage, own, B, include="mine")
     assert [one["mine"].value for one in own] == list(range(after))
     keys = dict(index.catalog.per_rank["at"])
     assert [*keys] == [f"k{rank}" for rank in range(before)]
     assert {*keys.values()} <= set(range(after))
     back = [rows(rank, before, 0) for rank in range(before)]
-    rank_threads.load(storage, back, B, include=["model", "at"], strict=True)
+    load_on_threads(storage, back, B, include=["model", "at"], strict=True)
     assert [one["at"].value for one in back] == list(range(before))
 
 
@@ -360,9 +364,9 @@ def test_what_is_of_the_ranks_of_another_mesh_is_refused() -> None:
     storage = MemoryStorage({ROOT: None})
     meshes = [dc.ShardingConfig({name: 2}) for name in ("dp", "tp")]
     both = [{"t": torch.ones(2), "at": dc.PerRank(rank)} for rank in range(2)]
-    rank_threads.save(storage, both, A, sharding=meshes[0])
+    save_on_threads(storage, both, A, sharding=meshes[0])
     options: dict[str, Any] = {"sharding": meshes[1], "include": "t"}
-    report = rank_threads.load(storage, [{"t": torch.ones(2)}] * 2, A, **options)
+    report = load_on_threads(storage, [{"t": torch.ones(2)}] * 2, A, **options)
     news = [{"t": torch.ones(2)}] * 2
     for outcome in saved_by(lambda _: storage, news, [report] * 2, sharding=meshes[1]):
         assert isinstance(outcome.error, ValueError)
@@ -375,11 +379,11 @@ def test_what_is_of_the_ranks_of_another_mesh_is_refused() -> None:
 
 def test_ranks_must_carry_on_the_same() -> None:
     storage = memory()
-    rank_threads.save(storage, [state(1)], f"{ROOT}/c")
-    outcomes = rank_threads.try_load(lambda _: storage, [head(0), head(0)], A, include="model.head")
+    save_on_threads(storage, [state(1)], f"{ROOT}/c")
+    outcomes = try_load_on_threads(lambda _: storage, [head(0), head(0)], A, include="model.head")
     report = outcomes[0].value
     assert report is not None
-    other = rank_threads.try_load(
+    other = try_load_on_threads(
         lambda _: storage, [head(0), head(0)], f"{ROOT}/c", include="model.head"
     )[1].value
     for outcome in saved_by(lambda _: storage, [head(2), head(2)], [report, other]):
@@ -399,17 +403,17 @@ def test_what_is_no_report_of_such_a_load_is_refused() -> None:
     storage = memory()
     options: dict[str, Any] = {"carry_over": A}
     with pytest.raises(TypeError, match=r"carry_over is a str: give the report that dc.load"):
-        rank_threads.save(storage, [head(2)], B, **options)
-    renamed = rank_threads.load(
+        save_on_threads(storage, [head(2)], B, **options)
+    renamed = load_on_threads(
         storage, [{"net": head(0)["model"]}], A, rename={"model": "net"}, include="net.head"
     )
     with pytest.raises(ValueError, match=r"carry_over: /runs/a was loaded with a rename"):
-        rank_threads.save(storage, [head(2)], B, carry_over=renamed)
-    rank_threads.save(storage, [state(4)], f"{ROOT}/c")
+        save_on_threads(storage, [head(2)], B, carry_over=renamed)
+    save_on_threads(storage, [state(4)], f"{ROOT}/c")
     sources: Any = {"model": A, "ema": f"{ROOT}/c"}
-    both = rank_threads.load(storage, [{"model": {}, "ema": {}}], sources)
+    both = load_on_threads(storage, [{"model": {}, "ema": {}}], sources)
     with pytest.raises(ValueError, match=r"carry_over: /runs/a and /runs/c were loaded together"):
-        rank_threads.save(storage, [head(2)], B, carry_over=both)
+        save_on_threads(storage, [head(2)], B, carry_over=both)
     with pytest.raises(NotFoundError):
         find(storage, B)
 
@@ -429,31 +433,31 @@ def test_where_the_state_has_a_container_or_a_tensor_it_hides_what_was_there(
     storage = MemoryStorage({ROOT: None})
     one = torch.ones(1)
     saved = {"a": one, "b": {"c": one, "d": 2}, "lr": 1, "lr.max": 2, "l": [one]}
-    rank_threads.save(storage, [saved], A)
-    report = rank_threads.load(storage, [{"lr": 0}], A, include="lr", strict=False)
+    save_on_threads(storage, [saved], A)
+    report = load_on_threads(storage, [{"lr": 0}], A, include="lr", strict=False)
     now = {"a": {"x": one}, "b": 5, "lr": 7}
-    rank_threads.save(storage, [now], B, carry_over=report)
+    save_on_threads(storage, [now], B, carry_over=report)
     assert "/runs/a: a, b.c, b.d: not carried on, the state has something else" in caplog.text
     found: dict[str, Any] = {}
-    rank_threads.load(storage, [found], B)
+    load_on_threads(storage, [found], B)
     assert found == {"a": {"x": one}, "b": 5, "lr": 7, "lr.max": 2, "l": [one]}
     mixed = {"l": {"k": one}}
     with pytest.raises(ValueError, match=r"l is a dict in the .* saved as a list: .*exclude='l.0'"):
-        rank_threads.save(storage, [mixed], f"{ROOT}/c", carry_over=report)
-    rank_threads.save(storage, [mixed], f"{ROOT}/c", carry_over=report, exclude="l.0")
+        save_on_threads(storage, [mixed], f"{ROOT}/c", carry_over=report)
+    save_on_threads(storage, [mixed], f"{ROOT}/c", carry_over=report, exclude="l.0")
 
 
 def test_a_source_that_was_replaced_or_deleted_is_not_carried_on() -> None:
     storage = memory()
     report = part_of(storage)
-    rank_threads.save(storage, [state(2)], A, overwrite=True)
+    save_on_threads(storage, [state(2)], A, overwrite=True)
     with pytest.raises(
         NotFoundError, match=r"/runs/a was replaced: .* load again, and give carry_over"
     ):
-        rank_threads.save(storage, [head(3)], B, carry_over=report)
+        save_on_threads(storage, [head(3)], B, carry_over=report)
     removal.delete(storage, A)
     with pytest.raises(NotFoundError, match="load again, and give carry_over"):
-        rank_threads.save(storage, [head(3)], B, carry_over=report)
+        save_on_threads(storage, [head(3)], B, carry_over=report)
     with pytest.raises(NotFoundError):
         find(storage, B)
 
@@ -461,7 +465,7 @@ def test_a_source_that_was_replaced_or_deleted_is_not_carried_on() -> None:
 @pytest.mark.parametrize("links", [True, False])
 def test_a_source_that_goes_away_under_the_save_makes_no_checkpoint(links: bool) -> None:
     inner = memory()
-    both = rank_threads.try_load(lambda _: inner, [head(0), head(0)], A, include="model.head")
+    both = try_load_on_threads(lambda _: inner, [head(0), head(0)], A, include="model.head")
 
     class Goes(ForwardingStorage):
         """Deletes the source once the new attempt was claimed."""
@@ -520,7 +524,7 @@ def test_a_damaged_source_makes_no_checkpoint(
 
 def test_a_prune_does_not_take_the_source_meanwhile() -> None:
     inner = memory(step=1)
-    rank_threads.save(inner, [state(1)], f"{ROOT}/z", step=9)
+    save_on_threads(inner, [state(1)], f"{ROOT}/z", step=9)
     kept_with_records(inner)
     report = part_of(inner)
     pruned: list[object] = []
@@ -531,7 +535,7 @@ def test_a_prune_does_not_take_the_source_meanwhile() -> None:
             pruned.append(find(inner, A))
             super().link(old, new)
 
-    rank_threads.save(Pruning(inner), [head(3)], B, carry_over=report, step=5)
+    save_on_threads(Pruning(inner), [head(3)], B, carry_over=report, step=5)
     assert len(pruned) == 2
     prune(inner, ROOT, last(1), is_whole=lambda _: True)
     with pytest.raises(NotFoundError):
@@ -554,7 +558,7 @@ def test_a_save_over_its_own_source_replaces_it() -> None:
     (now,) = list_attempts(storage, A)
     assert now not in before
     with pytest.raises(NotFoundError, match="was replaced"):
-        rank_threads.save(
+        save_on_threads(
             storage,
             [head(3)],
             A,
@@ -577,7 +581,7 @@ def test_after_any_crash_both_are_whole_or_the_new_one_is_not_there(wrap: Any) -
     with_source(disk)
     report = part_of(disk)
     disk.mark("saved")
-    rank_threads.save(wrap(disk), [head(9)], B, carry_over=report)
+    save_on_threads(wrap(disk), [head(9)], B, carry_over=report)
     disk.mark("carried")
     seen = set()
     for point, storage in states(disk.log, since="saved", limit=20 if IS_LONG else 3):
@@ -599,7 +603,7 @@ def test_an_error_at_any_storage_call_makes_no_checkpoint_or_a_whole_one(done: b
         storage = FaultyStorage(inner, fail_at_call=number, done=done)
         error: CheckpointError | None = None
         try:
-            rank_threads.save(storage, [head(9)], B, carry_over=report)
+            save_on_threads(storage, [head(9)], B, carry_over=report)
         except CheckpointError as raised:
             error = raised
         calls = storage.calls

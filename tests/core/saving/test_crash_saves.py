@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import rank_threads
 from dist_ckpt import LocalShard
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import find
@@ -21,11 +20,12 @@ from dist_ckpt.testing.crash_storage import CrashPoint, CrashStorage, Operation,
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from long_mode import IS_LONG
-from rank_threads import PATH
 
 pytest.importorskip("torch")
 
 import torch
+
+from ranks import PATH, load_on_threads, save_on_threads, shared_storage, try_save_on_threads
 
 # Of the states at one point; more ranks have more unsynced files at once than can all be tried.
 LIMIT = 60
@@ -47,7 +47,7 @@ def rows(step: int, ranks: int) -> torch.Tensor:
 
 def save(disk: CrashStorage, step: int, ranks: int, *, overwrite: bool = False) -> None:
     disk.mark(f"saving {step}")
-    outcomes = rank_threads.try_save(
+    outcomes = try_save_on_threads(
         lambda rank: disk.client(f"rank {rank}"),
         [state(step, rank, ranks) for rank in range(ranks)],
         step=step,
@@ -92,7 +92,7 @@ def wrong(point: CrashPoint, storage: Storage, ranks: int) -> str | None:
         return f"{point}: step {index.step} shows"
     loaded: dict[str, Any] = {}
     try:
-        rank_threads.load(storage, [loaded])
+        load_on_threads(storage, [loaded])
     except CheckpointError as error:
         return f"{point}: step {index.step} does not load: {error}"
     assert index.step is not None
@@ -145,10 +145,10 @@ def test_an_error_at_any_storage_call_of_an_overwrite_loses_nothing(ranks, done)
     while True:
         number += 1
         storage = MemoryStorage({"/runs": None})
-        rank_threads.save(storage, [state(1, rank, ranks) for rank in range(ranks)], step=1)
+        save_on_threads(storage, [state(1, rank, ranks) for rank in range(ranks)], step=1)
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)
-        outcomes = rank_threads.try_save(
-            rank_threads.everywhere(faulty),
+        outcomes = try_save_on_threads(
+            shared_storage(faulty),
             [state(2, rank, ranks) for rank in range(ranks)],
             step=2,
             overwrite=True,

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.cli import main
 from dist_ckpt.core.comm.session import Session
@@ -20,7 +19,8 @@ from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import errors_of, try_ranks
 from subclass_tensors import Pair, Quantized
 
 CONFIG: dict[str, Any] = {"model": {"dim": 64, "heads": (2, 4)}, "dtype": torch.float32, "lr": 0.1}
@@ -89,7 +89,7 @@ def test_ranks_with_other_configs_make_no_checkpoint() -> None:
         options = SaveOptions(kind="a", config={"b": rank // 2})
         return save_together(Session(channel, bulk, TEST_CONFIG), state, "/ck", options, storage)
 
-    for error in rank_threads.errors_of(try_ranks(3, save)):
+    for error in errors_of(try_ranks(save, world_size=3, harness="threads")):
         assert "different metadata=, config= or kind=" in str(error)
         assert "ranks 0-1 differs from rank 2" in str(error)
     assert storage.list("/") == []

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.saving.save import SaveOptions, save_together
@@ -28,8 +27,9 @@ from dist_ckpt.reports import SaveReport
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, run_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from linking import ROOT, NoLinks, inodes
+from ranks import load_on_threads, run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -73,14 +73,14 @@ def saves(
             found.append(save_together(session, held, path.format(step), how, own))
         return found
 
-    return run_ranks(ranks, run)[0] or []
+    return run_ranks(run, world_size=ranks, harness="threads")[0] or []
 
 
 def step_at(storage: Storage, path: str, ranks: int = 1, base: float = 7.0) -> int | None:
     """Return the step that is there, whole, or None."""
     loaded: dict[str, Any] = {}
     try:
-        rank_threads.load(storage, [loaded], path)
+        load_on_threads(storage, [loaded], path)
     except NotFoundError:
         return None
     step = loaded["step"]

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import dist_ckpt as dc
-import rank_threads
 from dist_ckpt.core.format.filenames import parse_attempt
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from ranks import save_on_threads
 from sharded_checkpoints import RANKS, random_tensors, rank_state
 
 
@@ -134,13 +134,13 @@ def test_the_same_state_is_the_same_bytes(tmp_path: Path) -> None:
 def test_the_same_state_of_several_ranks_is_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         states = [rank_state(rank) for rank in range(RANKS)]
-        rank_threads.save(LocalStorage(), states, str(tmp_path / name), step=3)
+        save_on_threads(LocalStorage(), states, str(tmp_path / name), step=3)
     assert data_files(tmp_path / "one") == data_files(tmp_path / "two")
 
 
 def test_each_save_has_an_id_that_a_copy_for_other_ranks_keeps(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        rank_threads.save(LocalStorage(), [{"w": torch.ones(4)}] * 2, str(tmp_path / name))
+        save_on_threads(LocalStorage(), [{"w": torch.ones(4)}] * 2, str(tmp_path / name))
     dc.reshard(tmp_path / "one", tmp_path / "copy", world_size=3)
     one, two, copy = (dc.open(tmp_path / name).index.save for name in ("one", "two", "copy"))
     assert one is not None
@@ -150,7 +150,7 @@ def test_each_save_has_an_id_that_a_copy_for_other_ranks_keeps(tmp_path: Path) -
 
 def test_every_shard_file_opens_with_safetensors_and_holds_equal_values(tmp_path: Path) -> None:
     states = [rank_state(rank) for rank in range(RANKS)]
-    rank_threads.save(LocalStorage(), states, str(tmp_path / "ck"))
+    save_on_threads(LocalStorage(), states, str(tmp_path / "ck"))
     whole = random_tensors()
     seen: dict[str, int] = dict.fromkeys(whole, 0)
     for file in sorted((tmp_path / "ck").glob("*/*.safetensors")):

@@ -20,7 +20,8 @@ from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError
 from dist_ckpt.reports import SaveReport
-from dist_ckpt.testing.thread_channel import TEST_CONFIG, Outcome, try_ranks
+from dist_ckpt.testing.thread_channel import TEST_CONFIG
+from ranks import Outcome, raise_first, try_ranks
 
 WORLD_SIZE = 2
 
@@ -35,7 +36,7 @@ def started(root: Path) -> Incarnation:
     )
 
 
-def try_save(root: Path, step: int, *options: dict[str, Any]) -> list[Outcome[SaveReport]]:
+def try_save(root: Path, step: int, *options: dict[str, Any]) -> list[Outcome]:
     """Save on all ranks, with options that are the same or each rank's own."""
 
     def run(rank: int, channel: Any, bulk: Any) -> SaveReport:
@@ -44,16 +45,13 @@ def try_save(root: Path, step: int, *options: dict[str, Any]) -> list[Outcome[Sa
         state = {"model": {"w": torch.full((4,), float(step))}}
         return save_together(session, state, f"{root}/step-{step}", SaveOptions(step=step, **own))
 
-    return try_ranks(WORLD_SIZE, run)
+    return try_ranks(run, world_size=WORLD_SIZE, harness="threads")
 
 
 def save(root: Path, step: int, **options: Any) -> SaveReport:
-    found = try_save(root, step, options)
-    for one in found:
-        if one.error is not None:
-            raise one.error
-    report = found[0].value
-    assert report is not None
+    outcomes = try_save(root, step, options)
+    raise_first(outcomes)
+    report: SaveReport = outcomes[0].value
     return report
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import dist_ckpt as dc
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from rank_threads import everywhere, load, save, try_save
+from ranks import load_on_threads, save_on_threads, shared_storage, try_save_on_threads
 
 
 def training(*, frozen: bool = False) -> dict[str, Any]:
@@ -125,9 +125,9 @@ def test_a_load_without_frozen_parameters_has_to_know_them(path: Path) -> None:
 def test_what_is_left_out_may_change_from_save_to_save(tmp_path: Path) -> None:
     storage, state = MemoryStorage({"/runs": None}), training()
     for exclude in ("optim", "step", None, "optim"):
-        save(storage, [state], exclude=exclude, overwrite=True)
+        save_on_threads(storage, [state], exclude=exclude, overwrite=True)
         found: dict[str, Any] = {}
-        load(storage, [found])
+        load_on_threads(storage, [found])
         assert [*found] == [key for key in state if key != exclude]
 
 
@@ -194,15 +194,17 @@ def test_what_makes_no_sense_is_refused_before_anything_is_there(
 def test_a_pattern_may_match_on_some_ranks_only() -> None:
     storage = MemoryStorage({"/runs": None})
     states = [{"embed": torch.ones(2), "n": 1}, {"head": torch.ones(3), "n": 1}]
-    save(storage, states, exclude=["head", "n"])
+    save_on_threads(storage, states, exclude=["head", "n"])
     found: dict[str, Any] = {}
-    load(storage, [found])
+    load_on_threads(storage, [found])
     assert [*found] == ["embed"]
-    load(storage, [{"embed": torch.ones(2)}, {"tail": 0}], exclude="tail")
-    for outcome in try_save(everywhere(storage), states, exclude=["heads"], overwrite=True):
+    load_on_threads(storage, [{"embed": torch.ones(2)}, {"tail": 0}], exclude="tail")
+    for outcome in try_save_on_threads(
+        shared_storage(storage), states, exclude=["heads"], overwrite=True
+    ):
         assert "exclude: 'heads' matches no name" in str(outcome.error)
     # With a lenient load a pattern may have come with the next version of the job.
-    load(storage, [{"embed": torch.ones(2)}], exclude="heads", strict=False)
+    load_on_threads(storage, [{"embed": torch.ones(2)}], exclude="heads", strict=False)
 
 
 def test_ranks_must_leave_out_the_same() -> None:
@@ -210,7 +212,7 @@ def test_ranks_must_leave_out_the_same() -> None:
 
     storage = MemoryStorage({"/runs": None})
     each = [{"exclude": "b"}, {"exclude": "a"}]
-    outcomes = try_save(everywhere(storage), [state, state], each=each)
+    outcomes = try_save_on_threads(shared_storage(storage), [state, state], each=each)
     assert all(
         "with different selection: rank 0: \"exclude=['b']\"" in str(o.error) for o in outcomes
     )

@@ -30,7 +30,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from rank_threads import PATH, save, try_save
+from ranks import PATH, save_on_threads, try_save_on_threads
 
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ FIELDS = IndexFields(step=2, metadata={}, saved_by={})
 def empty_catalog() -> EncodedCatalog:
     """Return the catalog of a state without tensors."""
     storage = MemoryStorage()
-    save(storage, [{}])
+    save_on_threads(storage, [{}])
     return EncodedCatalog(attempts.find(storage, PATH)[1].catalog)
 
 
@@ -306,7 +306,7 @@ def test_an_interrupt_in_the_commit_is_raised_as_it_is_and_the_others_are_told_t
     caplog.set_level(logging.WARNING, "dist_ckpt")
     disk = MemoryStorage()
     own = InterruptedStorage(disk, interrupt, fails)
-    coordinator, other = try_save(
+    coordinator, other = try_save_on_threads(
         lambda rank: disk if rank else own, [{"step": 1, "m": {}}] * 2, step=1
     )
     assert type(coordinator.error) is interrupt
