@@ -127,10 +127,7 @@ class Inventory(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Which rank stores each cell and value: equal on all ranks.
-
-    `items_of` derives a rank's part.
-    """
+    """The rank that stores each cell and value, for all ranks. `items_of` derives a rank's part."""
 
     catalog: Catalog
     unsplit_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored

@@ -159,9 +159,7 @@ class ShardingConfig:
             raise TypeError(f"a ShardingConfig is a table, not a {type(document).__name__}")
         if unknown := sorted(document.keys() - set(_KEYS)):
             raise ValueError(f"unknown keys {unknown}: a ShardingConfig has {list(_KEYS)}")
-        if "mesh" not in document:
-            raise ValueError("a ShardingConfig needs a mesh, such as {'dp': 2, 'tp': 4}")
-        return cls(**document)
+        return cls(**{"mesh": {}, **document})
 
     def __eq__(self, other: object) -> bool:
         # The order of the mesh counts, which dict's own equality ignores.

@@ -88,7 +88,8 @@ def take(path: str) -> LockFile:
             if _is_at(path, fd):
                 # Truncate first: this process may die before it writes its own name.
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, _owner_text().encode(), 0)
+                since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                os.pwrite(fd, f"{os.getpid()} {_host_name()} {since}\n".encode(), 0)
                 return LockFile(fd)
             os.close(fd)  # the owner has removed the file with its folder; try a new one
         except BlockingIOError:
@@ -121,10 +122,6 @@ def owner_of(path: str) -> LockOwner | None:
 
 def _host_name() -> str:
     return re.sub(r"\s", "-", socket.gethostname()) or "-"
-
-
-def _owner_text() -> str:
-    return f"{os.getpid()} {_host_name()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
 
 
 def _read_owner(fd: int) -> LockOwner:

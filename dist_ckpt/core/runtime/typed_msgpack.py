@@ -33,15 +33,11 @@ def encode(message: object) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview, expected: type[T]) -> T:
     """Decode bytes from `encode` as a value of the expected class, or raise ValueError."""
-    try:
-        value: T = _decoder_of(expected).decode(data)
-        return value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{len(data)} bytes are not a message: {error}") from error
-
-
-def _decoder_of(expected: type[T]) -> msgpack.Decoder[Any]:
     if (decoder := _decoders.get(expected)) is None:
         with _lock:
             decoder = _decoders[expected] = msgpack.Decoder(expected)
-    return decoder
+    try:
+        value: T = decoder.decode(data)
+        return value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{len(data)} bytes are not a message: {error}") from error

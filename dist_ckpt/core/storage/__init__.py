@@ -3,7 +3,8 @@
 A backend implements `protocol.py`; its test is a subclass of
 `dist_ckpt.testing.storage_contract.StorageContract`. `local/local_storage.py` is the only one so
 far: `open_storage` refuses other schemes, and `async_save/snapshots/job_folder.py` and
-`cli/commands/gc.py` handle local paths only.
+`cli/commands/gc.py` handle local paths only. `forwarding.py` counts, limits and times the calls of
+any storage.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ file. Later code does not check again. `docs/format.md` has the fields.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from math import lcm, prod
 from typing import TypeVar
 
@@ -67,7 +68,12 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
     """Return the document. Raises ValueError if JSON lacks a value. `text` encodes the catalog."""
     try:
         if isinstance(index, Abandoned):
-            body = strict_json.dump(_abandoned_doc(index)).removesuffix(b"}")
+            doc: dict[str, Json] = {
+                "format": {"version": VERSION, "requires": []},
+                "state": "abandoned",
+                **asdict(index),
+            }
+            body = strict_json.dump(doc).removesuffix(b"}")
         else:
             body = _index_body(index, text or EncodedCatalog(index.catalog))
     except ValueError as error:
@@ -82,16 +88,6 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
             f"{MAX_NBYTES_OF_INDEX}; save fewer tensors and per-rank values"
         )
     return data
-
-
-def _abandoned_doc(abandoned: Abandoned) -> dict[str, Json]:
-    return {
-        "format": {"version": VERSION, "requires": []},
-        "state": "abandoned",
-        "attempt": abandoned.attempt,
-        "by": abandoned.by,
-        "reason": abandoned.reason,
-    }
 
 
 def _index_body(index: Index, text: EncodedCatalog) -> bytes:

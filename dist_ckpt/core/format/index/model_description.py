@@ -73,10 +73,7 @@ def kind_of(metadata: Mapping[str, object]) -> str | None:
 def problems_of_description(
     metadata: Mapping[str, object], config: Mapping[str, object] | None, kind: str | None
 ) -> list[str]:
-    """Return the differences from a checkpoint.
-
-    None here is not compared; there it is a problem.
-    """
+    """Return the differences from a checkpoint. None here is not compared, there is a problem."""
     problems = []
     stored_kind = kind_of(metadata)
     if kind is not None and stored_kind is None:

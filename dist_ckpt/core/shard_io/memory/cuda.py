@@ -83,10 +83,7 @@ class SideStreamCopies:
         return isinstance(source, TensorSource) and source.device in self._own
 
     def send(self, source: CellSource, start: int, stop: int, memory: memoryview) -> None:
-        """Queue a copy of bytes `start` to `stop`.
-
-        Source and memory must live until a later mark.
-        """
+        """Queue a copy of bytes `start` to `stop`. Both memories must live until a later mark."""
         assert isinstance(source, TensorSource)
         source.send(start, stop, memory)
 

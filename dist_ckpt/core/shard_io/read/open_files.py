@@ -51,7 +51,7 @@ class OpenFile:
         *,
         has_digests: bool = True,
     ) -> None:
-        """Take the open file as `kept` if it stays open until `close`."""
+        """`file` stays open until `close`. Without it, each use opens the file."""
         self.has_digests = has_digests
         self.path = path
         self.record = record
@@ -161,8 +161,8 @@ def open_file(
         raise
     if not keep:
         file.close()
-    open_file_or_none = file if keep else None
-    return OpenFile(storage, path, record, header, open_file_or_none, has_digests=index.has_digests)
+    open_or_none = file if keep else None
+    return OpenFile(storage, path, record, header, open_or_none, has_digests=index.has_digests)
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:

@@ -119,10 +119,7 @@ class _CacheStat(ctypes.Structure):
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Return True if the page cache has all of these bytes (at least one) of a file.
-
-    Also True if that is unknown.
-    """
+    """Return True if the page cache has all of these bytes, at least one, or if it is unknown."""
     byte_range, stat = _Range(offset, nbytes), _CacheStat()
     syscall = system_call("syscall") if sys.platform == "linux" else None
     number = ctypes.c_long(_CACHESTAT)

@@ -73,7 +73,10 @@ class LocalStorage:
                 os.mkdir(folder)
             except FileExistsError:
                 if os.path.islink(folder) and not os.path.lexists(os.path.realpath(folder)):
-                    raise _leads_nowhere(folder) from None
+                    raise ExistsError(
+                        f"{folder} is a link to {os.readlink(folder)}, which does not exist: make "
+                        f"that folder, or choose another path"
+                    ) from None
                 raise
 
     def create(self, path: str, nbytes: int) -> WritableFile:
@@ -321,13 +324,6 @@ def _is_odd(path: str) -> bool:
         return not stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def _leads_nowhere(link: str) -> ExistsError:
-    return ExistsError(
-        f"{link} is a link to {os.readlink(link)}, which does not exist: make that folder, or "
-        f"choose another path"
-    )
 
 
 def _not_a_file(path: str) -> CorruptError:
