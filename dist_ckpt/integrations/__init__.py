@@ -1,4 +1,4 @@
-"""Thin adapters to training frameworks; a framework is imported with its module.
+"""Thin adapters to training frameworks; each module imports its framework.
 
-Nothing else of the library imports them.
+No other package imports them.
 """

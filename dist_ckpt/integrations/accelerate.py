@@ -1,4 +1,4 @@
-"""accelerate: a run of prepared objects that is saved and resumed, and `save_state` in our format.
+"""Save and resume a loop over prepared objects of accelerate, or use `save_state` with this format.
 
 with AcceleratedRun(accelerator, "runs/a", save=dc.every(steps=500)) as run:
     for epoch in run.epochs(3):
@@ -37,12 +37,12 @@ from dist_ckpt.runs.prune import delete
 
 _log = logging.getLogger("dist_ckpt")
 
-# What accelerate's own folders have.
+# The files in folders of accelerate.
 _OWN_FILES = re.compile(r"(model|optimizer|pytorch_model).*|random_states_\d+\.pkl")
 
 
 def count_save(project: Any) -> None:
-    """Count a save, as accelerate does: the next folder's number."""
+    """Increase the number of the next folder, as accelerate does."""
     project.__dict__["iteration"] += 1
 
 
@@ -78,7 +78,7 @@ def numbered_checkpoints(folder: str) -> list[str]:
     ]
 
 
-# Checked before anything is saved, as any release of accelerate may rename them.
+# Private names, checked before anything is saved, as any release of accelerate may rename them.
 NEEDED = (
     *("_models", "_optimizers", "_schedulers", "_custom_objects", "_dataloaders", "scaler"),
     *("_save_model_state_pre_hook", "_load_model_state_pre_hook", "step", "sync_gradients"),
@@ -104,10 +104,10 @@ def _one_or_more(values: list[Any]) -> Any:
     return {str(number): value for number, value in enumerate(values)}
 
 
-def hand_out_buffers_of(accelerator: Any) -> None:
-    """Give all ranks rank 0's buffers where DDP does so at each forward. Collective with DDP.
+def broadcast_buffers_of(accelerator: Any) -> None:
+    """Broadcast the buffers of rank 0, if DDP does so at each forward. Collective with DDP.
 
-    An Accelerator keeps the models as they were before it put DDP around them.
+    An Accelerator has the models without DDP around them.
     """
     is_ddp = _kind_of(accelerator).startswith("MULTI_")
     if not is_ddp or getattr(accelerator, "parallelism_config", None) is not None:
@@ -136,8 +136,8 @@ def check(accelerator: Any) -> None:
         raise ValueError(f"{kind} is not saved by this: use accelerate's own save_state")
     if missing := [name for name in NEEDED if not hasattr(accelerator, name)]:
         raise IncompatibleError(
-            f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}: use a version "
-            f"that this was tried with (1.15), or dc.Checkpointer in a loop of your own"
+            f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}: use the tested "
+            f"version (1.15), or dc.Checkpointer in your own loop"
         )
 
 
@@ -145,16 +145,17 @@ _OWN = {"model", "optim", "scheduler", "scaler", "custom", "position", "data", "
 
 
 class AcceleratedRun:
-    """The run of a loop over what `Accelerator.prepare` has returned: saved, and resumed.
+    """Saves and resumes a training loop over the objects that `Accelerator.prepare` returned.
 
-    Make it after `prepare`, on every rank, and loop over `epochs` and, in that, `batches`. Saved
-    are all prepared models, optimizers and schedulers, the scaler, what was given to
-    `register_for_checkpointing`, the random generators, and the place in the data; `state` holds
-    more. The other options are those of `dc.Checkpointer`. A step is a batch with which gradients
-    were synchronized: with accumulation, the last of so many. Leave it to `with` to end the run.
+    Create it after `prepare`, on every rank. Loop over `epochs`, and inside over `batches`. A
+    checkpoint has all prepared models, optimizers and schedulers, the scaler, the objects of
+    `register_for_checkpointing`, the random generators, and the position in the data. `state` is
+    extra state to save. The other options are those of `dc.Checkpointer`. A step is a batch after
+    which gradients are synchronized: with accumulation, the last of several. Use `with` to end the
+    run.
 
-    In the midst of an epoch a run goes on with as many ranks and batches as before. On others it is
-    refused, unless `on_reshard="drop"` says that the epoch begins anew.
+    Within an epoch, a run resumes only with the same number of ranks and batches. Otherwise it is
+    refused, unless `on_reshard="drop"` restarts the epoch.
     """
 
     def __init__(
@@ -174,18 +175,18 @@ class AcceleratedRun:
         self._checkpointer = Checkpointer(root, **options)
         self._is_restored = self._is_in_batches = self._has_looped = False
         self._step = self._epoch = self._batches = 0
-        self._unsaid: int | None = None
+        self._pending: int | None = None  # a step that the checkpointer does not have yet
         self._loader: Any = None
-        self._order: dict[str, Any] | None = None  # what the epoch's order was drawn from
+        self._order: dict[str, Any] | None = None  # the sources of the epoch's order
         self._num_batches: int | None = None
-        self._now: object = None  # the generators of a resume that is not through with its skipping
+        self._resumed: object = None  # the generators to set after a resume has skipped batches
 
     # --- the loop --------------------------------------------------------------------------------
 
     def restore(self) -> int | None:
-        """Fill all that was prepared; return the step, None for a fresh run. Every rank calls it.
+        """Fill the prepared objects; return the step, None for a fresh run. Every rank calls it.
 
-        `epochs` does it if it was not called.
+        `epochs` calls it if you did not.
         """
         template = self._template()
         step = self._checkpointer.restore(template)
@@ -193,15 +194,15 @@ class AcceleratedRun:
         if step is not None:
             if not isinstance(template["position"], dict):
                 raise IncompatibleError(
-                    f"step {step} was not saved by an AcceleratedRun: give another root, and that "
+                    f"step {step} was not saved by an AcceleratedRun: give another root, and this "
                     f"checkpoint as init= with init_strict=False"
                 )
             self._step = step
-            self._go_on_from(template["position"], template["data"].value)
+            self._resume_from(template["position"], template["data"].value)
         return step
 
     def epochs(self, until: int) -> Iterator[int]:
-        """Restore, then yield each epoch to be trained, from 0 on; fewer if the run is to stop."""
+        """Restore, then yield the epochs to train, from 0 on. End early if the run must stop."""
         if not self._is_restored:
             self.restore()
         for epoch in range(self._epoch, until):
@@ -211,7 +212,7 @@ class AcceleratedRun:
             yield epoch
             if self.stopped is None:
                 self._epoch, self._batches, self._order = epoch + 1, 0, None
-                self._say()  # of a loop over batches that was left by `break`
+                self._report_step()  # if `break` has ended the loop over batches
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of this epoch from a prepared loader, without those already trained.
@@ -223,8 +224,8 @@ class AcceleratedRun:
             raise ValueError("loop over run.epochs(...), and in that over run.batches(loader)")
         if self._has_looped:
             raise ValueError(
-                "there was a loop over run.batches(...) in this epoch, and a run has one place in "
-                "the data: loop over other loaders directly, or count another epoch"
+                "this epoch had a loop over run.batches(...) already, and a run has one place in "
+                "the data: loop over other loaders directly, or begin another epoch"
             )
         self._has_looped = self._is_in_batches = True
         try:
@@ -234,16 +235,14 @@ class AcceleratedRun:
 
     def _yield(self, loader: Any) -> Iterator[Any]:
         batches = self._begin(loader)
-        had = self._batches
-        for batch in batches:
-            had += 1
+        for number, batch in enumerate(batches, self._batches + 1):
             try:
                 yield batch
             except GeneratorExit:
-                self._count(had)
+                self._count(number)
                 raise
-            self._count(had)
-            self._say()
+            self._count(number)
+            self._report_step()
             if self.stopped is not None:
                 return
 
@@ -253,8 +252,8 @@ class AcceleratedRun:
             loader.set_epoch(self._epoch)
         count = _length(loader)
         self._loader = loader
-        if self._now is None:
-            if self._order is not None:  # as the epochs before have left them
+        if self._resumed is None:
+            if self._order is not None:  # as after the epochs before
                 set_sources([loader], self._order)
             self._order, self._num_batches = _order_of(loader), count
             batches: Iterator[Any] = iter(loader)
@@ -262,30 +261,30 @@ class AcceleratedRun:
         if count != self._num_batches:
             raise IncompatibleError(
                 f"saved after batch {self._batches} of an epoch of {self._num_batches} batches on "
-                f"each rank, and now it has {count}: batches would be lost or doubled. Give the "
-                f"data and the batch size that it was saved with"
+                f"each rank, but now it has {count}: batches would be lost or repeated. Use the "
+                f"data and the batch size of the save"
             )
-        assert self._order is not None, "saved in the midst of an epoch"
+        assert self._order is not None, "saved within an epoch"
         set_sources([loader], self._order)
         RNG().restore(self._order["rng"])
         batches = iter(loader)
         for _ in range(self._batches):
             next(batches, None)
-        RNG().restore(self._now)
-        self._now = None
+        RNG().restore(self._resumed)
+        self._resumed = None
         return batches
 
-    def _count(self, had: int) -> None:
+    def _count(self, batches: int) -> None:
         if self._accelerator.sync_gradients:
-            self._batches, self._step = had, self._step + 1
-            self._unsaid = self._step
+            self._batches, self._step = batches, self._step + 1
+            self._pending = self._step
 
-    def _say(self) -> None:
-        if self._unsaid is not None:
-            step, self._unsaid = self._unsaid, None
+    def _report_step(self) -> None:
+        if self._pending is not None:
+            step, self._pending = self._pending, None
             self._checkpointer.step(step, self._state)
 
-    # --- what a run says -------------------------------------------------------------------------
+    # --- the run ---------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -303,7 +302,7 @@ class AcceleratedRun:
 
     def close(self) -> None:
         """End the run: save the last step if `save` has `at_end`, and wait until it is durable."""
-        self._say()
+        self._report_step()
         self._checkpointer.close()
 
     def __enter__(self) -> Self:
@@ -315,7 +314,7 @@ class AcceleratedRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it. After an error no rank waits for another, and what is in memory is kept."""
+        """Close it. After an error, ranks do not wait for others, and snapshots stay in memory."""
         if error is None:
             self.close()
         else:
@@ -333,7 +332,7 @@ class AcceleratedRun:
         }
 
     def _state(self) -> dict[str, Any]:
-        hand_out_buffers_of(self._accelerator)
+        broadcast_buffers_of(self._accelerator)
         position = {
             "epoch": self._epoch,
             "batches": self._batches,
@@ -351,21 +350,21 @@ class AcceleratedRun:
         between_epochs = None if self._loader is None else _order_of(self._loader)
         return self._order if self._batches else between_epochs
 
-    def _go_on_from(self, position: dict[str, Any], order: Any) -> None:
+    def _resume_from(self, position: dict[str, Any], order: Any) -> None:
         self._epoch, self._batches = position["epoch"], position["batches"]
         self._num_batches = position["num_batches"]
         self._accelerator.step = position["accumulated"]
         if position["world_size"] == self._accelerator.num_processes:
             self._order = order
-            self._now = RNG().capture() if self._batches else None
+            self._resumed = RNG().capture() if self._batches else None
         elif not self._batches:
             return
         elif self._on_reshard == "error":
             raise IncompatibleError(
                 f"saved after batch {self._batches} of epoch {self._epoch} by "
-                f"{position['world_size']} ranks, and {self._accelerator.num_processes} train now: "
-                f"batches would be lost or doubled. Begin the epoch anew with "
-                f'AcceleratedRun(..., on_reshard="drop"), or train on as many ranks'
+                f"{position['world_size']} ranks, but {self._accelerator.num_processes} train now: "
+                f"batches would be lost or repeated. Restart the epoch with "
+                f'AcceleratedRun(..., on_reshard="drop"), or train on as many ranks as before'
             )
         else:
             self._batches = 0
@@ -376,7 +375,7 @@ def _order_of(loader: Any) -> dict[str, Any]:
 
 
 def _length(loader: Any) -> int | None:
-    """Return how many batches a loader has; None if its dataset does not say."""
+    """Return the number of batches of a loader; None if its dataset has no length."""
     try:
         return len(loader)
     except TypeError:
@@ -386,12 +385,12 @@ def _length(loader: Any) -> int | None:
 def attach(accelerator: accelerate.Accelerator) -> None:
     """Make an Accelerator's `save_state` and `load_state` use checkpoints of dist_ckpt.
 
-    Their folders are what `dc.load`, `dist-ckpt verify` and all else take. Every rank calls both.
-    What is saved and loaded is what `AcceleratedRun` says, and loaders that have a `state_dict`,
-    which go on with as many ranks only; the place in the data is the program's, with
-    `accelerator.skip_first_batches`, as ever. Names and limits of a `ProjectConfiguration` hold.
-    A folder that was saved to before is replaced when the new one is complete. Hooks for saving are
-    refused, as they write files of models by themselves.
+    Their folders are ordinary checkpoints. Every rank calls both functions. They save and load the
+    objects of `AcceleratedRun`, and loaders that have a `state_dict`, which need the same number of
+    ranks. The position in the data is up to the program, with `accelerator.skip_first_batches`.
+    Names and limits of a `ProjectConfiguration` hold. A save replaces an earlier one in the same
+    folder once the new one is complete. Hooks for saving are refused, as they write files of models
+    themselves.
     """
     check(accelerator)
     accelerator.save_state = functools.partial(_save_state, accelerator)
@@ -401,7 +400,7 @@ def attach(accelerator: accelerate.Accelerator) -> None:
 def _save_state(
     accelerator: Any, output_dir: str | os.PathLike[str] | None = None, **options: Any
 ) -> str:
-    """Save all that is prepared and registered to a folder; return it. Collective."""
+    """Save the prepared and registered objects to a folder; return it. Collective."""
     _check_call(accelerator, options, accelerator._save_model_state_pre_hook, "save")
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
@@ -409,7 +408,7 @@ def _save_state(
         output_dir = os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
     if output_dir is None:
         raise ValueError("save_state needs a folder: save_state(output_dir)")
-    hand_out_buffers_of(accelerator)
+    broadcast_buffers_of(accelerator)
     path = os.path.expanduser(os.fspath(output_dir))
     state = {**prepared_objects(accelerator), "position": {"accumulated": accelerator.step}}
     save(
@@ -424,7 +423,7 @@ def _save_state(
 def _load_state(
     accelerator: Any, input_dir: str | os.PathLike[str] | None = None, **options: Any
 ) -> None:
-    """Load all that is prepared and registered from a folder, None for the newest. Collective."""
+    """Load the prepared and registered objects from a folder, by default the newest. Collective."""
     _check_call(accelerator, options, accelerator._load_model_state_pre_hook, "load")
     if input_dir is None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -460,13 +459,13 @@ def _of_ranks(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _check_call(accelerator: Any, options: dict[str, Any], hooks: Any, what: str) -> None:
+def _check_call(accelerator: Any, options: dict[str, Any], hooks: Any, verb: str) -> None:
     check(accelerator)
-    options.pop("safe_serialization", None)  # it is what we write, so True says nothing new
+    options.pop("safe_serialization", None)  # tensors are always safetensors here
     if options:
-        raise TypeError(f"{what}_state takes no {sorted(options)[0]} with checkpoints of dist_ckpt")
+        raise TypeError(f"{verb}_state takes no {sorted(options)[0]} with checkpoints of dist_ckpt")
     if hooks:
         raise ValueError(
-            f"a hook is registered by register_{what}_state_pre_hook, which writes and reads files "
-            f"of its own: remove() it, or give what it saves to register_for_checkpointing"
+            f"a hook of register_{verb}_state_pre_hook writes or reads separate files: remove() "
+            f"it, or register its objects by register_for_checkpointing"
         )

@@ -16,10 +16,12 @@ from torch.distributed import ProcessGroup, broadcast
 from dist_ckpt.errors import IncompatibleError
 
 
-def extra_state_of(state: Mapping[str, Any] | None, own: Collection[str]) -> dict[str, Any]:
-    """Return the extra state to save. ValueError if it has one of the adapter's `own` keys."""
-    if taken := sorted({*(state or {})} & {*own}):
-        raise ValueError(f"the state has {', '.join(taken)}, which is saved anyway: rename it")
+def extra_state_of(state: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
+    """Return the extra state to save. ValueError if it has a `reserved` key of the adapter."""
+    if conflicts := sorted({*(state or {})} & {*reserved}):
+        raise ValueError(
+            f"the state has the keys {', '.join(conflicts)}, which the adapter uses: rename them"
+        )
     return dict(state or {})
 
 
@@ -30,7 +32,7 @@ def check_on_reshard(on_reshard: str) -> None:
 
 
 def broadcast_module_buffers(model: object) -> None:
-    """Give all ranks rank 0's buffers where DDP does so at each forward. Collective with DDP."""
+    """Broadcast the buffers of rank 0, if DDP does so at each forward. Collective with DDP."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and model.broadcast_buffers:
         broadcast_inner_buffers(model.module, model.parameters_to_ignore, group=model.process_group)
 
@@ -38,7 +40,7 @@ def broadcast_module_buffers(model: object) -> None:
 def broadcast_inner_buffers(
     module: nn.Module, ignored: Collection[str] = (), *, group: ProcessGroup | None = None
 ) -> None:
-    """Give all ranks of a group the first's buffers of a module that DDP holds. Collective."""
+    """Broadcast the buffers of a module in DDP from the group's first rank. Collective."""
     for name, buffer in module.named_buffers():
         if name not in ignored:
             broadcast(buffer, group=group, group_src=0)
@@ -48,7 +50,7 @@ _INNER = ("batch_sampler", "sampler")
 
 
 def sources_of(loaders: Iterable[Any]) -> dict[str, Any]:
-    """Return what the next `iter` of loaders draws their order from, as plain data."""
+    """Return the generator states and seeds for the next order of loaders, as plain data."""
     loaders = list(loaders)
     return {
         "generators": [bytes(item.get_state().tolist()) for item in _generators(loaders)],
@@ -57,20 +59,20 @@ def sources_of(loaders: Iterable[Any]) -> dict[str, Any]:
 
 
 def set_sources(loaders: Iterable[Any], sources: dict[str, Any]) -> None:
-    """Let the next `iter` of loaders draw the order that `sources_of` was taken of.
+    """Set the sources, so that the next `iter` of loaders draws the saved order.
 
-    Raises IncompatibleError if they draw from others now.
+    Raises IncompatibleError if the loaders have other sources now.
     """
     loaders = list(loaders)
     samplers, generators = _seeded(loaders), _generators(loaders)
     before, now = (
-        f"{len(some)} samplers with a seed and {len(others)} generators"
-        for some, others in ((sources["seeds"], sources["generators"]), (samplers, generators))
+        f"{len(seeds)} samplers with a seed and {len(states)} generators"
+        for seeds, states in ((sources["seeds"], sources["generators"]), (samplers, generators))
     )
     if before != now:
         raise IncompatibleError(
-            f"the loaders drew their order from {before}, and now from {now}: it would be another "
-            f"order. Make the loaders as they were when this was saved"
+            f"the loaders drew their order from {before}, and now from {now}, so the order would "
+            f"differ: create the loaders as in the saved run"
         )
     for sampler, seed in zip(samplers, sources["seeds"], strict=True):
         sampler.initial_seed = seed
@@ -79,21 +81,21 @@ def set_sources(loaders: Iterable[Any], sources: dict[str, Any]) -> None:
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """Yield the samplers of a loader, those inside of others behind them."""
+    """Yield the samplers of a loader; inner ones follow the samplers around them."""
     samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    for _ in range(4):  # accelerate puts one around one
+    for _ in range(4):  # accelerate wraps samplers
         yield from (sampler for sampler in samplers if sampler is not None)
         inner = [getattr(sampler, name, None) for sampler in samplers for name in _INNER]
         samplers = [sampler for sampler in inner if sampler is not None]
 
 
 def _generators(loaders: list[Any]) -> list[torch.Generator]:
-    """Return what loaders draw from beside the global ones; of a seed, nothing is drawn."""
+    """Return the generators of loaders, other than the global ones and those with a seed."""
     seeded = {id(getattr(item, "generator", None)) for item in _seeded(loaders)}
     candidates: list[Any] = []
     for loader in loaders:
-        own = [getattr(loader, name, None) for name in ("synchronized_generator", "generator")]
-        candidates += [*own, *(getattr(item, "generator", None) for item in _samplers(loader))]
+        candidates += [getattr(loader, n, None) for n in ("synchronized_generator", "generator")]
+        candidates += [getattr(sampler, "generator", None) for sampler in _samplers(loader)]
     generators = {id(item): item for item in candidates if isinstance(item, torch.Generator)}
     return [item for number, item in generators.items() if number not in seeded]
 

@@ -1,4 +1,4 @@
-"""MLflow: each checkpoint of a run, by reference.
+"""Log a reference to each checkpoint of a run to MLflow.
 
 with dc.Checkpointer("runs/a", on_commit=log_to_mlflow(run.info.run_id)) as ck:
     ...
@@ -14,10 +14,9 @@ from dist_ckpt.integrations.references import Reference, TrackerThread, as_recor
 def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> TrackerThread:
     """Return an `on_commit` that logs references to an MLflow run; see `TrackerThread`.
 
-    Each is an artifact `checkpoints/step-00000500.json`; the newest is in the tags
-    `checkpoint.path`, `checkpoint.step` and `checkpoint.digest` as well, for searches. No weights
-    are uploaded. `client` is None for MLflow's tracking URI of now. `run_id` is that of rank 0's
-    run.
+    Each is an artifact `checkpoints/step-00000500.json`. For searches, the newest is also in the
+    tags `checkpoint.path`, `checkpoint.step` and `checkpoint.digest`. No weights are uploaded.
+    `run_id` is the run of rank 0. `client` is by default one with MLflow's current tracking URI.
     """
     return TrackerThread(_MlflowRun(run_id, MlflowClient() if client is None else client))
 

@@ -1,9 +1,9 @@
-"""Ray Train: report the path of the newest checkpoint to Ray, and upload nothing.
+"""Report the path of the newest checkpoint to Ray Train, and upload nothing.
 
-told = RayCheckpointReporter(run_folder("train"))
-with dc.Checkpointer(told.root, on_commit=told.on_commit) as ck:
+reporter = RayCheckpointReporter(run_folder("train"))
+with dc.Checkpointer(reporter.root, on_commit=reporter.on_commit) as ck:
     for step in ck.steps(state, until=1000):
-        told.report({"loss": train(state)})
+        reporter.report({"loss": train(state)})
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if not TYPE_CHECKING:
 
 
 def run_folder(name: str = "checkpoints") -> str:
-    """Return a folder for a run inside of that of Ray's experiment; for use in a worker.
+    """Return a folder for a run, inside the folder of Ray's experiment. Call it in a worker.
 
     Ray uses a checkpoint in place only inside that folder. All workers must see it: give RunConfig
     a `storage_path` on shared storage.
@@ -34,8 +34,8 @@ def run_folder(name: str = "checkpoints") -> str:
     path = str(storage.experiment_fs_path)
     if "local" not in storage.storage_filesystem.type_name:
         raise IncompatibleError(
-            f"the experiment is in {storage.storage_filesystem.type_name}:{path}, and checkpoints "
-            f"need a file system that all workers mount: give RunConfig(storage_path=...) of one"
+            f"the experiment is in {storage.storage_filesystem.type_name}:{path}, but checkpoints "
+            f"need a file system that all workers mount: give its path, RunConfig(storage_path=...)"
         )
     return os.path.join(path, name)
 
@@ -44,11 +44,11 @@ class RayCheckpointReporter:
     """Reports to Ray Train by reference: each commit once, from rank 0, with a later report.
 
     Give `on_commit` to `dc.Checkpointer`, and call `report` in place of `ray.train.report`, on
-    every worker equally often. `Result.checkpoint.path` is then what `dc.load` and `dc.open` take.
+    every worker equally often. `Result.checkpoint.path` is then a path for `dc.load` and `dc.open`.
     To report the last commit, call `report` after the checkpointer is closed.
 
-    `keep` of the Checkpointer decides which checkpoints stay. Ray's `num_to_keep` also deletes, and
-    is refused.
+    `keep` of the Checkpointer decides which checkpoints stay. Ray's `num_to_keep`, which also
+    deletes, is refused.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -58,20 +58,20 @@ class RayCheckpointReporter:
         self._lock = Lock()
 
     def on_commit(self, checkpoint: Checkpoint) -> None:
-        """Note a commit; Ray hears of it with the next report, as all workers have to report."""
+        """Note a commit for the next report, as all workers must report together."""
         with self._lock:
             self._newest = checkpoint.path
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Report metrics, and the newest commit if there is one that Ray has not heard of.
+        """Report metrics, and the newest commit unless it is already reported.
 
-        Collective, as `ray.train.report` is: it waits for the other workers.
+        Collective, as `ray.train.report`: it waits for the other workers.
         """
         with self._lock:
             path, self._newest = self._newest, None
         ray.train.report(
             dict(metrics),
-            # Pruned meanwhile: a newer checkpoint is committed, and the next report has it.
+            # If it was pruned meanwhile, a newer one is committed, and is in the next report.
             checkpoint=ray.train.Checkpoint(path) if path and os.path.isdir(path) else None,
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
@@ -86,7 +86,7 @@ def _check_num_to_keep() -> None:
     config = get_train_context().train_run_context.run_config.checkpoint_config
     if config.num_to_keep is not None:
         raise ValueError(
-            f"CheckpointConfig(num_to_keep={config.num_to_keep}) would have Ray delete what the "
-            f"run goes on from: leave it out, and give keep=dc.keep.last({config.num_to_keep}) to "
-            f"dc.Checkpointer"
+            f"with CheckpointConfig(num_to_keep={config.num_to_keep}) Ray would delete checkpoints "
+            f"that a resume needs: leave it out, and give keep=dc.keep.last({config.num_to_keep}) "
+            f"to dc.Checkpointer"
         )

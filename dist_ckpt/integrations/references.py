@@ -21,19 +21,19 @@ if not TYPE_CHECKING:
 
 _log = logging.getLogger("dist_ckpt")
 
-# So many wait for a tracker that does not answer; of more, the oldest are left out.
+# The most references that wait for a slow tracker: then the oldest is dropped.
 MAX_WAITING = 100
 
-# How long the end of a run waits for it.
+# The most seconds that the end of a run waits for the tracker.
 CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Which checkpoint: `path` is what `dc.load` takes, `nbytes` the size of its data files.
+    """A reference to a checkpoint: `path` for `dc.load`, `nbytes` is the size of its data files.
 
-    `index` is the URI of its index, which names every file with its digest; `digest` is the index's
-    own, "sha256:" and 64 hex digits. The attempt that was committed is part of the URI.
+    `index` is the URI of its index, which has the digest of every file; the committed attempt is
+    part of it. `digest` is that of the index, "sha256:" and 64 hex digits.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Reference:
 
 
 def reference_of(checkpoint: Checkpoint) -> Reference:
-    """Return a reference to a checkpoint, having read its index, and nothing else."""
+    """Return a reference to a checkpoint. Only its index is read."""
     file = Path(checkpoint.path).absolute() / checkpoint.index.attempt / "index.json"
     return Reference(
         path=str(file.parents[1]),
@@ -63,7 +63,7 @@ def as_record(reference: Reference) -> dict[str, str | int | None]:
 
 
 class Tracker(Protocol):
-    """Where references go."""
+    """A service that records references."""
 
     name: str
 
@@ -73,12 +73,12 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """An `on_commit` of `dc.Checkpointer` that tells a tracker of each checkpoint.
+    """An `on_commit` of `dc.Checkpointer` that sends a reference of each checkpoint to a tracker.
 
-    It runs on rank 0, as `on_commit` does, and only notes the reference: a daemon thread hands it
-    on. A tracker that raises is named in the log, once in a row, and the next checkpoint is tried
-    again. One that hangs keeps others waiting, 100 at most, and nothing else. `close`, or leaving
-    the `with`, waits 10 seconds at most for what is left, and says which steps were not told.
+    It runs on rank 0, as `on_commit` does, and only queues the reference: a daemon thread sends it.
+    If the tracker raises, a warning is logged, once in a row, and the next checkpoint is sent
+    again. If it hangs, up to 100 references wait. `close`, or the end of the `with`, waits at most
+    10 seconds for the rest, and logs the steps that were not sent.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -89,14 +89,14 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def __call__(self, checkpoint: Checkpoint) -> None:
-        """Note a commit. Returns at once; the thread begins with the first one."""
+        """Queue a commit, and return at once. The first call starts the thread."""
         reference = reference_of(checkpoint)
         with self._changed:
             if self._is_closed:
-                raise ValueError("this log of references is closed: close it after the run")
+                raise ValueError("this TrackerThread is closed: close it after the run")
             if len(self._waiting) >= MAX_WAITING:
-                left_out = self._waiting.popleft()
-                _log.warning("%s is not told of step %s", self._tracker.name, left_out.step)
+                dropped = self._waiting.popleft()
+                _log.warning("step %s is not sent to %s", dropped.step, self._tracker.name)
             self._waiting.append(reference)
             self._changed.notify_all()
             if self._thread is None:
@@ -119,8 +119,8 @@ class TrackerThread:
             if self._waiting:
                 steps = ", ".join(str(report.step) for report in self._waiting)
                 _log.warning(
-                    "%s was not told of step %s within %g s: the checkpoints are safe",
-                    *(self._tracker.name, steps, timeout_s),
+                    "step %s was not sent to %s within %g s: the checkpoints are safe",
+                    *(steps, self._tracker.name, timeout_s),
                 )
         atexit.unregister(self.close)
 
@@ -153,10 +153,10 @@ class TrackerThread:
         try:
             self._tracker.put(reference)
             self._has_failed = False
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the tracker's: no save is lost for it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker must not fail a save
             if not self._has_failed:
                 _log.warning(
-                    "%s was not told of step %s, and is tried again with the next: %s",
-                    *(self._tracker.name, reference.step, error),
+                    "step %s was not sent to %s, and the next one is tried again: %s",
+                    *(reference.step, self._tracker.name, error),
                 )
             self._has_failed = True

@@ -1,4 +1,4 @@
-"""torchtitan: a checkpoint manager that a trainer's configuration names.
+"""A checkpoint manager for torchtitan, to name in a trainer's configuration.
 
 config.checkpoint = RunCheckpointer.Config(enable=True, interval=500, keep_latest_k=3)
 """
@@ -27,7 +27,7 @@ from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.adapter_state import extra_state_of
 from dist_ckpt.runs import retention_policy as keep
 
-# Keys of a torchtitan trainer's own states that are held in another form here.
+# The keys of a trainer's own states that have another form here.
 _OWN = {"model", "optim", "lr_scheduler", "dataloader", "rng"}
 
 
@@ -35,39 +35,40 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
     """Saves a torchtitan trainer's run as `dc.Checkpointer` does, and resumes it.
 
     A checkpoint has the model's parts, the optimizers, the schedulers, the trainer's own state, the
-    data loader's place of each data-parallel rank, and the random generators; each is whole, the
-    last one as well. The run is `dump_folder/folder`. `interval`, `keep_latest_k`, `load_step`,
-    `load_only`, `initial_load_path`, `exclude_from_loading` (of an initial load) and
-    `enable_first_step_checkpoint` are torchtitan's; SIGTERM saves a step on all ranks, and ends
-    each with exit code 75 then. Nothing is unpickled: a loader's own pickled form is not used.
+    data loader's position of each data-parallel rank, and the random generators. Every checkpoint
+    is complete, also the last. The run is `dump_folder/folder`. These options are torchtitan's:
+    `interval`, `keep_latest_k`, `load_step`, `load_only`, `initial_load_path`,
+    `exclude_from_loading` (in an initial load) and `enable_first_step_checkpoint`. After SIGTERM
+    all ranks save a step, and exit with code 75. Nothing is unpickled: loaders are not saved in
+    their pickled form.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # it has no types
-        """torchtitan's policies; what would write other files than checkpoints is refused."""
+        """torchtitan's options. Those for other files than checkpoints are refused."""
 
         last_save_model_only: bool = False
-        """Refused: the last checkpoint is whole, so that the run can go on."""
+        """Refused: the last checkpoint is complete, so that the run can resume."""
 
         options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-        """More options of dc.Checkpointer, such as save, keep and on_commit; they win."""
+        """More options of dc.Checkpointer, such as save, keep and on_commit; they override."""
 
         def __post_init__(self) -> None:
-            """Raise ValueError for what this manager does not do, and say what does."""
-            # A dataclass with slots is another class than the one that super() would name.
+            """Raise ValueError for unsupported options, with the alternative."""
+            # In a dataclass with slots, super() would name another class.
             BaseCheckpointManager.Config.__post_init__(self)
             for name, instead in _REFUSED.items():
                 if getattr(self, name):
                     raise ValueError(f"RunCheckpointer does not take checkpoint.{name}: {instead}")
             if self.export_dtype != "float32":
                 raise ValueError(
-                    "RunCheckpointer does not take checkpoint.export_dtype: every checkpoint is as "
-                    "the run has it; dist-ckpt export --dtype converts one"
+                    "RunCheckpointer does not take checkpoint.export_dtype: every checkpoint has "
+                    "the dtypes of the run; dist-ckpt export --dtype converts one"
                 )
             if self.exclude_from_loading and not self.initial_load_path:
                 raise ValueError(
-                    "checkpoint.exclude_from_loading is of an initial load here: a run that goes "
-                    "on would lose it at each restart. Begin another run with initial_load_path"
+                    "checkpoint.exclude_from_loading needs initial_load_path: a run would lose the "
+                    "excluded state at each restart. Begin another run with initial_load_path"
                 )
 
     def __init__(  # noqa: PLR0913 - torchtitan's signature
@@ -82,16 +83,16 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         sd_adapter: Any = None,
         base_folder: str = "",
     ) -> None:
-        del sd_adapter  # for files of Hugging Face, which dist-ckpt export makes
+        del sd_adapter  # for Hugging Face files, which dist-ckpt export writes
         self.enable = config.enable
         if not self.enable:
             return
-        self.save_future = None  # what is in the background is the checkpointer's
+        self.save_future = None  # the Checkpointer handles background saves
         self.stopped: TrainingStopped | None = None
         self._loader = dataloader
         self._first = config.enable_first_step_checkpoint
         self._interval = config.interval
-        self._held = {
+        self._components = {
             **extra_state_of(states, _OWN),
             "model": [*model_parts],
             "optim": _one_or_more([*optimizers]),
@@ -117,16 +118,16 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - its signature
         ck = self._checkpointer
         ck.step(curr_step, lambda: self._state(_loader_state(self._loader)))
-        is_asked = last_step or (self._first and curr_step == 1)
-        if is_asked:
+        is_forced = last_step or (self._first and curr_step == 1)
+        if is_forced:
             ck.save(curr_step)
         if ck.should_stop:
             self.stopped = ck.stopped
-            assert self.stopped is not None, "it says why"
+            assert self.stopped is not None, "it has the reason"
             ck.close()
-            # torchtitan has no other way to end a run that is not done.
+            # torchtitan has no other way to end an incomplete run.
             raise SystemExit(self.stopped.exit_code)
-        return is_asked or curr_step % self._interval == 0
+        return is_forced or curr_step % self._interval == 0
 
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing: a save has copied or protected its data when it returns."""
@@ -135,7 +136,7 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         """Do nothing: `save_future` is never set."""
 
     def _close(self) -> None:
-        error = sys.exc_info()[1]  # torchtitan closes in an `except` when training has failed
+        error = sys.exc_info()[1]  # after a failure, torchtitan closes in an `except`
         if (ck := getattr(self, "_checkpointer", None)) is not None:
             ck.__exit__(type(error) if error else None, error, None)
 
@@ -146,14 +147,14 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         if (rank := getattr(self._loader, "dp_rank", None)) is not None:
             key = ("dp", rank)
         return {
-            **self._held,
+            **self._components,
             "dataloader": PerRank(loader_state, key=key),
             "rng": RNG(on_reshard="drop"),
         }
 
 
 _SEED = "initialize weights in a fresh run, and give its checkpoint as initial_load_path"
-_EXPORT = "dist-ckpt export --format hf --only model writes it out of any checkpoint"
+_EXPORT = "dist-ckpt export --format hf --only model writes it from any checkpoint"
 _REFUSED = {
     "last_save_model_only": _EXPORT,
     "last_save_in_hf": _EXPORT,
@@ -173,16 +174,13 @@ def _options(config: Any) -> dict[str, Any]:
     }
     if config.initial_load_path is None:
         return options
-    left_out = [f"{key}*" for key in map(_name_here, config.exclude_from_loading)]
     if config.initial_load_model_only:
         options["init"] = Source(config.initial_load_path, include="model.*")
     else:
-        options["init"] = Source(config.initial_load_path, exclude=left_out or None)
+        keys = ("optim" if key == "optimizer" else key for key in config.exclude_from_loading)
+        excluded = [f"{key}*" for key in keys]
+        options["init"] = Source(config.initial_load_path, exclude=excluded or None)
     return options | {"init_strict": False}
-
-
-def _name_here(key: str) -> str:
-    return "optim" if key == "optimizer" else key
 
 
 def _one_or_more(values: list[Any]) -> Any:
@@ -190,7 +188,7 @@ def _one_or_more(values: list[Any]) -> Any:
 
 
 def _loader_state(loader: Any) -> Any:
-    """Return a loader's position as plain data: torchtitan's own state_dict pickles it."""
+    """Return a loader's position as plain data, which torchtitan's `state_dict` would pickle."""
     if isinstance(loader, ParallelAwareDataloader):
         return StatefulDataLoader.state_dict(loader)
     return None if loader is None else loader.state_dict()
@@ -199,8 +197,8 @@ def _loader_state(loader: Any) -> Any:
 def _set_loader_state(loader: Any, state: Any) -> None:
     if isinstance(loader, ParallelAwareDataloader):
         if loader.generator is None:
-            # It is iterated next, and draws a seed for its workers then: not from the generator
-            # that was restored, for the run that was saved had drawn that seed long before.
+            # The next `iter` draws a seed for the workers. It must not use the restored generator:
+            # the saved run had drawn that seed before the save.
             loader.generator = torch.Generator().manual_seed(torch.initial_seed())
         StatefulDataLoader.load_state_dict(loader, state)
     else:
@@ -214,7 +212,7 @@ def _refuse_dcp(root: str) -> None:
         path = os.path.join(root, name)
         if re.fullmatch(r"step-\d+", name) and os.path.exists(os.path.join(path, ".metadata")):
             raise IncompatibleError(
-                f"{path} was saved by torchtitan's own manager, and would not be resumed: give "
-                f"checkpoint.folder another name, and what dist-ckpt import --from dcp makes of "
-                f"it as initial_load_path"
+                f"{path} was saved by torchtitan's own manager, and cannot be resumed: convert it "
+                f"with dist-ckpt import --from dcp, give the result as initial_load_path, and "
+                f"another name as checkpoint.folder"
             )

@@ -1,4 +1,4 @@
-"""`transformers.Trainer`: checkpoints through a callback, and a resume that knows the data.
+"""Save and resume `transformers.Trainer` through a callback, with the position in the data.
 
 callback = CheckpointCallback("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
 trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[callback], ...)
@@ -33,7 +33,7 @@ _log = logging.getLogger("dist_ckpt")
 # The file that the Trainer reads in the folder to resume from.
 _STATE_FILE = "trainer_state.json"
 
-# The Trainer's private names that are taken over; each is looked for before training begins.
+# The private methods of the Trainer that are replaced; each is checked before training begins.
 NEEDED = ("_load_from_checkpoint", "_load_rng_state", "_maybe_log_save_evaluate")
 
 _OWN = {"model", "optim", "scheduler", "trainer", "scaler", "rng"}
@@ -42,17 +42,17 @@ _OWN = {"model", "optim", "scheduler", "trainer", "scaler", "rng"}
 class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
     """Saves a `Trainer`'s run as `dc.Checkpointer` does, and resumes it, batch by batch.
 
-    The options are those of `dc.Checkpointer`; `state` holds more that is to be saved. A checkpoint
-    has the model, the optimizer, the scheduler, the Trainer's own state (steps, epochs, logs,
-    callbacks), the scaler of mixed precision and the random generators. What an evaluation measures
-    becomes metrics of the step. Turn the Trainer's own saving off: `save_strategy="no"`.
+    The options are those of `dc.Checkpointer`; `state` is extra state to save. A checkpoint has the
+    model, the optimizer, the scheduler, the Trainer's own state (steps, epochs, logs, callbacks),
+    the scaler of mixed precision and the random generators. The results of an evaluation become
+    metrics of the step. Turn the Trainer's own saving off: `save_strategy="no"`.
 
-    `resume(trainer)` returns what to give to `trainer.train(resume_from_checkpoint=...)`, on every
-    rank. Give it to fresh runs as well: it is None then, and `init` fills the model if it is given.
-    The Trainer passes over the batches of the epoch that are done. Saving is not in the background
-    by default, as a resume has to know the step before training begins.
+    Call `trainer.train(resume_from_checkpoint=callback.resume(trainer))` on every rank, also for a
+    fresh run: `resume` returns None then, and the option `init` fills the model. The Trainer skips
+    the trained batches of the epoch. By default saves are not in the background, as a resume needs
+    the step before training begins.
 
-    After `train`, `stopped` says whether the run was told to stop, and how to exit.
+    After `train`, `stopped` is the reason for an early stop, with the exit code, or None.
     """
 
     def __init__(
@@ -75,24 +75,24 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         self._generators: object = None
 
     def resume(self, trainer: Any) -> str | None:
-        """Return the folder that `train` is to resume from; None if there is nothing to go on from.
+        """Return the folder for `train` to resume from; None for a fresh run.
 
-        Every rank calls it, before `train`. Nothing of the state is touched yet. Raises ValueError
-        for a Trainer that saves in another way at the same time.
+        Every rank calls this before `train`. The state does not change yet. ValueError for a
+        Trainer that also saves in another way.
         """
         args = trainer.args
         if getattr(trainer, "is_deepspeed_enabled", False):
             raise ValueError(
-                "CheckpointCallback does not save DeepSpeed engines: use the checkpoints of the "
-                "Trainer's own"
+                "CheckpointCallback does not save DeepSpeed engines: use the Trainer's own "
+                "checkpoints"
             )
         if getattr(args, "enable_jit_checkpoint", False):
             raise ValueError(
-                "enable_jit_checkpoint takes SIGTERM for itself: leave it out, and give "
+                "enable_jit_checkpoint handles SIGTERM: leave it out, and give "
                 'save=dc.on_signal("TERM") to the callback'
             )
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
-            _log.warning('the Trainer saves as well: give TrainingArguments save_strategy="no"')
+            _log.warning('the Trainer also saves: give TrainingArguments save_strategy="no"')
         _check_version(trainer)
         self._trainer = trainer
         self._follow(trainer)
@@ -101,22 +101,22 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         self._step, before, text = newest
         if before != (now := _batches_of(args)) and not args.ignore_data_skip:
             raise ValueError(
-                f"{self._root} was trained on {_batch_text(before)}, "
-                f"and is now to be on {_batch_text(now)}: "
-                f"the Trainer counts batches, and would lose or repeat some. Begin the epoch anew "
-                f"with TrainingArguments(ignore_data_skip=True), or train as before"
+                f"{self._root} was trained on {_batch_text(before)}, and now on "
+                f"{_batch_text(now)}. The Trainer counts batches, and would lose or repeat some: "
+                f"restart the epoch with TrainingArguments(ignore_data_skip=True), or train as "
+                f"before"
             )
         self._folder = tempfile.mkdtemp(prefix="dist_ckpt-resume-")
         with open(os.path.join(self._folder, _STATE_FILE), "w", encoding="utf-8") as file:
             file.write(text)
-        self._take_over(trainer, self._folder)
+        self._replace_loads(trainer, self._folder)
         return self._folder
 
     def _follow(self, trainer: Any) -> None:
-        """Have each step saved when all that the Trainer does after it is done.
+        """Save each step after the Trainer has logged and evaluated it.
 
-        What it logs and evaluates at a step comes after the step's last event for callbacks. What
-        it does at the end of an epoch belongs to the last step, and comes later still.
+        The Trainer does that after a step's last callback event. The end of an epoch, which belongs
+        to its last step, comes even later.
         """
         conclude = trainer._maybe_log_save_evaluate
 
@@ -128,11 +128,11 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
         trainer._maybe_log_save_evaluate = conclude_and_save
 
-    def _take_over(self, trainer: Any, folder: str) -> None:
-        """Have the Trainer take from this callback what it would read of the folder.
+    def _replace_loads(self, trainer: Any, folder: str) -> None:
+        """Replace the Trainer's loads of weights and generators from the folder.
 
-        Weights are filled when it begins to train, with all else; and the generators are set where
-        it does that, when it has passed over the batches that are done.
+        `on_train_begin` fills the weights. The generators are set where the Trainer does that,
+        after it has skipped the trained batches.
         """
         load, load_generators = trainer._load_from_checkpoint, trainer._load_rng_state
 
@@ -157,7 +157,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
         trainer._run_epoch = run_what_is_left
 
-    # --- what the Trainer calls ------------------------------------------------------------------
+    # --- the Trainer's callbacks -----------------------------------------------------------------
 
     def on_train_begin(
         self,
@@ -166,17 +166,17 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Fill the model, the optimizer and all else, and begin to count steps."""
+        """Fill the model, the optimizer and the rest of the state."""
         del args
         if self._trainer is None:
             raise ValueError(
-                "train(resume_from_checkpoint=callback.resume(trainer)) is how a run with this "
-                "callback begins, a fresh one too"
+                "callback.resume was not called: begin also a fresh run with "
+                "train(resume_from_checkpoint=callback.resume(trainer))"
             )
         if self._step is not None and state.global_step != self._step:
             raise ValueError(
-                f"the Trainer goes on from step {state.global_step}, and the checkpoint is of step "
-                f"{self._step}: give resume_from_checkpoint what callback.resume(trainer) returns"
+                f"the Trainer continues from step {state.global_step}, but the checkpoint is of "
+                f"step {self._step}: give resume_from_checkpoint=callback.resume(trainer)"
             )
         components = {key: kwargs[key] for key in ("model", "optimizer", "lr_scheduler")}
         self._checkpointer = ck = Checkpointer(self._root, **self._options)
@@ -194,7 +194,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             control.should_training_stop = self._has_ended(state)
 
     def _has_ended(self, state: transformers.TrainerState) -> bool:
-        """Return True if the run was saved at its end; the Trainer would do one more step."""
+        """Return True if the saved run has ended; the Trainer would do one more step."""
         if state.global_step >= state.max_steps:
             return True
         for callback in self._trainer.callback_handler.callbacks:
@@ -202,45 +202,27 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
                 callback.early_stopping_patience_counter >= callback.early_stopping_patience
             ):
                 _log.warning(
-                    "%s was ended by EarlyStoppingCallback at step %d, and stays so: to train on, "
-                    "give it more patience or leave it out",
+                    "%s was ended by EarlyStoppingCallback at step %d, and stays ended: to "
+                    "continue, give it more patience or leave it out",
                     self._root,
                     state.global_step,
                 )
                 return True
         return False
 
-    def on_step_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Note that a step was done; `_follow` has it saved when all else is done too."""
-        del args, state, control, kwargs
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note that a step is done; `_follow` saves it later."""
+        del args, kwargs
         self._is_pending = True
 
-    def on_epoch_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Note that the last step of an epoch is done once the epoch is."""
-        del args, state, control, kwargs
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note that the epoch has ended: its last step is saved after that."""
+        del args, kwargs
         self._epoch_has_ended = True
 
-    def on_epoch_begin(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Note that an epoch has steps before its last again."""
-        del args, state, control, kwargs
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note that an epoch has begun."""
+        del args, kwargs
         self._epoch_has_ended = False
 
     def _boundary(
@@ -262,15 +244,15 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Note what was measured at this step."""
+        """Record the results of an evaluation as metrics of this step."""
         del args, control
-        measured = {
+        metrics = {
             name: float(value)
             for name, value in (kwargs.get("metrics") or {}).items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        if self._checkpointer is not None and measured:
-            self._checkpointer.metrics(state.global_step, measured)
+        if self._checkpointer is not None and metrics:
+            self._checkpointer.metrics(state.global_step, metrics)
 
     def on_train_end(
         self,
@@ -285,22 +267,22 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         self.close()
 
     def close(self) -> None:
-        """End the run as the end of training does; for who catches what `train` raises."""
+        """End the run as `on_train_end` does. Call it if you catch an error of `train`."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 
     def _state(self, components: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is saved, and filled: read anew for each save. Every rank calls it."""
+        """Return the state to save or fill, read again for each save. Every rank calls it."""
         broadcast_module_buffers(self._trainer.model_wrapped)
         state: dict[str, Any] = {
             "model": components["model"],
             "optim": components["optimizer"],
             "scheduler": components["lr_scheduler"],
-            # On another number of ranks the generators start as in a fresh run.
+            # With another number of ranks, the generators start as in a fresh run.
             "rng": RNG(on_reshard="drop"),
             **self._more,
         }
-        if self._trainer.args.process_index == 0:  # others have other times in their logs
+        if self._trainer.args.process_index == 0:  # the logs of other ranks have other times
             state["trainer"] = {
                 "state": _text_of(self._trainer),
                 "batches": _batches_of(self._trainer.args),
@@ -311,7 +293,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
 
 def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
-    """Return the numbers that determine a step's batches, by which the Trainer counts."""
+    """Return the numbers that determine the batches of a step."""
     return {
         "ranks": args.world_size,
         "samples": args.train_batch_size,
@@ -334,11 +316,11 @@ def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | N
     with checkpoint:
         trainer = checkpoint.objects.get("trainer")
     saved = trainer if isinstance(trainer, dict) else {}
-    # The checkpoint's own number of ranks is not asked: `dist-ckpt reshard` changes that.
+    # The checkpoint's own number of ranks is not used: `dist-ckpt reshard` changes that.
     text, batches = saved.get("state"), saved.get("batches")
     if checkpoint.step is None or not isinstance(text, str) or not isinstance(batches, dict):
         raise IncompatibleError(
-            f"{checkpoint.path} was not saved by this callback: begin another run with it, "
+            f"{checkpoint.path} was not saved by this callback: begin another run from it with "
             f"CheckpointCallback(ANOTHER_ROOT, init={checkpoint.path!r}, init_strict=False)"
         )
     return checkpoint.step, batches, text
@@ -346,9 +328,12 @@ def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | N
 
 def _fill_callbacks(callbacks: Sequence[object], saved: Mapping[str, Any]) -> None:
     """Restore the saved attributes of callbacks, which the Trainer does only on request."""
-    left = {name: [*some] if isinstance(some, list) else [some] for name, some in saved.items()}
+    remaining = {
+        name: [*states] if isinstance(states, list) else [states] for name, states in saved.items()
+    }
     for callback in callbacks:
-        if isinstance(callback, ExportableState) and (states := left.get(type(callback).__name__)):
+        cls = type(callback).__name__
+        if isinstance(callback, ExportableState) and (states := remaining.get(cls)):
             for name, value in states.pop(0).get("attributes", {}).items():
                 setattr(callback, name, value)
 
@@ -359,17 +344,17 @@ def _text_of(trainer: Any) -> str:
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             states.setdefault(type(callback).__name__, []).append(callback.state())
-    # The Trainer wants a list for several callbacks of a class, and the state alone for one.
-    own = {name: some if len(some) > 1 else some[0] for name, some in states.items()}
-    callbacks = {**trainer.state.stateful_callbacks, **own}
+    # The Trainer expects a list for several callbacks of a class, and one state for one callback.
+    by_class = {name: group if len(group) > 1 else group[0] for name, group in states.items()}
+    callbacks = {**trainer.state.stateful_callbacks, **by_class}
     return json.dumps({**asdict(trainer.state), "stateful_callbacks": callbacks}, sort_keys=True)
 
 
 def _check_version(trainer: Any) -> None:
-    """Raise IncompatibleError where the Trainer lacks what this takes the place of."""
+    """Raise IncompatibleError if the Trainer lacks a method that is replaced."""
     for name in NEEDED:
         if not hasattr(trainer, name):
             raise IncompatibleError(
-                f"transformers {transformers.__version__} has no Trainer.{name}: use a version "
-                f"that this was tried with (5.23), or dc.Checkpointer in a loop of your own"
+                f"transformers {transformers.__version__} has no Trainer.{name}: use the tested "
+                f"version (5.23), or dc.Checkpointer in your own loop"
             )

@@ -1,4 +1,4 @@
-"""Weights & Biases: each checkpoint of a run, by reference.
+"""Log a reference to each checkpoint of a run to Weights & Biases.
 
 with dc.Checkpointer("runs/a", on_commit=log_to_wandb(run)) as ck:
     ...
@@ -14,10 +14,10 @@ from dist_ckpt.integrations.references import Reference, TrackerThread, as_recor
 def log_to_wandb(run: wandb.Run, *, name: str | None = None) -> TrackerThread:
     """Return an `on_commit` that logs references as versions of one artifact; see `TrackerThread`.
 
-    A version refers to the checkpoint's index alone, which W&B reads for its own checksum: one file
-    however many ranks there are, and no weights are read or uploaded. The path, the step, the size
-    and the digest are its metadata, the step is its alias as well. `name` is None for
-    "checkpoint-" and the id of `run`, which is rank 0's. Close it before the run is finished.
+    A version refers only to the checkpoint's index, one small file, which W&B reads for a checksum.
+    No weights are read or uploaded. Its metadata are the path, step, size and digest, and the step
+    is also its alias. `run` is the run of rank 0. `name` is by default "checkpoint-" and the id of
+    `run`. Close the result before the run is finished.
     """
     return TrackerThread(_Artifacts(run, name or f"checkpoint-{run.id}"))
 

@@ -117,7 +117,7 @@ def from_accelerate(
 
     The first model is `model`, the next `model_1`. The same holds for `optim`, `scheduler`,
     `sampler`, `dataloader`, `custom_checkpoint` and `scaler`. `rng` has the generators of each
-    rank, for a `dc.RNG`. If a rank sees several GPUs, it has the one of the rank's number.
+    rank, for a `dc.RNG`. On several GPUs, the rank's generator is that of the GPU of its number.
     """
     return _import("accelerate", source, target, options)
 

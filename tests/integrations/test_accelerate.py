@@ -113,7 +113,10 @@ def test_a_second_loop_over_batches_would_lose_its_place_and_is_refused(tmp_path
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"state": {"optim": 1}}, "the state has optim"), ({"on_reshard": "anew"}, "'anew': give")],
+    [
+        ({"state": {"optim": 1}}, "the state has the keys optim"),
+        ({"on_reshard": "anew"}, "'anew': give"),
+    ],
 )
 def test_what_an_adapter_cannot_take_is_refused(
     options: dict[str, Any], told: str, tmp_path: Path

@@ -52,9 +52,9 @@ def test_a_fit_on_other_ranks_is_refused_in_the_midst_of_an_epoch() -> None:
     loops = {"epoch_progress": {"total": dict(counts), "current": dict(counts)}}
     position = FitPosition(SimpleNamespace(world_size=3), lambda *, is_over: None)
     with pytest.raises(dc.IncompatibleError, match=r"after batch 3 .* 2 ranks, and now 3 train"):
-        position.go_on_from(whole, None, loops, anew=False)
+        position.resume_from(whole, None, loops, can_restart=False)
     assert loops["epoch_progress"]["total"] == counts
-    position.go_on_from(whole, None, loops, anew=True)
+    position.resume_from(whole, None, loops, can_restart=True)
     assert set(loops["epoch_progress"]["total"].values()) == {1}
 
 
@@ -73,7 +73,7 @@ def private_names_used(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
             yield from re.findall(r"^_[a-z]\w*", node.attr)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._take":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._patch":
             yield from re.findall(r"^_[a-z]\w*", ast.literal_eval(node.args[1]))
 
 

@@ -1,4 +1,4 @@
-"""Lightning's `Trainer`: checkpoints through a callback, and a resume that knows the data."""
+"""Save and resume Lightning's `Trainer` through a callback, with the position in the data."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Lightning's `Trainer`: checkpoints through a callback, and a resume that knows the data.
+"""Save and resume Lightning's `Trainer` through a callback, with the position in the data.
 
 callback = LightningCheckpoint("runs/a", save=dc.every(steps=500), keep=dc.keep.last(3))
 Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)
 
-The callback depends on some private names of Lightning, which may move in any release. It checks
-them before a fit begins. Values of `self.log` become the metrics of a step.
+The callback depends on private names of Lightning, which may change in any release. It checks them
+before a fit begins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -32,28 +32,28 @@ from dist_ckpt.integrations.adapter_state import (
 )
 from dist_ckpt.integrations.lightning.fit_position import FitPosition
 
-# Where it is, seen from the Trainer; and for what.
+# The private attributes of a Trainer that are used, and their purpose.
 NEEDED = (
-    ("_results", "which loop logs"),
-    ("_logger_connector.metrics", "what it has logged"),
-    ("_signal_connector._original_handlers", "handlers that come back when the fit ends"),
-    ("_checkpoint_connector.dump_checkpoint", "all that Lightning saves but tensors"),
+    ("_results", "the loop that logs"),
+    ("_logger_connector.metrics", "its logged values"),
+    ("_signal_connector._original_handlers", "handlers that return when the fit ends"),
+    ("_checkpoint_connector.dump_checkpoint", "all that Lightning saves except tensors"),
     ("_checkpoint_connector._loaded_checkpoint", "... and that it restores"),
-    ("_checkpoint_connector.restore_model", "hooks that look at it"),
+    ("_checkpoint_connector.restore_model", "the load hooks"),
     ("_checkpoint_connector.restore_datamodule", "the data module's state"),
     ("_checkpoint_connector.restore_callbacks", "the callbacks' states"),
-    ("fit_loop._restarting", "that a fit goes on between epochs"),
-    ("fit_loop._combined_loader", "loaders that know where they are"),
-    ("fit_loop._load_combined_loader_states", "the first order of the data is drawn next"),
-    ("fit_loop.on_advance_end", "an epoch is done"),
-    ("fit_loop.epoch_loop.on_run_start", "an epoch's order is drawn"),
-    ("fit_loop.epoch_loop.on_advance_end", "a batch is done"),
-    ("fit_loop.epoch_loop.batch_progress", "how many were had"),
-    ("fit_loop.epoch_loop._skip_next_val", "a batch that had its end before the resume"),
-    ("fit_loop.epoch_loop._num_ready_batches_reached", "whether it was the last of its epoch"),
+    ("fit_loop._restarting", "a resume between epochs"),
+    ("fit_loop._combined_loader", "the loaders"),
+    ("fit_loop._load_combined_loader_states", "called before the first order is drawn"),
+    ("fit_loop.on_advance_end", "called after an epoch"),
+    ("fit_loop.epoch_loop.on_run_start", "draws an epoch's order"),
+    ("fit_loop.epoch_loop.on_advance_end", "called after a batch"),
+    ("fit_loop.epoch_loop.batch_progress", "the number of batches"),
+    ("fit_loop.epoch_loop._skip_next_val", "a batch that ended before the resume"),
+    ("fit_loop.epoch_loop._num_ready_batches_reached", "the last batch of an epoch"),
 )
 
-NEEDED_OF_LOADER = (("_iterator", "whether an epoch's order was drawn"),)
+NEEDED_OF_LOADER = (("_iterator", "changes when an epoch's order is drawn"),)
 
 
 def check_names(trainer: Any) -> None:
@@ -66,23 +66,23 @@ def check_names(trainer: Any) -> None:
             attrgetter(name)(owner)
         except AttributeError:
             raise IncompatibleError(
-                f"{_version_of(trainer)} has no {type(owner).__name__}.{name}: use 2.6, which this "
-                f"was tried with, or dc.Checkpointer in a loop of your own"
+                f"{_version_of(trainer)} has no {type(owner).__name__}.{name}: use 2.6, the tested "
+                f"version, or dc.Checkpointer in your own loop"
             ) from None
 
 
 def package_of(trainer: Any) -> str:
-    """Return the package that a Trainer is of, whatever class was derived: it has two names."""
+    """Return the package of a Trainer or subclass: Lightning has two names."""
     return type(trainer).__mro__[-2].__module__.partition(".")[0]
 
 
 def _version_of(trainer: Any) -> str:
     package = package_of(trainer)
-    return f"{package} {getattr(sys.modules[package], '__version__', 'of no known version')}"
+    return f"{package} {getattr(sys.modules[package], '__version__', 'of unknown version')}"
 
 
 def logged(trainer: Any) -> dict[str, float]:
-    """Return what the loop that runs has logged, as numbers; nothing of other loops, or before."""
+    """Return the numbers that the running loop has logged."""
     values = trainer._logger_connector.metrics["callback"] if trainer._results is not None else {}
     metrics = {name: _number(value) for name, value in values.items()}
     return {name: value for name, value in metrics.items() if value is not None}
@@ -104,12 +104,12 @@ _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 _OWN = {"model", "optim", "trainer", "position", "data", "rng"}
 
-# The program's own, and no part of what trains.
+# The prefixes of the program's arguments, which are not saved.
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_")
 
 
 def _base() -> Any:
-    """Return the class of Lightning's checkpoint callbacks, by the name that the program uses."""
+    """Return Lightning's base class of checkpoint callbacks, in the package that is imported."""
     modules = [sys.modules[name] for name in _NAMES if name in sys.modules] or [_installed()]
     return type("Base", tuple(module.callbacks.Checkpoint for module in modules), {})
 
@@ -128,17 +128,17 @@ _Base: Any = _base()
 class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it is shows at run time
     """Saves a `Trainer`'s fit as `dc.Checkpointer` does, and resumes it, batch by batch.
 
-    The options are those of `dc.Checkpointer`; `state` holds more that is to be saved. A checkpoint
-    has all that Lightning's own has: the module, the optimizers, the schedulers, progress of the
-    loops, states of callbacks, data module and precision plugin, and what hooks of theirs add; and
-    the random generators and the place in the data. Where ranks differ in the rest, that of rank 0
-    is saved, as Lightning does. A step is `trainer.global_step`. What is logged by `self.log`
-    becomes metrics of the step. No `ckpt_path` is needed: `fit` goes on from the newest checkpoint.
+    The options are those of `dc.Checkpointer`; `state` is extra state to save. A checkpoint has the
+    contents of Lightning's own: the module, the optimizers, the schedulers, the progress of loops,
+    the states of callbacks, data module and precision plugin, and additions of their hooks. It also
+    has the random generators and the position in the data. As in Lightning, state that is not per
+    rank is that of rank 0. A step is `trainer.global_step`. Values of `self.log` become metrics of
+    the step. `fit` resumes from the newest checkpoint, without `ckpt_path`.
 
-    A fit in the midst of an epoch needs as many ranks and batches as before. On others it is
-    refused, unless `on_reshard="drop"` says that the epoch begins anew.
+    Within an epoch, a fit resumes only with the same number of ranks and batches. Otherwise it is
+    refused, unless `on_reshard="drop"` restarts the epoch.
 
-    After `fit`, `stopped` says whether the run was told to stop, and how to exit.
+    After `fit`, `stopped` is the reason for an early stop, with the exit code, or None.
     """
 
     def __init__(
@@ -154,35 +154,35 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         self.stopped: TrainingStopped | None = None
         self._root = root
         self._on_reshard = on_reshard
-        self._options = dict(options)  # a copy: LightningCLI would look into what they are given to
+        self._options = dict(options)  # a copy, so that LightningCLI does not inspect its use
         self._checkpointer: Checkpointer | None = None
         self._trainer: Any = None
         self._position: FitPosition | None = None
         self._signals: dict[int, tuple[Any, Any]] = {}
-        self._measured: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._resumed = self._step = self._saved = -1
 
-    # --- what the Trainer calls ------------------------------------------------------------------
+    # --- the Trainer's callbacks -----------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have the state filled before other callbacks begin, as they read theirs then."""
+        """Add a callback that fills the state before all others begin, as they read it then."""
         del pl_module
         if stage != "fit":
             return
         _check(trainer, self)
-        # Not in place: the Trainer is going through this list.
+        # A new list: the Trainer is iterating over this one.
         trainer.callbacks = [
             _First(self),
             *(callback for callback in trainer.callbacks if not _is_first(callback)),
         ]
 
     def begin(self, trainer: Any) -> None:
-        """Fill the module and the optimizers, and hand Lightning the rest. Every rank calls it."""
+        """Fill the module and the optimizers; pass the rest to Lightning. Every rank calls it."""
         self._trainer, self.stopped = trainer, None
         before = {number: signal.getsignal(number) for number in self._numbers()}
         root = None if trainer.fast_dev_run else self._root
         self._checkpointer = ck = Checkpointer(root, **self._options)
-        self._signals = {number: (was, signal.getsignal(number)) for number, was in before.items()}
+        self._signals = {number: (old, signal.getsignal(number)) for number, old in before.items()}
         template = self._template()
         step = ck.restore(template)
         self._resumed = self._step = -1 if step is None else step
@@ -193,32 +193,33 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             if not isinstance(template["trainer"], dict) or "loops" not in template["trainer"]:
                 raise IncompatibleError(
                     f"step {step} of {self._root} was not saved by this callback: give it another "
-                    f"root, and that checkpoint as init= with init_strict=False"
+                    f"root, and this checkpoint as init= with init_strict=False"
                 )
             loaded = template["trainer"]
             loops = loaded["loops"]["fit_loop"]
             data = template["data"].value
-            position.go_on_from(template["position"], data, loops, anew=self._on_reshard == "drop")
-            self._hand_over(loaded)
+            can_restart = self._on_reshard == "drop"
+            position.resume_from(template["position"], data, loops, can_restart=can_restart)
+            self._restore_rest(loaded)
             self._stay_ended(loaded.get("ended_by", []))
-        position.watch()
+        position.patch()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse another checkpoint beside ours; have signals come to the checkpointer alone."""
+        """Refuse a second checkpoint to resume from; handle signals by the checkpointer only."""
         del pl_module
         self._refuse_path()
-        # Lightning's own handler for SIGTERM broadcasts in it and raises before anything is saved.
+        # Lightning's own handler for SIGTERM broadcasts, and raises before anything is saved.
         for number, (before, ours) in self._signals.items():
             signal.signal(number, ours)
             trainer._signal_connector._original_handlers[signal.Signals(number)] = before
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note what was measured."""
+        """Collect the logged metrics."""
         del pl_module
         if self._checkpointer is not None and not trainer.sanity_checking:
-            self._measured |= logged(trainer)
+            self._metrics |= logged(trainer)
 
-    # Called behind the module's own, as for all callbacks that monitor metrics.
+    # Called after the module's own hook, as for all callbacks that monitor metrics.
     on_train_epoch_end = on_validation_end
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -227,9 +228,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         self.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run without waiting for anyone; what is in memory is kept."""
+        """End the run without waiting for other ranks; snapshots stay in memory."""
         del trainer, pl_module
-        self._let_go()
+        self._unpatch()
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -237,47 +238,47 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         """End the run of a fit that had nothing to do."""
         del trainer, pl_module
         if stage == "fit":
-            self._let_go()
+            self._unpatch()
             self.close()
 
     def close(self) -> None:
-        """End the run as the end of training does; for who catches what `fit` raises."""
+        """End the run as `on_train_end` does. Call it if you catch an error of `fit`."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 
     # --- boundaries ------------------------------------------------------------------------------
 
     def _boundary(self, *, is_over: bool) -> None:
-        """Be done with a batch, or an epoch: all that belongs to its step has been done."""
+        """Save after a batch or an epoch, when all of its step is done."""
         ck, trainer, step = self._checkpointer, self._trainer, self._trainer.global_step
-        if ck is None or self not in trainer.callbacks:  # those of a tuner's trial are others
+        if ck is None or self not in trainer.callbacks:  # a tuner's trial has other callbacks
             return
         if step > max(self._step, 0):
             self._step = step
             ck.step(step, self._state)
             if step == self._saved:
-                self._measured = {**logged(trainer), **self._measured}
-        if self._measured and step > 0:
-            ck.metrics(step, self._measured)
-        self._measured = {}
+                self._metrics = {**logged(trainer), **self._metrics}
+        if self._metrics and step > 0:
+            ck.metrics(step, self._metrics)
+        self._metrics = {}
         if ck.should_stop:
             self.stopped = ck.stopped
             _stop(trainer)
         if is_over or self.stopped is not None:
-            # What the Trainer does from here on counts the epoch as a whole one.
+            # From here on, the Trainer counts the epoch as complete.
             ck.close()
             self._checkpointer = None
 
     def _stay_ended(self, ended_by: list[str]) -> None:
-        """End a fit that EarlyStopping had ended, as it would have gone no further."""
+        """End a resumed fit that EarlyStopping had ended."""
         trainer = self._trainer
         if ended_by and any(
             callback.state_key in ended_by for callback in trainer.early_stopping_callbacks
         ):
             trainer.should_stop = True
             _log.warning(
-                "%s was ended by EarlyStopping at step %d, and stays so: to train on, leave that "
-                "callback out, or begin another run with "
+                "%s was ended by EarlyStopping at step %d, and stays ended: to continue, leave "
+                "that callback out, or begin another run with "
                 "LightningCheckpoint(ANOTHER_ROOT, init=%r)",
                 *(self._root, self._resumed, f"{os.fspath(self._root)}@latest"),
             )
@@ -285,13 +286,13 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
     def _refuse_path(self) -> None:
         if self._resumed >= 0 and self._trainer.ckpt_path:
             raise ValueError(
-                f"{self._root} goes on from step {self._resumed}, and fit(ckpt_path="
-                f"{str(self._trainer.ckpt_path)!r}) would set it back: leave ckpt_path out"
+                f"{self._root} resumes from step {self._resumed}, but fit(ckpt_path="
+                f"{str(self._trainer.ckpt_path)!r}) would replace its state: leave ckpt_path out"
             )
 
-    def _let_go(self) -> None:
+    def _unpatch(self) -> None:
         if self._position is not None:
-            self._position.let_go()
+            self._position.unpatch()
         trainer = self._trainer
         if trainer is not None:
             trainer.callbacks = [
@@ -305,7 +306,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
     # --- state -----------------------------------------------------------------------------------
 
     def _template(self) -> dict[str, Any]:
-        """Return what is filled: the rest is open, as Lightning takes it in its own order."""
+        """Return the state to fill; Lightning restores the rest in its own order."""
         module = self._trainer.lightning_module
         return {
             "model": module,
@@ -318,7 +319,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         }
 
     def _state(self) -> dict[str, Any]:
-        """Return what is saved: read anew for each save. Every rank calls it."""
+        """Return the state to save, read again for each save. Every rank calls it."""
         trainer = self._trainer
         self._saved = trainer.global_step
         broadcast_module_buffers(trainer.strategy.model)
@@ -338,8 +339,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             state["trainer"] = {**rest, "ended_by": _ended_by(trainer)}
         return state
 
-    def _hand_over(self, loaded: dict[str, Any]) -> None:
-        """Have Lightning restore all but the tensors, as it does with a checkpoint of its own."""
+    def _restore_rest(self, loaded: dict[str, Any]) -> None:
+        """Let Lightning restore all except the tensors, as from its own checkpoint."""
         trainer = self._trainer
         has_hooks, connector = _has_hooks(trainer), trainer._checkpoint_connector
         weights = _weights(trainer) if has_hooks else {}
@@ -350,7 +351,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             "state_dict": {**weights, **copies},
         }
         if trainer.strategy.restore_checkpoint_after_setup:
-            return  # it does the rest by itself, from here on
+            return  # Lightning restores the rest later
         if has_hooks:
             connector.restore_model()
         connector.restore_datamodule()
@@ -358,13 +359,13 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
 
 
 class _First(_Base):  # type: ignore[misc]  # of which library it is shows at run time
-    """Stands before all other callbacks, where the callback itself stands behind them."""
+    """The first of all callbacks, while the `LightningCheckpoint` itself is the last."""
 
     def __init__(self, owner: LightningCheckpoint) -> None:
         self.owner = owner
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Fill the state: module and optimizers are set up, and nothing has begun."""
+        """Fill the state: the module and the optimizers are set up, and no training has begun."""
         del pl_module
         self.owner.begin(trainer)
 
@@ -374,37 +375,37 @@ def _is_first(callback: object) -> bool:
 
 
 def _stop(trainer: Any) -> None:
-    """End the fit at once: `min_epochs` is not for a machine that is taken away."""
+    """End the fit at once, also before `min_epochs`: the machine may go away."""
     trainer.fit_loop.min_epochs = None
     trainer.fit_loop.epoch_loop.min_steps = None
     trainer.should_stop = True
 
 
 def _ended_by(trainer: Any) -> list[str]:
-    """Return the EarlyStopping callbacks that have told the Trainer to stop, by their keys."""
+    """Return the state keys of the EarlyStopping callbacks that have stopped the Trainer."""
     stops = trainer.early_stopping_callbacks if trainer.should_stop else []
     return [stop.state_key for stop in stops if stop.stopped_epoch or stop.stopping_reason_message]
 
 
 def _check(trainer: Any, callback: LightningCheckpoint) -> None:
-    """Raise for what would not be saved, or not as it should."""
+    """Raise an error for a setup that cannot be saved correctly."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
-    if (own := package_of(trainer)) not in libraries:
+    if (package := package_of(trainer)) not in libraries:
         raise TypeError(
-            f"this Trainer is {own}'s, and the callback of another package: import {own} before "
-            f"dist_ckpt.integrations.lightning.callback"
+            f"this Trainer is of {package}, but the callback of another package: import {package} "
+            f"before dist_ckpt.integrations.lightning"
         )
     if "DeepSpeed" in type(trainer.strategy).__name__:
         raise ValueError(
             "LightningCheckpoint does not save DeepSpeed engines: use Lightning's ModelCheckpoint"
         )
     if sum(isinstance(entry, LightningCheckpoint) for entry in trainer.callbacks) > 1:
-        raise ValueError("two FitCheckpoints in one Trainer: give it one, with one root")
+        raise ValueError("the Trainer has two LightningCheckpoints: give it one")
     check_names(trainer)
 
 
 def _has_hooks(trainer: Any) -> bool:
-    """Say whether a callback or the module changes checkpoints, and so wants to see the weights."""
+    """Return True if the module or a callback has a checkpoint hook, which may read the weights."""
     names = ("on_save_checkpoint", "on_load_checkpoint")
     base = ("Callback", "CheckpointHooks")
     return any(
@@ -415,7 +416,7 @@ def _has_hooks(trainer: Any) -> bool:
 
 
 def _weights(trainer: Any) -> dict[str, Any]:
-    """Return the module's state dict, nothing copied; of FSDP1 it would be gathered: none."""
+    """Return the module's state dict without copies; nothing for FSDP1, which would gather it."""
     module = trainer.lightning_module
     if type(trainer.strategy).__name__ == "FSDPStrategy":
         return {}
@@ -423,13 +424,13 @@ def _weights(trainer: Any) -> dict[str, Any]:
 
 
 def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return Lightning's checkpoint without tensors of module and optimizers.
+    """Return Lightning's checkpoint without the tensors of the module and the optimizers.
 
-    And the weights that are to be saved, if hooks have put others there than the module has.
+    Also return the weights to save if hooks have changed them, else None.
     """
     strategy = trainer.strategy
-    own = _weights(trainer) if _has_hooks(trainer) else {}
-    strategy.lightning_module_state_dict = lambda: dict(own)
+    module_weights = _weights(trainer) if _has_hooks(trainer) else {}
+    strategy.lightning_module_state_dict = lambda: dict(module_weights)
     strategy.optimizer_state = lambda optimizer: {}
     try:
         dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -441,11 +442,11 @@ def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
         del dump[name]
     if (name := next(_sharded(dump, ""), None)) is not None:
         raise ValueError(
-            f"{name[1:]} is a DTensor that a callback or a hook has put into the checkpoint: only "
-            f"the module's and the optimizers' may be sharded, so leave that callback out"
+            f"{name[1:]} is a DTensor that a callback or a hook added to the checkpoint: only the "
+            f"module and the optimizers may have them, so leave that callback out"
         )
-    changed = {name: value for name, value in weights.items() if own.get(name) is not value}
-    return dump, {**own, **changed} if changed else None
+    changed = {k: value for k, value in weights.items() if module_weights.get(k) is not value}
+    return dump, {**module_weights, **changed} if changed else None
 
 
 def _sharded(value: object, name: str) -> Iterator[str]:
@@ -460,10 +461,11 @@ def _sharded(value: object, name: str) -> Iterator[str]:
 
 
 def _optimizers(trainer: Any, weights: Mapping[str, Any] | None) -> Any:
-    """Return the optimizer, or several by number; named by the module if that is not saved."""
-    take: Callable[[Any], Any] = lambda optimizer: optimizer  # noqa: E731 - as it comes
+    """Return the optimizer, or several by number; `Named` if the module itself is not saved."""
+    optimizers = list(trainer.optimizers)
     if weights is not None:
         names = dict(trainer.lightning_module.named_parameters())
-        take = lambda optimizer: Named(optimizer, names)  # noqa: E731 - the other way to take it
-    taken = [take(optimizer) for optimizer in trainer.optimizers]
-    return taken[0] if len(taken) == 1 else {str(n): optimizer for n, optimizer in enumerate(taken)}
+        optimizers = [Named(optimizer, names) for optimizer in optimizers]
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return {str(number): optimizer for number, optimizer in enumerate(optimizers)}

@@ -1,1 +1,1 @@
-"""Folders that training frameworks wrote: read where they lie."""
+"""Read folders that training frameworks wrote, in place."""

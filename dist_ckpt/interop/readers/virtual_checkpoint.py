@@ -267,7 +267,7 @@ class _VirtualFile:
         while done < len(target):
             at = offset + done - len(self._header)
             number = bisect_right(self._starts, at) - 1
-            # Of segments with equal starts, only the last has bytes.
+            # If segments have equal starts, only the last has bytes.
             segment = self._segments[number]
             within = at - segment.start
             wanted = min(len(target) - done, segment.nbytes - within)

@@ -56,9 +56,9 @@ def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
     """Return the state in a `.shrew` file, or in its bytes: dicts of tensors and plain values.
 
     A tensor is an `Array`, as in `dc.open`: a copy, with its bytes in `.data`. Memory is bounded by
-    the size of the file. Errors give the byte and what is there: CorruptError for an incomplete or
-    damaged file, or bytes after its end; IncompatibleError for other versions, unknown dtypes, and
-    values that a checkpoint cannot store.
+    the size of the file. Errors give the byte: CorruptError for an incomplete or damaged file, or
+    bytes after its end; IncompatibleError for other versions, unknown dtypes, and values that a
+    checkpoint cannot store.
     """
     if isinstance(source, str | os.PathLike):
         with closing(LocalFile(source)) as file:

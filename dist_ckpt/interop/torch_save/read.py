@@ -119,7 +119,7 @@ class Archive:
             )
         if start_of_it != b"PK\x03\x04":
             raise CorruptError(
-                f"{label} is no file of torch.save; check the path, or fetch it again"
+                f"{label} is not a file of torch.save; check the path, or fetch it again"
             )
         self._records = ZipRecords(self._read, nbytes, label)
         self.budget = PickleBudget(0)
