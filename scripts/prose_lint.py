@@ -24,7 +24,7 @@ Kind: TypeAlias = Literal["docs", "help", "messages", "docstrings", "comments"]
 ROOT = Path(__file__).parents[1]
 LIMITS: dict[Kind, int] = {
     "docs": 5,
-    "help": 26,
+    "help": 0,
     "messages": 140,
     "docstrings": 965,
     "comments": 181,
@@ -166,7 +166,8 @@ def hits(text: Text) -> Iterator[Hit]:
         for rule, pattern in RULES.items():
             for match in re.finditer(pattern, flat):
                 yield Hit(text, rule, flat[max(0, match.start() - 30) : match.end() + 40])
-        if not flat.startswith("|"):
+        # Rows of a table, and what follows a backspace in a help, are no sentences.
+        if not flat.startswith(("|", "\b")):
             for sentence in re.split(r"(?<=[.!?]) +", flat):
                 if len(sentence.split()) > MOST_WORDS:
                     yield Hit(text, LONG, sentence[:70])

@@ -21,7 +21,7 @@ from dist_ckpt.cli.results import (
     PlannedFile,
     WrittenCheckpoint,
     convert,
-    name_of,
+    document_name,
 )
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
@@ -160,7 +160,7 @@ def write_checkpoint(
     plan: WritePlan[SaveReport], document: type[WrittenCheckpoint], *, dry_run: bool, as_json: bool
 ) -> None:
     """Run a plan, show its progress, and print the report. For `--dry-run`, print the plan."""
-    report = run_plan(plan, name_of(document), dry_run=dry_run, as_json=as_json)
+    report = run_plan(plan, document_name(document), dry_run=dry_run, as_json=as_json)
     if report is None:
         return
     if as_json:

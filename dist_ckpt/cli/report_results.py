@@ -181,7 +181,7 @@ class MetricRow(JsonObject, frozen=True):
 
 
 class Stall(JsonObject, frozen=True):
-    """The longest time that training stood still for a save."""
+    """The save that blocked training longest."""
 
     step: int
     seconds: float

@@ -506,11 +506,11 @@ class RequestSaveResult(JsonDocument, tag="dist-ckpt.request-save/2", frozen=Tru
     last_liveness: float | None
 
 
-def name_and_version(document: type[JsonObject]) -> str:
+def document_tag(document: type[JsonObject]) -> str:
     """Return the field `schema` of a document, such as dist-ckpt.ls/2."""
     return str(document.__struct_config__.tag)
 
 
-def name_of(document: type[JsonObject]) -> str:
+def document_name(document: type[JsonObject]) -> str:
     """Return the name of a document, such as ls."""
-    return name_and_version(document).removeprefix("dist-ckpt.").partition("/")[0]
+    return document_tag(document).removeprefix("dist-ckpt.").partition("/")[0]

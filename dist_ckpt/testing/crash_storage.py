@@ -198,8 +198,8 @@ def states(
 
     `own_syncs`: a sync covers only the names that its client changed, as on a network file system
     whose clients delay changes. Each state is yielded once for the same marks. If a point has more
-    than `limit` states, a sample is yielded: the two extremes, all states that differ from an
-    extreme in one choice, and `limit` random ones.
+    than `limit` states, only a sample is yielded. It has the two extremes, all states that differ
+    from an extreme in one choice, and `limit` random ones.
     """
     disk = _Disk(own_syncs=own_syncs)
     marks: tuple[str, ...] = ()

@@ -62,8 +62,8 @@ class StorageContract:
         storage.make_folder(f"{root}/c")
         write(storage, f"{root}/.a", b"")
         write(storage, f"{root}/c/not listed", b"1")
-        found = [(entry.name, entry.kind, entry.nbytes) for entry in storage.list(root)]
-        assert found == [(".a", "file", 0), ("b", "file", 2), ("c", "folder", 0)]
+        entries = [(entry.name, entry.kind, entry.nbytes) for entry in storage.list(root)]
+        assert entries == [(".a", "file", 0), ("b", "file", 2), ("c", "folder", 0)]
 
     def test_a_folder_that_is_not_there_cannot_be_listed(self, storage: Storage, root: str) -> None:
         with pytest.raises(FileNotFoundError):
@@ -143,8 +143,8 @@ class StorageContract:
         file = storage.create(f"{root}/f", size * parts)
         with ThreadPoolExecutor(4) as pool:
             done = [pool.submit(file.write_at, i * size, bytes([i]) * size) for i in range(parts)]
-            for one in done:
-                one.result(timeout=_TIMEOUT_S)
+            for future in done:
+                future.result(timeout=_TIMEOUT_S)
         assert file.finish() == size * parts
         assert read(storage, f"{root}/f") == b"".join(bytes([i]) * size for i in range(parts))
 
@@ -264,7 +264,7 @@ class StorageContract:
 
         with ThreadPoolExecutor(racers) as pool:
             done = [pool.submit(rename, i) for i in range(racers)]
-            results = [one.result(timeout=_TIMEOUT_S) for one in done]
+            results = [future.result(timeout=_TIMEOUT_S) for future in done]
             winners = [result for result in results if result is not None]
         assert len(winners) == 1
         winner = old(winners[0]).rpartition("/")[2]
@@ -281,8 +281,8 @@ class StorageContract:
         assert num_links(storage, f"{root}/f") == 1
         storage.link(f"{root}/f", f"{root}/d/g")
         assert num_links(storage, f"{root}/f") == num_links(storage, f"{root}/d/g") == 2
-        found = [(entry.name, entry.kind, entry.nbytes) for entry in storage.list(f"{root}/d")]
-        assert found == [("g", "file", 3)]
+        entries = [(entry.name, entry.kind, entry.nbytes) for entry in storage.list(f"{root}/d")]
+        assert entries == [("g", "file", 3)]
         storage.remove(f"{root}/f")
         assert read(storage, f"{root}/d/g") == b"abc"
         assert num_links(storage, f"{root}/d/g") == 1

@@ -47,6 +47,11 @@ def test_plain_sentences_pass() -> None:
     assert rules_hit(text) == set()
 
 
+def test_a_table_and_an_example_in_a_help_are_no_sentences() -> None:
+    words = "word " * 26
+    assert rules_hit(f"| {words} |\n\n\b\ndist-ckpt {words}") == set()
+
+
 def test_python_is_split_into_kinds_with_their_lines() -> None:
     source = '''"""Module."""
 

@@ -21,18 +21,18 @@ _DOCUMENTS: tuple[type[results.JsonObject], ...] = (
 )
 # A document of a report has one of several forms.
 _FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
-    **{results.name_of(document): (document,) for document in _DOCUMENTS},
+    **{results.document_name(document): (document,) for document in _DOCUMENTS},
     "report": report_results.FORMS,
 }
 NAMES = tuple(sorted(_FORMS))
 
 
-def schema_of(name: str) -> dict[str, object]:
+def json_schema(name: str) -> dict[str, object]:
     """Return the JSON Schema of the document `dist-ckpt.<name>/<version>`."""
     forms, definitions = msgspec.json.schema_components(_FORMS[name])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": results.name_and_version(_FORMS[name][0]),
+        "title": results.document_tag(_FORMS[name][0]),
         **(forms[0] if len(forms) == 1 else {"anyOf": forms}),
         "$defs": definitions,
     }
@@ -48,4 +48,4 @@ def schema(name: str) -> None:
     \b
     dist-ckpt schema ls
     """  # noqa: D301 - click knows the backspace
-    click.echo(json.dumps(schema_of(name), indent=2))
+    click.echo(json.dumps(json_schema(name), indent=2))

@@ -141,7 +141,7 @@ def _document(
             problem="",
             checkpoints=(),
         )
-    kept, newest = kept_by(run, keep), run.newest
+    reasons, newest = kept_by(run, keep), run.newest
     rows = tuple(
         WatchedRow(
             name=checkpoint.name,
@@ -154,7 +154,7 @@ def _document(
             nbytes_written=None
             if (status := run.writing.get(checkpoint.path)) is None
             else status.nbytes,
-            kept_by=kept.get(checkpoint.path, ()),
+            kept_by=reasons.get(checkpoint.path, ()),
         )
         for checkpoint in run.listing.checkpoints
     )
@@ -201,7 +201,7 @@ def _table(run: RunObservation, keep: RetentionPolicy | None, most: int | None) 
     if not checkpoints:
         return ["no checkpoints"]
     shown = checkpoints if most is None else checkpoints[-most:]
-    kept = kept_by(run, keep)
+    reasons = kept_by(run, keep)
     rows = [
         (
             checkpoint.name if checkpoint.step is None else str(checkpoint.step),
@@ -209,7 +209,7 @@ def _table(run: RunObservation, keep: RetentionPolicy | None, most: int | None) 
             "-" if checkpoint.nbytes is None else size(checkpoint.nbytes),
             "-" if checkpoint.saved_at is None else output.age(run.at - checkpoint.saved_at),
             output.metrics_cell(checkpoint.metrics),
-            "; ".join(kept.get(checkpoint.path, ())),
+            "; ".join(reasons.get(checkpoint.path, ())),
         )
         for checkpoint in shown
     ]
