@@ -41,43 +41,43 @@ from dist_ckpt.reports import LoadReport
 
 
 def to_bytes(state: State) -> bytes:
-    """Return this rank's whole state as bytes, for tests, transfer, and to embed in a program.
+    """Return this rank's whole state as bytes, for tests, for transfer, or to embed in a program.
 
-    The state is what `dc.save` takes: modules, optimizers, tensors, plain values. The bytes check
-    themselves and depend on nothing but the state. `dc.from_bytes` and `dc.load_bytes` read them;
-    they are a safetensors file as well, so any library for those gives the tensors by their names.
+    The state is as for `dc.save`: modules, optimizers, tensors, plain values. The bytes have
+    checksums, and depend only on the state. `dc.from_bytes` and `dc.load_bytes` read them. They are
+    also a safetensors file, from which any such library reads the tensors by name.
 
-    Not collective: in a job each rank's bytes are its own, and a `PerRank` without a key is that of
-    rank 0 in them. Of what is sharded over several ranks a rank has a part only: ValueError names
-    it. Raises ValueError or TypeError for what cannot be saved. The bytes are in memory once.
+    Not collective: each rank has separate bytes, in which a `PerRank` without a key is that of rank
+    0. ValueError names tensors that are sharded over several ranks. Raises ValueError or TypeError
+    for a state that cannot be saved. The bytes are in memory once.
     """
     group = ranks_on_this_host()
     with paused_collector():
         local = build_inventory(
             state, sharding=None, rank=0, world_size=len(group), group_ranks=group
         )
-        plan = plan_save([(_of_one(local.inventory), (0,))], 1)
+        plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
     local.synchronize()
     files, objects = items_of(plan, 0), objects_files(plan, local, 0, {})
-    # Digests and headers have the same length whatever the data is: so the room is known before.
-    blank = {file.name: _header_of(file) for file in files}
-    room = len(_header(plan, files, objects, blank))
+    # The length of digests and headers does not depend on the data, so it is computed first.
+    blank = {file.name: _blank_header(file) for file in files}
+    start = len(_header(plan, files, objects, blank))
     with BytesIO() as out:
-        nbytes = room + sum(file.nbytes - file.header.nbytes for file in files)
+        nbytes = start + sum(file.nbytes - file.header.nbytes for file in files)
         out.seek(nbytes - 1)
         out.write(b"\0")
-        writing = _DataWriter(out, room, files)
+        writing = _DataWriter(out, start, files)
         content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
         write_shard_files(writing, "", content, threads=1, slots=BufferPool())
         header = _header(plan, files, objects, writing.headers)
-        assert len(header) == room, "no digest changes the length of the header"
+        assert len(header) == start, "no digest changes the length of the header"
         out.seek(0)
         out.write(header)
         return out.getvalue()
 
 
-def _of_one(inventory: Inventory) -> Inventory:
-    """Return the inventory of a job of this rank alone. ValueError names what it has a part of."""
+def _single_rank_inventory(inventory: Inventory) -> Inventory:
+    """Return the inventory of a job with only this rank. ValueError names sharded tensors."""
     parts = []
     for entry in inventory.tensors:
         cells = cells_of(inventory.views[entry.view], 0, entry.shape)
@@ -103,7 +103,7 @@ def _sources(local: LocalState, file: FilePlan) -> SourceOf:
     return lambda number: local.source(file.items[number].fqn, 0)
 
 
-def _header_of(file: FilePlan) -> bytes:
+def _blank_header(file: FilePlan) -> bytes:
     return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
 
 
@@ -113,7 +113,7 @@ def _header(
     objects: dict[str, bytes],
     headers: dict[str, bytes],
 ) -> bytes:
-    """Return what comes before the data, given the headers of the shard file, if there is one."""
+    """Return the bytes before the data. `headers` has the header of the shard file, if any."""
     receipts: list[FileReceipt] = [
         (file.name, file.nbytes, file.header.nbytes, document_digest(headers[file.name]))
         for file in files
@@ -136,30 +136,30 @@ def _header(
 
 
 class _DataWriter:
-    """Writes the data of the one shard file behind `room` bytes of `out`, and keeps its header."""
+    """A storage for the one shard file: writes its data to `out`, and returns its header."""
 
     alignment = 1
 
-    def __init__(self, out: BytesIO, room: int, files: tuple[FilePlan, ...]) -> None:
+    def __init__(self, out: BytesIO, start: int, files: tuple[FilePlan, ...]) -> None:
         self.headers: dict[str, bytes] = {}
         self._out = out
-        self._room = room
+        self._start = start
         self._files = {file.name: file for file in files}
         self._name, self._nbytes = "", 0
 
     def create(self, path: str, nbytes: int) -> _DataWriter:
-        """Return itself: there is one file."""
+        """Return this object: there is only one file."""
         self._name = path.rpartition("/")[2]
         self._nbytes = nbytes
         return self
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Put data, or the header, in its place."""
+        """Write data to `out`, or store the header."""
         header_nbytes = self._files[self._name].header.nbytes
         if offset < header_nbytes:
             self.headers[self._name] = bytes(data)
             return
-        self._out.seek(self._room + offset - header_nbytes)
+        self._out.seek(self._start + offset - header_nbytes)
         self._out.write(data)
 
     def finish(self) -> int:
@@ -167,26 +167,26 @@ class _DataWriter:
         return self._nbytes
 
     def discard(self) -> None:
-        """Do nothing: the caller lets go of it all."""
+        """Do nothing: the caller drops the whole buffer."""
 
     def sync(self, folder: str) -> None:
         """Do nothing: it is memory."""
 
 
-# Where the files seem to lie.
+# The path of the checkpoint in messages.
 _PATH = "/bytes"
 _FOLDER = f"{_PATH}/{state_bytes.ATTEMPT}"
 
 
 def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
-    """Return the state in the bytes that `dc.to_bytes` has returned, as plain containers.
+    """Return the state of bytes from `dc.to_bytes`, as plain containers.
 
-    Tensors are new ones in host memory, tied ones still tied, and what was a numpy array is one. Of
-    a module it is the state dict, of an optimizer that with parameters by their names, and a
-    `PerRank` is one again. `data` is bytes or anything like it, such as an mmap, and may go or
-    change afterwards. Nothing in it is executed, and time and memory are bounded by its size: it
-    may come from anybody. Every byte is checked: CorruptError for what is damaged,
-    IncompatibleError for what is not ours, or newer.
+    Tensors are new, in host memory; tied tensors stay tied, and numpy arrays stay numpy arrays. A
+    module becomes its state dict, an optimizer its state dict with parameters by name. A `PerRank`
+    stays one. `data` is bytes or a buffer such as an mmap, and may be closed or changed afterwards.
+    It may come from an untrusted source: nothing in it is executed, and its size bounds time and
+    memory. Every byte is checked: CorruptError for damaged data, IncompatibleError for another
+    format or a newer version.
     """
     state: dict[Any, Any] = {}
     report = load_bytes(state, data)
@@ -208,12 +208,11 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
     rename: Mapping[str, str | None] | None = None,
     cast: Cast = None,
 ) -> LoadReport:
-    """Fill a state from the bytes that `dc.to_bytes` has returned, as `dc.load` does.
+    """Fill a state from bytes of `dc.to_bytes`, as `dc.load` does.
 
-    Modules, optimizers and tensors are filled in place, in whatever layout; in a job each rank
-    does it for itself, and takes of a DTensor what it holds. The options are those of `dc.load`,
-    and so are the errors: until all has been checked but the tensors' data nothing is touched.
-    `data` is as for `dc.from_bytes`.
+    Modules, optimizers and tensors are filled in place, in any layout. In a job each rank calls it
+    by itself, and takes its part of a DTensor. Options and errors are those of `dc.load`: nothing
+    is changed before the check of everything but the tensor data. `data` is as for `dc.from_bytes`.
     """
     try:
         view = memoryview(data).cast("B")

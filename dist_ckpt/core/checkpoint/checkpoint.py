@@ -37,18 +37,18 @@ from dist_ckpt.core.state.tree.containers import RECORD, join, whole_of
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
-# So many shard files stay open between reads: enough for a tensor's shards on one host.
+# This many shard files stay open between reads: enough for the shards of a tensor on one host.
 MAX_KEPT = 64
 
 
 def open(  # noqa: A001  # it is `dc.open`
     path: str | os.PathLike[str], *, opener: Opener = NATIVE
 ) -> Checkpoint:
-    """Open the checkpoint at `path`; nothing but its index is read yet.
+    """Open the checkpoint at `path`. Only its index is read.
 
-    `path` may name one of a run, such as "runs/a@latest" or "runs/a@min:val/loss". Raises
-    NotFoundError if there is none, CorruptError if its index is damaged, IncompatibleError
-    if a newer dist_ckpt wrote it.
+    `path` may be a selector, such as "runs/a@latest" or "runs/a@min:val/loss". Raises
+    NotFoundError if there is none, CorruptError if its index is damaged, and IncompatibleError if a
+    newer dist_ckpt wrote it.
     """
     return open_at(*opener.find(path))
 
@@ -61,7 +61,7 @@ def open_at(storage: Storage, path: str) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint says of one tensor; `alias_of` names the one that it is tied to."""
+    """The metadata of one tensor; `alias_of` names the tensor that it is tied to."""
 
     dtype: str
     shape: Shape
@@ -72,11 +72,11 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint: what it holds, read when it is asked for and checked when read.
+    """A committed checkpoint. Its contents are read on demand, and checked.
 
-    `ck["model.w"][rows, cols]` reads the blocks that hold these elements. Close it when done, or
-    use it in a `with`: files that it has read stay open until then. Like a file of Python's, one
-    that is forgotten goes with a ResourceWarning. Threads may share it; they take turns.
+    `ck["model.w"][rows, cols]` reads the blocks of these elements. Files stay open between reads:
+    close the checkpoint, or use it in a `with`. Otherwise there is a ResourceWarning, as for a file
+    of Python. Threads may share it; they take turns.
     """
 
     def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
@@ -84,7 +84,7 @@ class Checkpoint:
         self.index = index
         threads = Config.from_environment().threads
         self._opened = OpenCheckpoint(
-            storage, path, attempt, index, make=_made, most_kept=MAX_KEPT, threads=threads
+            storage, path, attempt, index, make=_without_torch, most_kept=MAX_KEPT, threads=threads
         )
 
     @property
@@ -94,7 +94,7 @@ class Checkpoint:
 
     @property
     def world_size(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return self.index.catalog.world_size
 
     @property
@@ -109,12 +109,12 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What there is of each tensor, tied ones under each of their names."""
+        """Metadata of each tensor; a tied tensor appears under all its names."""
         catalog = self.index.catalog
         return {fqn: self._info(fqn) for fqn in (*catalog.tensors, *catalog.aliases)}
 
     def _info(self, fqn: str) -> TensorInfo:
-        """Return what there is of one tensor: to ask for one, none of the others is looked at."""
+        """Return the metadata of one tensor, without reading that of all others."""
         catalog = self.index.catalog
         record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
         return TensorInfo(
@@ -128,13 +128,13 @@ class Checkpoint:
 
     @cached_property
     def objects(self) -> Mapping[str, object]:
-        """The values that are not tensors and not per rank; torch's types as stand-ins."""
-        own = self.index.catalog.values
-        return {**self._main.values, **{fqn: self._opened.value(fqn) for fqn in own}}
+        """The values that are not tensors and not per rank. Torch's types are placeholders."""
+        names = self.index.catalog.values
+        return {**self._main.values, **{fqn: self._opened.value(fqn) for fqn in names}}
 
     @cached_property
     def per_rank(self) -> Mapping[str, Mapping[Key, object]]:
-        """The per-rank values of each name, by whose they are."""
+        """The per-rank values of each name, by key."""
         return {
             fqn: {key: self._opened.value_of_rank(fqn, key) for key, _ in keys}
             for fqn, keys in self.index.catalog.per_rank.items()
@@ -157,23 +157,23 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int | None:
-        """How many elements its parameters have, tied ones counted once; None if it is not known.
+        """The number of elements of its parameters, tied ones once. None if it is not known.
 
-        It is counted from what was saved: of modules it is known, of plain state dicts not. All
-        components count; a quantized tensor counts as the whole that it stands for.
+        It is known for saved modules, but not for plain state dicts. All components count. A
+        quantized tensor counts with its full shape.
         """
         return None if self._counts is None else self._counts.num_parameters
 
     @property
     def num_trainable(self) -> int | None:
-        """How many of these required a gradient when they were saved."""
+        """How many of these elements required a gradient in the save."""
         return None if self._counts is None else self._counts.num_trainable
 
     @cached_property
     def _counts(self) -> ParameterCounts | None:
         return count_parameters(self.index.catalog, lambda fqn: self.objects[fqn])
 
-    # --- what is attached ---
+    # --- attached files ---
 
     @property
     def attached(self) -> Mapping[str, int]:
@@ -181,38 +181,35 @@ class Checkpoint:
         return {record.name: record.nbytes for record in self.index.attached}
 
     def read_attached(self, name: str) -> bytes:
-        """Return an attached file, read alone and checked. KeyError if there is none of the name.
-
-        CorruptError if it is damaged.
-        """
+        """Read and check an attached file. KeyError if there is none, CorruptError if damaged."""
         if name in self.attached:
             return self._opened.attached(name)
-        there = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
-        raise KeyError(f"{self.path} has no attached {name!r}; {there}")
+        names = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
+        raise KeyError(f"{self.path} has no attached {name!r}; {names}")
 
     def report(self, name: str) -> Json:
-        """Return what an attached JSON file says, having held it against this checkpoint.
+        """Return the contents of an attached JSON file, after a comparison with this checkpoint.
 
-        A `kind`, `config`, `num_parameters` or `num_params` in it that is another than the
-        checkpoint's own, where that is known, is an IncompatibleError, which tells what differs.
-        ValueError if it is no JSON; otherwise as `read_attached`.
+        IncompatibleError if its `kind`, `config`, `num_parameters` or `num_params` differ from
+        those of the checkpoint, where these are known. ValueError if it is not strict JSON.
+        Otherwise raises the errors of `read_attached`.
         """
         data = self.read_attached(name)
         try:
-            found = strict_json.parse(data, name)
+            document = strict_json.parse(data, name)
         except CorruptError as error:
             raise ValueError(
                 f"{self.path}: the attached {name!r} is no strict JSON, {error}: see read_attached"
             ) from None
-        if isinstance(found, dict) and (problems := self._problems_of(found)):
+        if isinstance(document, dict) and (problems := self._problems_of(document)):
             raise IncompatibleError(
                 f"{self.path}: its report {name!r} is of another model: {listed(problems, '; ')}"
             )
-        return found
+        return document
 
     def _problems_of(self, report: Mapping[str, Json]) -> list[str]:
-        own = None if self.config is None else as_json(self.config)
-        return problems_of_report(report, self.kind, own, self.num_parameters)
+        config = None if self.config is None else as_json(self.config)
+        return problems_of_report(report, self.kind, config, self.num_parameters)
 
     def __getitem__(self, fqn: str) -> StoredTensor:
         if fqn not in self:
@@ -234,7 +231,7 @@ class Checkpoint:
         return f"Checkpoint({self.path!r}, step={self.step}, {len(self)} tensors)"
 
     def close(self) -> None:
-        """Close the open files; nothing can be read after it. Never raises."""
+        """Close the files. Nothing can be read afterwards. Never raises."""
         self._opened.close()
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
@@ -256,12 +253,12 @@ class Checkpoint:
     # --- reading ---
 
     def read(self, fqn: str, region: Region) -> Array:
-        """Return a box of a tensor, having read and checked the blocks that hold it."""
+        """Read and check the blocks of a region of a tensor, and return the region."""
         info = self._info(fqn)
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         self._opened.read([TensorRequest(fqn, info.dtype, info.shape, (region,))], data)
-        self._opened.free_buffers()  # it may stay open for long, and read no more
+        self._opened.free_buffers()  # it may stay open for a long time without another read
         return Array(info.dtype, region.shape, data)
 
     @property
@@ -273,10 +270,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoredTensor:
-    """One tensor of a checkpoint, not read yet: index it to read a part. `shape` is its global one.
+    """One tensor of a checkpoint, not read yet: index it to read a part. `shape` is global.
 
-    `tensor[2:5, ..., 0]` reads what these rows and columns need, as an `Array`; integers and
-    slices without a step, as in numpy, and nothing else.
+    `tensor[2:5, ..., 0]` reads the blocks of these elements and returns an `Array`. An index has
+    integers, slices without a step, and `...`, as in numpy.
     """
 
     checkpoint: Checkpoint
@@ -285,8 +282,8 @@ class StoredTensor:
     shape: Shape
     nbytes: int
 
-    def __getitem__(self, where: BasicIndex | tuple[BasicIndex, ...]) -> Array:
-        region, shape = select(where, self.shape)
+    def __getitem__(self, index: BasicIndex | tuple[BasicIndex, ...]) -> Array:
+        region, shape = select(index, self.shape)
         read = self.checkpoint.read(self.fqn, region)
         return Array(read.dtype, shape, read.data)
 
@@ -294,11 +291,11 @@ class StoredTensor:
         return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
 
 
-def _made(stand_in: Placeholder) -> object:
-    """Return what we have ourselves for a stand-in."""
-    if isinstance(stand_in, ArrayValue):
-        return Array(stand_in.dtype, stand_in.shape, memoryview(stand_in.data))
-    return stand_in
+def _without_torch(value: Placeholder) -> object:
+    """Return an array for a placeholder of one; other placeholders stay."""
+    if isinstance(value, ArrayValue):
+        return Array(value.dtype, value.shape, memoryview(value.data))
+    return value
 
 
 # --- indices ---------------------------------------------------------------------------------
@@ -307,30 +304,30 @@ def _made(stand_in: Placeholder) -> object:
 BasicIndex = SupportsIndex | slice | EllipsisType
 
 
-def select(where: BasicIndex | tuple[BasicIndex, ...], shape: Shape) -> tuple[Region, Shape]:
-    """Return the box that an index means, and the shape of what it returns.
+def select(index: BasicIndex | tuple[BasicIndex, ...], shape: Shape) -> tuple[Region, Shape]:
+    """Return the region of an index, and the shape of the result.
 
-    Raises IndexError as numpy does, ValueError for what is no basic index of step 1.
+    IndexError as in numpy. ValueError if it is not a basic index with step 1.
     """
-    entries = where if isinstance(where, tuple) else (where,)
+    entries = index if isinstance(index, tuple) else (index,)
     if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
         raise ValueError("an index can have one `...` only")
     if (num_dims := len(entries) - num_dots) > len(shape):
         raise IndexError(f"{num_dims} indices for a tensor of {len(shape)} dimensions")
     rest = (slice(None),) * (len(shape) - num_dims)
     at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    offset, extent, kept = [], [], []
+    offset, extent, result = [], [], []
     for dim, entry in enumerate((*entries[:at], *rest, *entries[at + 1 :])):
         bounds = _bounds(entry, shape[dim], dim)
         offset.append(bounds.start)
         extent.append(len(bounds))
         if isinstance(entry, slice):
-            kept.append(len(bounds))
-    return Region(tuple(offset), tuple(extent)), tuple(kept)
+            result.append(len(bounds))
+    return Region(tuple(offset), tuple(extent)), tuple(result)
 
 
 def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
-    """Return what one entry of an index selects of its dimension."""
+    """Return the range of one entry of an index in its dimension."""
     if isinstance(entry, slice):
         start, stop, step = entry.indices(size)
         if step != 1:
@@ -346,7 +343,7 @@ def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """How many elements the parameters have, and those of them that are trained; tied ones once."""
+    """The number of elements of the parameters, and of the trained ones; tied ones count once."""
 
     num_parameters: int
     num_trainable: int
@@ -355,10 +352,10 @@ class ParameterCounts:
 def count_parameters(
     catalog: Catalog, value_of: Callable[[str], object], component: str | None = None
 ) -> ParameterCounts | None:
-    """Count the parameters, of one component or of all; None where it is not known which they are.
+    """Count the parameters of one component or of all. None if the catalog does not list them.
 
-    A quantized one counts as the whole that it stands for, whose shape is in the plain value that
-    `value_of` returns by its name. CorruptError if that is no shape.
+    A quantized parameter counts with its full shape, which is in the plain value that `value_of`
+    returns. CorruptError if that is not a shape.
     """
     wholes: dict[str, tuple[int, bool]] = {}
     for fqn, trainable in catalog.parameters.items():

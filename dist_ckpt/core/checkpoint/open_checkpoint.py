@@ -66,22 +66,21 @@ NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
 
 
 class PathOpener(Protocol):
-    """Returns the storage that a path without a selector is read on, and the path there."""
+    """Opens a path without a selector: returns its storage, and its path there."""
 
     def __call__(
         self, path: str | os.PathLike[str], *, direct_reads: bool = False
     ) -> tuple[Storage, str]:
-        """Open the path. Raises what `open_storage` does."""
+        """Open the path. Raises the errors of `open_storage`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Opener:
-    """Turns the path that a user gives into a checkpoint.
+    """Turns the path of a user into a checkpoint.
 
-    `open` opens a path; the storage may be a view of the files of another system. `resolve` returns
-    the path of the checkpoint that a selector names, and any other path as it is. Given a stack, it
-    also takes a lease on that checkpoint until the stack is closed, where a run keeps records.
-    `memory` is what a load may read from memory.
+    `open` opens a path; the storage may be a view of another system's files. `resolve` returns the
+    path of the checkpoint that a selector names, and any other path unchanged. If a stack is given
+    and the run keeps records, it takes a lease that the stack ends. `memory` has files in memory.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Opener:
     memory: MemorySource = NOTHING_IN_MEMORY
 
     def without_selector(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return the path of the checkpoint that a selector names, or the path as it is."""
+        """Return the path of the checkpoint that a selector names, or the unchanged path."""
         text = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(text, str) or "@" not in text:
             return path
@@ -106,24 +105,24 @@ class Opener:
         return f"<{self.name} opener>"
 
 
-# Opens checkpoints of ours alone, by their paths.
+# Opens only our checkpoints, by their paths.
 NATIVE = Opener("native", open_storage, lambda storage, path, stack: path)
 
 
-# So many bytes of a checkpoint are in memory at a time: a multiple of a block.
+# The most bytes of a checkpoint in memory at a time: a multiple of a block.
 WINDOW_NBYTES = 16 * BLOCK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TensorWindow:
-    """Parts of tensors with their bytes: `data` has them in this order, until the next window."""
+    """Parts of tensors with their bytes. `data` has them in this order, until the next window."""
 
     parts: tuple[tuple[TensorRequest, memoryview], ...]
     data: memoryview
 
     @staticmethod
     def of(wanted: Sequence[TensorRequest], memory: memoryview) -> TensorWindow:
-        """Return the window of what was read into memory."""
+        """Return the window of the parts that were read into memory."""
         parts = tuple(parts_in(wanted, memory))
         return TensorWindow(parts, memory[: sum(data.nbytes for _, data in parts)])
 
@@ -139,8 +138,8 @@ class OpenCheckpoint:
     Threads may share it; those that read tensors take turns. A file that is missing or damaged
     because the checkpoint was removed meanwhile raises NotFoundError; any other damage raises
     CorruptError. `make` turns a placeholder in an objects file into an object. `slots` are scratch
-    memory. Of the files that were read `most_kept` stay open; None stands for those of the last
-    read. `threads` is how many read at once, by default as the environment says.
+    memory. `most_kept` files stay open after a read; None means those of the last read. `threads`
+    read at once; the default comes from the environment.
     """
 
     def __init__(  # noqa: PLR0913 - the checkpoint, and how it is read
@@ -177,7 +176,7 @@ class OpenCheckpoint:
         direct_reads: bool = False,
         make: Callable[[Placeholder], object] = lambda value: value,
     ) -> Self:
-        """Open the checkpoint at `path`: nothing but its index is read yet.
+        """Open the checkpoint at `path`. Only its index is read.
 
         Raises NotFoundError if there is none, CorruptError if its index is damaged,
         IncompatibleError if a newer dist_ckpt wrote it.
@@ -207,17 +206,17 @@ class OpenCheckpoint:
 
     @property
     def catalog(self) -> Catalog:
-        """What it holds."""
+        """The catalog of its index."""
         return self.index.catalog
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all that was saved."""
+        """All saved names."""
         catalog = self.index.catalog
         return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
 
     def not_found_if_removed(self) -> AbstractContextManager[None]:
-        """Turn what is missing or damaged inside the block into NotFoundError if it was removed."""
+        """Raise NotFoundError for a missing or damaged file in this block if it was removed."""
         return attempts.not_found_if_removed(self.storage, self.path, self.attempt)
 
     # --- values ---
@@ -227,7 +226,7 @@ class OpenCheckpoint:
         return _objects_name(rank) in self._objects_records
 
     def objects(self, rank: int | None = None) -> ObjectsFile:
-        """Return the objects file of a rank, or the global one; it is read once, then kept.
+        """Return the objects file of a rank, or the global one. It is read once.
 
         CorruptError if it is damaged, or not in the index.
         """
@@ -247,17 +246,17 @@ class OpenCheckpoint:
 
     def all_objects(self) -> dict[str, ObjectsFile]:
         """Return all objects files by their names."""
-        return {one.name: self._objects_file(one.name) for one in self.index.objects}
+        return {name: self._objects_file(name) for name in self._objects_records}
 
     def merged_objects(self) -> ObjectsFile:
-        """Return the global objects file with the values of all ranks, but those per rank.
+        """Return the global objects file with the values of all ranks, without per-rank values.
 
-        CorruptError if a file lacks what it should hold.
+        CorruptError if a file lacks a value.
         """
         files, contents = self.all_objects(), objects_file.contents_of(self.catalog)
         for name, file in files.items():
-            for what in objects_file.missing_error(file, name, self.catalog, contents):
-                raise CorruptError(f"{self.folder}/{name} lacks {what}; use another checkpoint")
+            for value in objects_file.missing_error(file, name, self.catalog, contents):
+                raise CorruptError(f"{self.folder}/{name} lacks {value}; use another checkpoint")
         values = {fqn: value for file in files.values() for fqn, value in file.values.items()}
         return replace(self.objects(), values=values, per_rank={})
 
@@ -270,7 +269,7 @@ class OpenCheckpoint:
         return values[fqn]
 
     def value_of_rank(self, fqn: str, key: Key) -> object:
-        """Return the value that a key has of a name. CorruptError if its file lacks it."""
+        """Return the value of a name and a key. CorruptError if its file lacks it."""
         rank = self._holders[fqn][key]
         values = self.objects(rank).per_rank.get(fqn, {}) if self.has_objects(rank) else {}
         if key not in values:
@@ -279,40 +278,40 @@ class OpenCheckpoint:
 
     @cached_property
     def _holders(self) -> dict[str, dict[Key, int]]:
-        # Once: there may be as many keys as ranks.
+        # Cached: there may be as many keys as ranks.
         return {fqn: dict(keys) for fqn, keys in self.catalog.per_rank.items()}
 
-    def _lacks(self, rank: int | None, what: str) -> CorruptError:
+    def _lacks(self, rank: int | None, value: str) -> CorruptError:
         return CorruptError(
-            f"{self.folder}/{_objects_name(rank)} lacks {what}, which the index says it holds; "
+            f"{self.folder}/{_objects_name(rank)} lacks {value}, which the index says it holds; "
             f"load an older checkpoint"
         )
 
     def attached(self, name: str) -> bytes:
-        """Return an attached file, checked. KeyError if there is none of the name."""
-        record = {one.name: one for one in self.index.attached}[name]
+        """Read and check an attached file. KeyError if there is none of this name."""
+        record = {record.name: record for record in self.index.attached}[name]
         with self.not_found_if_removed():
             return read_attached_file(self.storage, self.folder, record)
 
     # --- tensors ---
 
     def select(self, selection: Selection) -> dict[str, str]:
-        """Return the selected names, tied ones too, each with that of the tensor that is stored.
+        """Return the selected names, tied ones too, each with the name of its stored tensor.
 
         ValueError for a pattern that matches no name.
         """
-        every = {**{fqn: fqn for fqn in self.catalog.tensors}, **self.catalog.aliases}
-        if problems := selection.unmatched(every):
+        stored = {**{fqn: fqn for fqn in self.catalog.tensors}, **self.catalog.aliases}
+        if problems := selection.unmatched(stored):
             raise ValueError("; ".join(problems))
-        return {name: fqn for name, fqn in every.items() if name in selection}
+        return {name: fqn for name, fqn in stored.items() if name in selection}
 
     def tensor_nbytes(self, names: Collection[str]) -> int:
-        """Return how many bytes of data some stored tensors have."""
+        """Return the size of the data of stored tensors."""
         records = (self.catalog.tensors[name] for name in names)
-        return sum(prod(one.shape) * DTYPES[one.dtype].itemsize for one in records)
+        return sum(prod(record.shape) * DTYPES[record.dtype].itemsize for record in records)
 
     def read(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
-        """Read the wanted cells, one after another, into memory; each block is checked."""
+        """Read the wanted cells, one after another, into memory. Each block is checked."""
         targets = {}
         start = 0
         for want in wanted:
@@ -325,11 +324,11 @@ class OpenCheckpoint:
             self._read(wanted, targets)
 
     def free_buffers(self) -> None:
-        """Free the scratch memory that is kept for the next read."""
+        """Free the scratch memory of the next read."""
         self._slots.clear()
 
     def check(self, wanted: Sequence[TensorRequest]) -> None:
-        """Check all blocks that hold some cells, and keep nothing of them."""
+        """Check all blocks of the wanted cells, without returning their data."""
         with self._turn, self.not_found_if_removed():
             self._read(wanted, None)
 
@@ -359,12 +358,12 @@ class OpenCheckpoint:
         window_nbytes: int = WINDOW_NBYTES,
         order: Literal["files", "names"] = "files",
     ) -> Generator[TensorWindow, None, None]:
-        """Yield the data of some stored tensors in windows. CorruptError for damaged blocks.
+        """Yield the data of stored tensors in windows. CorruptError for damaged blocks.
 
-        In the order of the files each block is read once, and one window is in memory. In the order
-        of the names each part is a box, whose elements lie in row-major order, and a tensor without
-        elements has no part; there a window is read while the one before is used, and three are in
-        memory. Close what is not taken to the end.
+        In the order of the files, each block is read once, and one window is in memory. In the
+        order of the names, each part is a box with its elements in row-major order; a tensor
+        without elements has no part. A window is then read while the one before is used, and three
+        are in memory. Close the generator if you stop early.
         """
         nbytes = max(min(self.tensor_nbytes(names), window_nbytes), 1)
         if order == "files":
@@ -375,18 +374,18 @@ class OpenCheckpoint:
             return
         windows = _windows_of_boxes(self.catalog, names, window_nbytes)
         with closing(read_ahead(self._read_boxes, windows, BufferPool(nbytes))) as ready:
-            for wanted, memory, lent in ready:
-                with lent:
+            for wanted, memory, buffer in ready:
+                with buffer:
                     yield TensorWindow.of(wanted, memory)
 
     def _read_boxes(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
-        # Boxes of one tensor are read as one request.
-        joined: dict[str, TensorRequest] = {}
-        for want in wanted:
-            above = joined.get(want.fqn)
-            cells = want.cells if above is None else (*above.cells, *want.cells)
-            joined[want.fqn] = want._replace(cells=cells)
-        self.read([*joined.values()], memory)
+        # The boxes of a tensor are read by one request.
+        requests: dict[str, TensorRequest] = {}
+        for box in wanted:
+            request = requests.get(box.fqn)
+            cells = box.cells if request is None else (*request.cells, *box.cells)
+            requests[box.fqn] = box._replace(cells=cells)
+        self.read([*requests.values()], memory)
 
     def _windows_of_files(
         self, names: Collection[str], window_nbytes: int
@@ -396,8 +395,8 @@ class OpenCheckpoint:
                 replace(file, items=tuple(item for item in file.items if item.fqn in names))
                 for file in files
             )
-            kept = [file for file in chosen if file.items]
-            yield from (window.wanted for window in windows_of(kept, window_nbytes))
+            plans = [file for file in chosen if file.items]
+            yield from (window.wanted for window in windows_of(plans, window_nbytes))
 
     # --- files ---
 
@@ -431,16 +430,16 @@ class OpenCheckpoint:
 
     @property
     def has_open_files(self) -> bool:
-        """Whether files are open."""
+        """True if files are open."""
         return bool(self._files)
 
     def close(self) -> None:
-        """Close the files, once no thread reads; nothing can be read after it. Never raises."""
+        """Close the files when no thread reads. Nothing can be read afterwards. Never raises."""
         with self._turn:
             self.close_unshared()
 
     def close_unshared(self) -> None:
-        """Close the files at once: for who has it alone, also where a fork left its turn taken."""
+        """Close the files without waiting for readers, whose lock a fork may have left locked."""
         for file in (self._files or {}).values():
             file.close()
         self._files = None
@@ -459,7 +458,7 @@ def _objects_name(rank: int | None) -> str:
 def _windows_of_boxes(
     catalog: Catalog, names: Collection[str], window_nbytes: int
 ) -> Iterator[tuple[TensorRequest, ...]]:
-    """Yield boxes of tensors together that fit into a window."""
+    """Yield groups of boxes that fit into a window."""
     window: list[TensorRequest] = []
     free = window_nbytes
     for fqn in names:
@@ -478,9 +477,9 @@ def _windows_of_boxes(
 
 
 def boxes_in_order(box: Region, most: int) -> Iterator[Region]:
-    """Cut a box along its first dimension that can be, until no part has more elements.
+    """Cut a box into parts of at most `most` elements, along its first dimension that can be cut.
 
-    The elements of each part, and the parts, lie in row-major order.
+    The elements of each part, and the parts, are in row-major order.
     """
     if box.numel <= most:
         yield box
@@ -497,7 +496,7 @@ def boxes_in_order(box: Region, most: int) -> Iterator[Region]:
 def parts_in(
     wanted: Sequence[TensorRequest], memory: memoryview
 ) -> Iterator[tuple[TensorRequest, memoryview]]:
-    """Yield what was read into memory, each with its bytes there."""
+    """Yield each part that was read into memory, with its bytes."""
     start = 0
     for want in wanted:
         numel = sum(cell.numel for cell in want.cells)

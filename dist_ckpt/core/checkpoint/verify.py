@@ -1,4 +1,4 @@
-"""`dc.verify`: say everything that is wrong with a checkpoint, without torch."""
+"""`dc.verify`: report every problem of a checkpoint, without torch."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
     rows_text,
     size_problem,
 )
+from dist_ckpt.core.shard_io.write.copied_files import files_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.reports import Progress
@@ -55,7 +56,7 @@ Level = Literal["full", "quick"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: in which file, and whose and which tensor's it is, if anyone's."""
+    """One problem: its file, and its rank and tensor if it has these."""
 
     file: str
     rank: int | None
@@ -69,9 +70,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found. `notes` are foreign or leftover files, which harm nothing.
+    """The result of `verify`. `notes` are foreign or leftover files, which are harmless.
 
-    `attempt` is None if the index is too damaged to say.
+    `attempt` is None if the index is damaged.
     """
 
     path: str
@@ -84,7 +85,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Say whether nothing is wrong."""
+        """True if there are no problems."""
         return not self.problems
 
 
@@ -95,15 +96,14 @@ def verify(
     progress: Progress | None = None,
     opener: Opener = NATIVE,
 ) -> VerifyReport:
-    """Check one checkpoint and report everything that is wrong with it.
+    """Check one checkpoint and report all its problems. One process calls this, without torch.
 
-    `dist-ckpt verify` of a run's folder does this with each checkpoint in it.
-    "quick" checks the index, every file's presence and size, every shard file's header against
-    the index, the objects files and what is attached; "full" also every byte of every shard. A
-    damaged checkpoint is a report, not an error: NotFoundError if there is none, IncompatibleError
-    if a newer dist_ckpt wrote it. `path` may name one of a run, such as "runs/a@latest"; where a
-    run keeps records, a full check that finds nothing wrong is put down there. Needs no torch; one
-    process, some threads.
+    "quick" checks the index, the existence and size of all files, the header of each shard file,
+    the objects files and the attached files. "full" also checks every byte of every shard. A
+    damaged checkpoint is a report, not an error. Raises NotFoundError if there is none, and
+    IncompatibleError if a newer dist_ckpt wrote it. `path` may be a selector, such as
+    "runs/a@latest". If the run keeps records, a full check without problems is recorded there.
+    `dist-ckpt verify` of a run's folder checks each checkpoint in it.
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
@@ -111,13 +111,13 @@ def verify(
     for _ in range(ROUNDS):
         try:
             return _verify_once(storage, root, level, progress or _silent)
-        except _GoneError:  # an overwrite has replaced it: what is there now is to be checked
+        except _GoneError:  # an overwrite has replaced it: check the new one
             continue
     raise StorageError(f"{root}: it is replaced faster than it can be read: try again")
 
 
 class _GoneError(Exception):
-    """The attempt was removed while it was checked, so what was found says nothing."""
+    """The attempt was removed during the check, so the problems have no meaning."""
 
 
 def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
@@ -154,15 +154,15 @@ def _order(problem: Problem) -> tuple[str, str, ByteRange, str]:
     return problem.file, problem.tensor or "", problem.rows or ByteRange(-1, -1), problem.what
 
 
-# The shards of a file: tensor and cell, to dtype and the tensor's shape.
+# The shards of a file: tensor and cell -> dtype and shape of the tensor.
 _Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
 
-# What of a tensor is lost.
+# A tensor, and its lost rows.
 _Lost = tuple[str, ByteRange | None]
 
 
 class _Verifying:
-    """One `verify`; its threads add to `problems`."""
+    """One call of `verify`; its threads add to `problems`."""
 
     def __init__(self, storage: Storage, folder: str, index: Index, progress: Progress) -> None:
         self.problems: list[Problem] = []
@@ -189,15 +189,15 @@ class _Verifying:
             (partial(self._check_attached, record) for record in index.attached),
             self._blocks() if level == "full" else self._headers(),
         )
-        parallel_for(lambda one: one(), self._watched(work, nbytes), threads=threads)
+        parallel_for(lambda check: check(), self._report_progress(work, nbytes), threads=threads)
         self._progress(self.nbytes_checked, nbytes)
 
-    def _watched(
+    def _report_progress(
         self, work: Iterator[Callable[[], object]], nbytes: int
     ) -> Iterator[Callable[[], object]]:
-        for one in work:
+        for check in work:
             self._progress(self.nbytes_checked, nbytes)
-            yield one
+            yield check
 
     def _count(self, nbytes: int) -> None:
         with self._counting:
@@ -207,29 +207,27 @@ class _Verifying:
 
     def _check_listing(self) -> None:
         index, folder = self._index, self._folder
-        known = {filenames.INDEX, filenames.CLAIM, *(record.name for record in index.objects)}
-        known.update(index.file_name(record) for record in index.files)
-        known.update(record.file_name for record in index.attached)
-        if filenames.OBJECTS not in known:
-            what = f"{folder}: the index lists no {filenames.OBJECTS}"
-            self.problems.append(Problem(filenames.INDEX, None, None, None, what))
+        names = {filenames.INDEX, filenames.CLAIM, *files_of(index)}
+        if filenames.OBJECTS not in names:
+            text = f"{folder}: the index lists no {filenames.OBJECTS}"
+            self._add_problem(filenames.INDEX, None, text)
         for entry in self._storage.list(folder):
-            if entry.name in known:
+            if entry.name in names:
                 continue
-            what = f"{folder}/{entry.name} is not in the index"
+            text = f"{folder}/{entry.name} is not in the index"
             if filenames.is_in_attempt(entry.name) and not filenames.is_temporary(entry.name):
-                self.problems.append(Problem(entry.name, None, None, None, what))
+                self._add_problem(entry.name, None, text)
             else:
-                self.notes.append(what)
+                self.notes.append(text)
 
     def _check_claim(self) -> None:
         path = f"{self._folder}/{filenames.CLAIM}"
         try:
             index_json.decode(read_document(self._storage, path), label=path)
         except FileNotFoundError:
-            self.problems.append(Problem(filenames.CLAIM, None, None, None, f"{path} is missing"))
+            self._add_problem(filenames.CLAIM, None, f"{path} is missing")
         except CheckpointError as error:
-            self.problems.append(Problem(filenames.CLAIM, None, None, None, str(error)))
+            self._add_problem(filenames.CLAIM, None, str(error))
 
     def _check_objects(self, record: ObjectsFileRecord) -> None:
         path = f"{self._folder}/{record.name}"
@@ -237,19 +235,19 @@ class _Verifying:
         try:
             file = read_objects(self._storage, self._folder, record)
         except CheckpointError as error:
-            self.problems.append(Problem(record.name, rank, None, None, str(error)))
+            self._add_problem(record.name, rank, str(error))
             return
         self._count(record.nbytes)
         catalog, contents = self._index.catalog, self._contents
-        for what in objects_file.missing_error(file, record.name, catalog, contents):
-            text = f"{path} lacks {what}, which the checkpoint should hold"
-            self.problems.append(Problem(record.name, rank, None, None, text))
+        for value in objects_file.missing_error(file, record.name, catalog, contents):
+            text = f"{path} lacks {value}, which the checkpoint should hold"
+            self._add_problem(record.name, rank, text)
 
     def _check_attached(self, record: AttachedFileRecord) -> None:
         try:
             read_attached_file(self._storage, self._folder, record)
         except CheckpointError as error:
-            self.problems.append(Problem(record.file_name, 0, None, None, str(error)))
+            self._add_problem(record.file_name, 0, str(error))
             return
         self._count(record.nbytes)
 
@@ -266,15 +264,15 @@ class _Verifying:
                 continue
             file, end = checked
             needs = every_block(file.header.shards, file.header.block_nbytes)
-            for one in reads_of(need for need in needs if need.stop <= end):
-                yield partial(self._check_blocks, file, one)
+            for read in reads_of(need for need in needs if need.stop <= end):
+                yield partial(self._check_blocks, file, read)
 
     def _check_header(
         self, record: ShardFileRecord, expected: _Shards
     ) -> tuple[OpenFile, int] | None:
-        """Check all that a file's size and header can tell.
+        """Check the size and header of a file.
 
-        Returns it and where its shards' bytes end, or None if there is no good header.
+        Returns the file, and the end of the bytes of its shards. None if the header is damaged.
         """
         path = f"{self._folder}/{self._index.file_name(record)}"
         try:
@@ -283,57 +281,68 @@ class _Verifying:
                 wrong_size = size_problem(readable, path, record)
                 header = read_header(readable, path, record, self._index)
         except CheckpointError as error:
-            self._add(record, str(error), _all_of(expected))
+            self._add_lost(record, str(error), _all_of(expected))
             return None
         self._count(record.header_nbytes)
         if wrong_size is not None:
-            self._add(record, wrong_size, _cut_off(header, end))
+            self._add_lost(record, wrong_size, _cut_off(header, end))
         self._compare(record, expected, header)
         return OpenFile(self._storage, path, record, header), end
 
     def _compare(self, record: ShardFileRecord, expected: _Shards, header: ShardFile) -> None:
-        found = {(shard.fqn, shard.cell): (shard.dtype, shard.shape) for shard in header.shards}
+        actual = {(shard.fqn, shard.cell): (shard.dtype, shard.shape) for shard in header.shards}
         name = self._index.file_name(record)
-        for fqn, cell in sorted(expected.keys() | found.keys(), key=str):
-            has, should = found.get((fqn, cell)), expected.get((fqn, cell))
+        for fqn, cell in sorted(expected.keys() | actual.keys(), key=str):
+            has, should = actual.get((fqn, cell)), expected.get((fqn, cell))
             if has != should:
-                what = f"{fqn}[{cell}]: it has {_text(has)}, the index says {_text(should)}"
-                text = f"{self._folder}/{name} of rank {record.rank}: {what}"
-                self.problems.append(Problem(name, record.rank, fqn, None, text))
+                difference = f"it has {_text(has)}, the index says {_text(should)}"
+                text = f"{self._folder}/{name} of rank {record.rank}: {fqn}[{cell}]: {difference}"
+                self._add_problem(name, record.rank, text, tensor=fqn)
 
-    def _check_blocks(self, file: OpenFile, one: BlockRead) -> None:
+    def _check_blocks(self, file: OpenFile, read: BlockRead) -> None:
         with self._slots.borrow() as slot:
-            data = slot[: one.span.nbytes]
+            data = slot[: read.span.nbytes]
             try:
                 with file.reading() as readable:
-                    count = readable.read_into(file.header.header_nbytes + one.span.start, data)
+                    count = readable.read_into(file.header.header_nbytes + read.span.start, data)
             except CheckpointError as error:
-                lost = [(need.shard.fqn, rows_of_block(need)) for need in one.needs]
-                self._add(file.record, str(error), lost)
+                lost = [(need.shard.fqn, rows_of_block(need)) for need in read.needs]
+                self._add_lost(file.record, str(error), lost)
                 return
-            for need in one.needs:
-                start, stop = need.start - one.span.start, need.stop - one.span.start
-                what: str | None = "the file ended while it was read"
+            for need in read.needs:
+                start, stop = need.start - read.span.start, need.stop - read.span.start
+                problem: str | None = "the file ended while it was read"
                 if stop <= count:
                     self._count(stop - start)
-                    what = digest_problem(need, block_digest(data[start:stop]))
-                if what is not None:
+                    problem = digest_problem(need, block_digest(data[start:stop]))
+                if problem is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
+                    text = damage_error(file.path, file.header, need, problem)
                     rows = rows_of_block(need)
-                    text = damage_error(file.path, file.header, need, what)
-                    self.problems.append(Problem(name, rank, need.shard.fqn, rows, text))
+                    self._add_problem(name, rank, text, tensor=need.shard.fqn, rows=rows)
 
-    def _add(self, record: ShardFileRecord, what: str, lost: Iterable[_Lost]) -> None:
-        """Note a problem of a file, and what of which tensors is lost by it."""
+    def _add_lost(self, record: ShardFileRecord, problem: str, lost: Iterable[_Lost]) -> None:
+        """Add a problem of a file, and the rows of tensors that it makes unreadable."""
         name = self._index.file_name(record)
-        self.problems.append(Problem(name, record.rank, None, None, what))
+        self._add_problem(name, record.rank, problem)
         for fqn, rows in lost:
-            text = f"{fqn} {rows_text(rows)}: lost, for {what}"
-            self.problems.append(Problem(name, record.rank, fqn, rows, text))
+            text = f"{fqn} {rows_text(rows)}: lost, for {problem}"
+            self._add_problem(name, record.rank, text, tensor=fqn, rows=rows)
+
+    def _add_problem(
+        self,
+        file: str,
+        rank: int | None,
+        text: str,
+        *,
+        tensor: str | None = None,
+        rows: ByteRange | None = None,
+    ) -> None:
+        self.problems.append(Problem(file, rank, tensor, rows, text))
 
 
-def _text(found: tuple[str, Shape] | None) -> str:
-    return "nothing" if found is None else f"{found[0]} {list(found[1])}"
+def _text(shard: tuple[str, Shape] | None) -> str:
+    return "nothing" if shard is None else f"{shard[0]} {list(shard[1])}"
 
 
 def _all_of(expected: _Shards) -> Iterator[_Lost]:
@@ -342,7 +351,7 @@ def _all_of(expected: _Shards) -> Iterator[_Lost]:
 
 
 def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
-    """Return what lies in blocks that the file is too short for; `end` is where it ends."""
+    """Yield the rows in blocks after `end`, the end of a file that is too short."""
     for shard in header.shards:
         if shard.span.stop > end:
             itemsize = DTYPES[shard.dtype].itemsize
@@ -352,7 +361,7 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
 
 
 def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
-    """Return each shard file, and the shards that the catalog says are in it."""
+    """Yield each shard file, and its shards by the catalog."""
     files = {(file.component, file.rank): file for file in index.files}
     for rank, stored in enumerate(cells_of_ranks(index.catalog)):
         for component, cells in stored.items():
