@@ -101,10 +101,7 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
         control, rank, world_size, host=config.host or socket.gethostname(), config=config
     )
     collective = GlooCollective(
-        lambda: open_store(f"gloo/{channel.token}"),
-        rank,
-        world_size,
-        timeout_s=timeout_s,
+        lambda: open_store(f"gloo/{channel.token}"), rank, world_size, timeout_s=timeout_s
     )
     return Session(channel, collective, config, ranks)
 

@@ -327,19 +327,10 @@ class _InventoryBuilder:
 
     def _add_entry(self, fqn: str, dtype: str, shape: Shape, view: int) -> None:
         component = self.components.setdefault(self.component, len(self.components))
+        entry = TensorEntry(fqn, dtype, shape, view, component)
         number = len(self.tensors)
-        if number < len(self.last):
-            last = self.last[number]
-            if (
-                last.fqn == fqn
-                and last.dtype == dtype
-                and last.shape == shape
-                and last.view == view
-                and last.component == component
-            ):
-                self.tensors.append(last)
-                return
-        self.tensors.append(TensorEntry(fqn, dtype, shape, view, component))
+        is_in_last = number < len(self.last) and self.last[number] == entry
+        self.tensors.append(self.last[number] if is_in_last else entry)
 
     def _describe(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
         local = describe(leaf.value, fqn, rank=self.rank, group=self.group_ranks)

@@ -15,13 +15,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import distinct
-from dist_ckpt.core.comm.messages import (
-    error_of,
-    failure_of,
-    is_interrupt,
-    pack,
-    unpack,
-)
+from dist_ckpt.core.comm.messages import error_of, failure_of, is_interrupt, pack, unpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CheckpointError, ranks_text
 from dist_ckpt.reports import IoCount

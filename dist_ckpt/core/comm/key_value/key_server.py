@@ -98,10 +98,7 @@ def _listen(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         with suppress(OSError):  # a system with IPv6 turned off
             return socket.create_server(
-                (host, port),
-                family=socket.AF_INET6,
-                dualstack_ipv6=True,
-                backlog=socket.SOMAXCONN,
+                (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
             )
     family = socket.AF_INET
     if host:

@@ -347,8 +347,7 @@ def last_liveness(
         folders = _folders(root, with_old=with_old)
         entries = [entry for folder in folders for entry in entries_at(storage, folder)]
         return max(
-            (e.modified_at for e in entries if parse_liveness(e.name) == incarnation),
-            default=None,
+            (e.modified_at for e in entries if parse_liveness(e.name) == incarnation), default=None
         )
     return None
 

@@ -429,11 +429,7 @@ def _assign_tensors(
 
 
 def _load_part(
-    context: BindContext,
-    fqn: str,
-    leaf: ModuleLeaf,
-    part: ModulePart,
-    extras: Mapping[str, Value],
+    context: BindContext, fqn: str, leaf: ModuleLeaf, part: ModulePart, extras: Mapping[str, Value]
 ) -> None:
     """Call `load_state_dict` with values that are not live tensors, or with all if it does more."""
     live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}

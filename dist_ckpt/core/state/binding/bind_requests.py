@@ -418,12 +418,8 @@ class BindContext:
             before = (entries_of(own.value) if isinstance(own, ConstantValue) else None) or {}
             constants = {key: ConstantValue(value) for key, value in before.items()}
             return NewContainer(kind or "dict", {**constants, **items})
-        if (
-            own is None
-            and kind is not None
-            and self.selected(name)
-            and not self.saved.children(name)
-        ):
+        is_empty = not self.saved.children(name)
+        if own is None and kind is not None and is_empty and self.selected(name):
             return NewContainer(kind, {})
         return own
 

@@ -64,13 +64,7 @@ class FlatOptimizer(OptimizerState):
             for group in own.groups
         ]
         flat = FlatOptimizer(
-            optimizer=own.optimizer,
-            groups=groups,
-            state=defaultdict(dict),
-            defaults=own.defaults,
-            own=own,
-            parts=parts,
-            fqn=fqn,
+            own.optimizer, groups, defaultdict(dict), own.defaults, own=own, parts=parts, fqn=fqn
         )
         for parameter, entries in own.state.items():
             if parameter not in parts:

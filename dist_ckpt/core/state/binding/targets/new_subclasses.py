@@ -236,11 +236,7 @@ def _inner_names(saved: SavedTree, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _unflattened(
-    cls: type[torch.Tensor],
-    context: object,
-    inner: Mapping[str, object],
-    shape: Shape,
-    name: str,
+    cls: type[torch.Tensor], context: object, inner: Mapping[str, object], shape: Shape, name: str
 ) -> torch.Tensor:
     strides = row_major_strides(shape)
     with calling_user_code(name, cls, "__tensor_unflatten__"), torch.no_grad():
