@@ -343,7 +343,7 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
 
 
 def optimizer_of(group: str) -> str:
-    """Return the name of the optimizer that has a group; that of a lone group is its own."""
+    """Return the name of the optimizer that has a group; without one, the group's name."""
     return group[: group.rindex(GROUPS)] if GROUPS in group else group
 
 
