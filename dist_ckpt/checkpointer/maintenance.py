@@ -20,7 +20,7 @@ from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.messages import failure_of
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
@@ -97,7 +97,7 @@ class MaintenanceThread:
         self._proposals: list[BarrierProposal] = []
         self._queue = _MaintenanceQueue()
         self._changed = threading.Condition()
-        self._saved: dict[int, Where] = {}
+        self._saved: dict[int, CheckpointKey] = {}
         # Metrics of steps of earlier incarnations may be added too.
         self._restored = self._newest_saved = -1 if restored is None else restored
         self._has_warned: set[str] = set()
@@ -136,7 +136,7 @@ class MaintenanceThread:
         if proposal in self._proposals:
             self._proposals.remove(proposal)
 
-    def outcome(self, step: int) -> Where | str | None:
+    def outcome(self, step: int) -> CheckpointKey | str | None:
         """Return the durable checkpoint of this step or a newer one, or the reason for none.
 
         None if it is open. For a restored step it reads the storage, with its errors.
@@ -276,7 +276,7 @@ class MaintenanceThread:
             except CheckpointError as error:
                 _log.warning("the metrics of step %d are lost: %s", step, error)
 
-    def _find_earlier(self, step: int) -> Where | None:
+    def _find_earlier(self, step: int) -> CheckpointKey | None:
         """Return the checkpoint of a step of an earlier incarnation, if it exists."""
         if step > self._restored:
             return None

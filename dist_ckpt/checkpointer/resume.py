@@ -30,7 +30,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     secure_incarnation,
 )
 from dist_ckpt.core.commit.records.leases import CheckpointRef, renewed_lease
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import differences
@@ -371,7 +371,7 @@ def _step_in_name(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _where(point: _RestorePoint) -> Where:
+def _where(point: _RestorePoint) -> CheckpointKey:
     return point.step, Attempt.named(point.attempt)
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import isfinite
 
 from dist_ckpt.core.commit.records.protections import (
+    CheckpointKey,
     Protections,
-    Where,
     newest_values,
     protections_of,
 )
@@ -42,8 +42,8 @@ _AS_TEXT = ("nan", "inf", "-inf")
 class KnownAnnotations:
     """The annotations of a root by checkpoint; `problems`: errors of those that cannot be read."""
 
-    metrics: Mapping[Where, Mapping[str, float]]
-    verified: frozenset[Where]
+    metrics: Mapping[CheckpointKey, Mapping[str, float]]
+    verified: frozenset[CheckpointKey]
     protections: Protections
     problems: tuple[str, ...]
 
@@ -65,7 +65,7 @@ class SaveTimes:
 def annotations_of(annotations: Iterable[StoredAnnotation], now: float) -> KnownAnnotations:
     """Return annotations by checkpoint, at a time of the storage's clock. Pure."""
     annotations = tuple(annotations)
-    metrics: dict[Where, dict[str, float]] = defaultdict(dict)
+    metrics: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
     for (where, name), (value, _) in newest_values(annotations, METRICS).items():
         if (number := _number(value)) is not None:
             metrics[where][name] = number
@@ -78,7 +78,9 @@ def annotations_of(annotations: Iterable[StoredAnnotation], now: float) -> Known
     )
 
 
-def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, float]) -> None:
+def put_metrics(
+    storage: Storage, root: str, where: CheckpointKey, values: Mapping[str, float]
+) -> None:
     """Add metrics to a checkpoint; durable on return. The last value of a name counts.
 
     ValueError or TypeError for what is no number, or no name.
@@ -88,7 +90,7 @@ def put_metrics(storage: Storage, root: str, where: Where, values: Mapping[str, 
     put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
 
 
-def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> None:
+def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveReport) -> None:
     """Note how long a save of a run took; durable on return."""
     # Of a save in the foreground all phases are the training's.
     own = _STALLING if "stage" in report.seconds else report.seconds.keys()
@@ -104,9 +106,9 @@ def put_saved(storage: Storage, root: str, where: Where, report: SaveReport) -> 
 _STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
 
 
-def save_times(annotations: Iterable[StoredAnnotation]) -> dict[Where, SaveTimes]:
+def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, SaveTimes]:
     """Return how long saves took, for the checkpoints for which that is known. Pure."""
-    values: dict[Where, dict[str, float]] = defaultdict(dict)
+    values: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
     for (where, name), (value, _) in newest_values(annotations, SAVED).items():
         number = _number(value)
         if number is not None and isfinite(number) and number >= 0:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     find_old_folders,
@@ -87,7 +87,7 @@ class RunCheckpoint:
         return kind_of(self.metadata or {})
 
     @property
-    def where(self) -> Where | None:
+    def where(self) -> CheckpointKey | None:
         """The step and attempt of its annotations; None if not committed, or without a step."""
         attempt = parse_attempt(self.attempt or "")
         return None if self.step is None or attempt is None else (self.step, attempt)
@@ -151,7 +151,7 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     return Listing(root, by_step, annotations, known.problems, history.newest, problem, old)
 
 
-def _by_step(info: RunCheckpoint) -> tuple[bool, int, Where, str]:
+def _by_step(info: RunCheckpoint) -> tuple[bool, int, CheckpointKey, str]:
     return info.step is not None, info.step or 0, info.where or (0, _NO_ATTEMPT), info.name
 
 

@@ -17,7 +17,12 @@ from math import inf
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
 from dist_ckpt.core.commit.records.leases import CheckpointRef, forget, remove_if_unprotected
-from dist_ckpt.core.commit.records.protections import DELETION_INTENT, LEASE, Where, protections_of
+from dist_ckpt.core.commit.records.protections import (
+    DELETION_INTENT,
+    LEASE,
+    CheckpointKey,
+    protections_of,
+)
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     can_keep_records,
@@ -94,7 +99,7 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
             _forget(CheckpointRef(storage, root, path, gone), annotations, others)
 
 
-def _where(storage: Storage, path: str) -> Where | None:
+def _where(storage: Storage, path: str) -> CheckpointKey | None:
     try:
         attempt, index = attempts.find(storage, path)
     except (CorruptError, IncompatibleError, NotFoundError):
@@ -135,7 +140,7 @@ def remove_at(
     `annotations` are those of the root, as they were listed; `copies` are paths of copies of this
     checkpoint in the root; `check` raises what forbids the removal.
     """
-    storage, path, attempt = subject.storage, subject.path, subject.where[1]
+    storage, path, attempt = subject.storage, subject.path, subject.key[1]
     removal.collect(storage, path, grace_s=inf)  # what it has superseded
     there = attempts.list_attempts(storage, path)
     if attempt in there and there != [attempt]:
@@ -162,9 +167,9 @@ def _forget(
     subject: CheckpointRef, annotations: Sequence[StoredAnnotation], others: Sequence[str]
 ) -> None:
     """Remove the annotations of a removed checkpoint; if a copy exists, only deletion intents."""
-    storage, (_, attempt) = subject.storage, subject.where
+    storage, (_, attempt) = subject.storage, subject.key
     if not any(attempt in attempts.list_attempts(storage, path) for path in others):
-        forget(storage, subject.root, subject.where, annotations)
+        forget(storage, subject.root, subject.key, annotations)
         return
     name = subject.path.rpartition("/")[2]
     for annotation in subject.annotations():
@@ -198,7 +203,7 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
     `annotations` are those of the root. Saves in progress, and checkpoints that this host may not
     see yet, are not touched.
     """
-    about: dict[Where, list[StoredAnnotation]] = defaultdict(list)
+    about: dict[CheckpointKey, list[StoredAnnotation]] = defaultdict(list)
     for annotation in annotations:
         about[annotation.step, annotation.attempt].append(annotation)
     if not about:
@@ -339,7 +344,7 @@ def _spare_newer(decision: Decision, run: Incarnation | None) -> Decision:
     return one, reasons
 
 
-def _spare_others(decision: Decision, shown: set[tuple[str, Where | None]]) -> Decision:
+def _spare_others(decision: Decision, shown: set[tuple[str, CheckpointKey | None]]) -> Decision:
     one, reasons = decision
     is_shown = (one.path, one.where) in shown
     return one, (reasons if reasons or is_shown else ("its removal was not asked for",))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.core.commit.attempts import ROUNDS, entries_at, new_id, read_document
 from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
     check_upgraded,
     make_record_folders,
@@ -164,7 +164,7 @@ def put_answer(
     own_id: str,
     outcome: Outcome,
     why: str,
-    saved: Where | None = None,
+    saved: CheckpointKey | None = None,
 ) -> None:
     """Answer a request, unless it has an answer; durable on return. The first answer counts."""
     answer = AnswerRecord(own_id, outcome, saved, why, this_process(), time.time())

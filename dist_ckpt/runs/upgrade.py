@@ -28,7 +28,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     read_incarnation,
     utc,
 )
-from dist_ckpt.core.commit.records.protections import LEASE, TAG, Where, protections_of
+from dist_ckpt.core.commit.records.protections import LEASE, TAG, CheckpointKey, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     find_old_folders,
@@ -250,7 +250,7 @@ def _merge_annotations(storage: Storage, root: str) -> None:
     Nothing is written to the new folder while there is an old one: so what is there is older.
     """
     annotations = read_annotations(storage, root, with_old=True)
-    highest: dict[tuple[str, Where | None], int] = {}
+    highest: dict[tuple[str, CheckpointKey | None], int] = {}
     moved = {_identity(stored) for stored in annotations if not stored.is_old}
     for stored in annotations:
         if not stored.is_old:
@@ -279,7 +279,7 @@ def _identity(stored: StoredAnnotation) -> tuple[int, Attempt, str, str]:
     return stored.step, stored.attempt, stored.name.kind, stored.name.id
 
 
-def _scope(stored: StoredAnnotation) -> tuple[str, Where | None]:
+def _scope(stored: StoredAnnotation) -> tuple[str, CheckpointKey | None]:
     """Return among which annotations a number counts: for a tag those of the whole root."""
     about = None if stored.name.kind == TAG else (stored.step, stored.attempt)
     return stored.name.kind, about

@@ -22,7 +22,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     begin_incarnation,
     last_liveness,
 )
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
 from dist_ckpt.core.storage import Entry
@@ -41,10 +41,10 @@ END = "the run has ended with RuntimeError"
 class FakeMaintenance:
     """Has the outcomes of saves."""
 
-    outcomes: dict[int, Where | str] = field(default_factory=dict)
+    outcomes: dict[int, CheckpointKey | str] = field(default_factory=dict)
     counts: SaveCounts = field(default_factory=lambda: SaveCounts("step 3"))
 
-    def outcome(self, step: int) -> Where | str | None:
+    def outcome(self, step: int) -> CheckpointKey | str | None:
         return self.outcomes.get(step)
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from commit_cases import index_of, write_rank
 from dist_ckpt.core.commit.attempts import make_folders
 from dist_ckpt.core.commit.commit_protocol import Claim, commit
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import new_annotation, put_annotation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.strict_json import Scalar
@@ -27,7 +27,7 @@ def committed(
     name: str = "",
     root: str = ROOT,
     saved_at: float = 0.0,
-) -> Where:
+) -> CheckpointKey:
     """Commit a checkpoint of one rank, as a start of the run would; return its step and attempt."""
     shown = step or 0
     path = f"{root}/{name or f'step-{shown}'}"
@@ -41,7 +41,12 @@ def committed(
 
 
 def put(
-    storage: Storage, where: Where, kind: str, values: Mapping[str, Scalar], *, above: int = 0
+    storage: Storage,
+    where: CheckpointKey,
+    kind: str,
+    values: Mapping[str, Scalar],
+    *,
+    above: int = 0,
 ) -> str:
     """Put a fact; return its file."""
     step, attempt = where

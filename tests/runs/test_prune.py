@@ -14,7 +14,7 @@ from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin
-from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, Where
+from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, CheckpointKey
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, supersede
 from dist_ckpt.core.format.filenames import Attempt
@@ -54,7 +54,7 @@ def storage(clock: Clock) -> MemoryStorage:
     return MemoryStorage({ROOT: None}, clock=clock)
 
 
-def subject(storage: Storage, where: Where) -> CheckpointRef:
+def subject(storage: Storage, where: CheckpointKey) -> CheckpointRef:
     return CheckpointRef(storage, ROOT, f"{ROOT}/step-{where[0]}", where)
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from commit_cases import step_at
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin, untag
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import put_verified, read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError
 from dist_ckpt.runs.annotations import put_metrics
@@ -45,7 +45,7 @@ class Kept:
     """One checkpoint as the model has it."""
 
     name: str
-    where: Where
+    where: CheckpointKey
     is_alive: bool = True
     loss: float | None = None
     is_pinned: bool = False

@@ -10,7 +10,7 @@ from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import abandon
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import put_verified
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs import retention_policy as keep
@@ -37,7 +37,7 @@ class Watched:
         self.before = look
         return told
 
-    def start(self, restored: Where | None = None) -> None:
+    def start(self, restored: CheckpointKey | None = None) -> None:
         begin_incarnation(self.storage, ROOT, restored=restored, why="a test", by="job 7")
 
     def remove(self, step: int) -> None:

@@ -369,7 +369,7 @@ def test_after_any_crash_the_next_strip_moves_what_keeps_it() -> None:
     were_left = set()
     for point, storage in states(disk.log, since="saved", limit=4):
         tags = protections_of(read_annotations(storage, ROOT), 0.0).tags
-        were_left.add(left_at(storage) == "without" and subject.where in tags)
+        were_left.add(left_at(storage) == "without" and subject.key in tags)
         with suppress(ValueError):  # it is stripped already
             strip_at(storage, PATH, OPTIM, force=True)
         assert left_at(storage) == "without"

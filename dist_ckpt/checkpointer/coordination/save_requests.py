@@ -27,7 +27,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     LivenessFile,
 )
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.filenames import answer_file, request_file
 from dist_ckpt.core.format.run_records import Outcome, RequestRecord
 from dist_ckpt.core.storage import Storage
@@ -366,7 +366,7 @@ class ExternalRequests:
             self._answer(request_id, "ended", f"{reason}. Safe is: {durable}")
 
     def _answer(
-        self, request_id: str, outcome: Outcome, why: str, saved: Where | None = None
+        self, request_id: str, outcome: Outcome, why: str, saved: CheckpointKey | None = None
     ) -> None:
         put_answer(self._storage, self._run.root, request_id, outcome, why, saved)
         self._done.add(request_id)  # a listing may not have the answer yet

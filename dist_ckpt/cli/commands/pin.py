@@ -58,7 +58,7 @@ def print_protection(
     """Print the change of a protection, as text or as a document; `how` is (dry_run, as_json)."""
     dry_run, as_json = how
     if as_json:
-        about = {"path": subject.path, "step": subject.where[0], "dry_run": dry_run}
+        about = {"path": subject.path, "step": subject.key[0], "dry_run": dry_run}
         output.print_json(convert({**about, **facts}, document))
     else:
         click.echo(f"{'would be: ' * dry_run}{output.printable(text)}")

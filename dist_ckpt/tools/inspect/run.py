@@ -15,7 +15,7 @@ from dist_ckpt.core.commit.attempts import entries_at
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
@@ -120,7 +120,7 @@ class Run:
         The last value of a name counts. nan and infinities are allowed; nan is never the best.
         """
         subject = self._subject(which)
-        put_metrics(self._storage, subject.root, subject.where, values)
+        put_metrics(self._storage, subject.root, subject.key, values)
 
     def pin(self, which: int | str, why: str = "") -> None:
         """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return."""
@@ -221,7 +221,7 @@ def best_measured(
     values = {where: found[metric] for where, found in measured.items() if metric in found}
     history = read_history(storage, listing.root, with_old=bool(listing.old_folders))
 
-    def counts(where: Where) -> bool:
+    def counts(where: CheckpointKey) -> bool:
         if where in there:
             return True
         replaced = any(found and found[0] == where[0] and found > where for found in there)

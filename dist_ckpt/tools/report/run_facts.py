@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from math import isnan
 
 from dist_ckpt.core.commit.records.incarnations import read_history
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.index.model_description import as_json
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
@@ -61,7 +61,10 @@ def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Jso
 
 
 def _row(
-    one: RunCheckpoint, times: Mapping[Where, SaveTimes], check: Check, progress_of: ProgressOf
+    one: RunCheckpoint,
+    times: Mapping[CheckpointKey, SaveTimes],
+    check: Check,
+    progress_of: ProgressOf,
 ) -> dict[str, Json]:
     took = times.get(one.where) if one.where else None
     if one.state in ("open", "abandoned"):
@@ -139,7 +142,9 @@ def _metric(name: str, alive: list[RunCheckpoint]) -> Json:
     return row
 
 
-def _times(shown: tuple[RunCheckpoint, ...], times: Mapping[Where, SaveTimes]) -> dict[str, Json]:
+def _times(
+    shown: tuple[RunCheckpoint, ...], times: Mapping[CheckpointKey, SaveTimes]
+) -> dict[str, Json]:
     """Return for how long the training stood still for saves, and which rank was slowest."""
     known = {one.where: times[one.where] for one in shown if one.where and one.where in times}
     stalls = {where: of.stalled_s for where, of in known.items() if of.stalled_s is not None}

@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.leases import leased
-from dist_ckpt.core.commit.records.protections import Where
+from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
     can_keep_records,
     check_upgraded,
@@ -121,7 +121,7 @@ def _copy_metrics(source: OpenCheckpoint, path: str, attempt: Attempt) -> None:
 
 
 def _metrics_of(
-    storage: Storage, root: str, where: Where, *, with_old: bool = False
+    storage: Storage, root: str, where: CheckpointKey, *, with_old: bool = False
 ) -> Mapping[str, float]:
     annotations = read_annotations_of(storage, root, *where, with_old=with_old)
     return annotations_of(annotations, 0.0).metrics.get(where, {})

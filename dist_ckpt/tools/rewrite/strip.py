@@ -20,7 +20,7 @@ from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef, leased_source, protections_at
-from dist_ckpt.core.commit.records.protections import PIN, Where, protections_of
+from dist_ckpt.core.commit.records.protections import PIN, CheckpointKey, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     can_keep_records,
     check_upgraded,
@@ -233,7 +233,7 @@ def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attem
         old, new = refs
         annotations = read_annotations(storage, new.root)
         if metrics := annotations_of(annotations, 0.0).metrics.get(old):
-            put_metrics(storage, new.root, new.where, metrics)
+            put_metrics(storage, new.root, new.key, metrics)
         if (reason := protections_of(annotations, 0.0).pins.get(old)) is not None:
             new.put(PIN, {"pinned": True, "why": reason})
 
@@ -260,7 +260,7 @@ def _move_protections(storage: Storage, path: str, source: Index, target: Attemp
 
 def _annotated_refs(
     storage: Storage, path: str, source: Index, target: Attempt
-) -> tuple[Where, CheckpointRef] | None:
+) -> tuple[CheckpointKey, CheckpointRef] | None:
     """Return the references of the source and of the new attempt; None without annotations."""
     root = path.rpartition("/")[0] or "/"
     attempt = filenames.parse_attempt(source.attempt)

@@ -29,7 +29,7 @@ from dist_ckpt.core.commit.records.protections import (
     LEASE,
     PIN,
     TAG,
-    Where,
+    CheckpointKey,
     deletion_intents_of,
     newest_tagged,
     protections_of,
@@ -69,26 +69,26 @@ class CheckpointRef:
     storage: Storage
     root: str
     path: str
-    where: Where
+    key: CheckpointKey
 
     def put(self, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> AnnotationName:
         """Write an annotation of it; durable on return."""
-        annotation = new_annotation(*self.where, kind, values)
+        annotation = new_annotation(*self.key, kind, values)
         return put_annotation(self.storage, self.root, annotation, above=above)
 
     def annotations(self) -> tuple[StoredAnnotation, ...]:
         """Return its annotations."""
-        return read_annotations_of(self.storage, self.root, *self.where)
+        return read_annotations_of(self.storage, self.root, *self.key)
 
     def withdraw(self, name: AnnotationName) -> None:
         """Withdraw an annotation that was written just now; never raises."""
-        file = f"{annotations_folder(self.root, *self.where)}/{name}"
+        file = f"{annotations_folder(self.root, *self.key)}/{name}"
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             self.storage.remove(file)
 
     def is_there(self) -> bool:
         """Return True if it is not removed yet."""
-        return is_there(self.storage, self.path, self.where[1])
+        return is_there(self.storage, self.path, self.key[1])
 
 
 # --- protect ---------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
     for owner in deletion_intents_of(annotations, now):
         raise NotFoundError(f"{subject.path} is about to be removed by {owner}: choose another")
     if not written or not subject.is_there():
-        raise NotFoundError(f"{subject.path}: {subject.where[1]} was removed: choose another")
+        raise NotFoundError(f"{subject.path}: {subject.key[1]} was removed: choose another")
 
 
 def protections_at(
@@ -211,7 +211,7 @@ def protections_at(
     if not subjects:
         return {}
     protections = protections_of(annotations, clock(storage, root))
-    return {where[1]: texts for where in subjects if (texts := protections.of(where))}
+    return {key[1]: texts for key in subjects if (texts := protections.of(key))}
 
 
 def check_unprotected(
@@ -279,25 +279,23 @@ def _find_protections(
         (annotation.modified_at for annotation in annotations if annotation.name == intent),
         default=0.0,
     )
-    of_others = [
-        other for other in other_annotations if (other.step, other.attempt) != subject.where
-    ]
-    return protections_of([*of_others, *annotations], now).of(subject.where)
+    of_others = [other for other in other_annotations if (other.step, other.attempt) != subject.key]
+    return protections_of([*of_others, *annotations], now).of(subject.key)
 
 
 def forget(
-    storage: Storage, root: str, where: Where, annotations: Sequence[StoredAnnotation]
+    storage: Storage, root: str, key: CheckpointKey, annotations: Sequence[StoredAnnotation]
 ) -> None:
     """Remove the annotations of a checkpoint that is gone; `annotations` are those of the root.
 
     Deletion intents are removed last, so that remains of a crash are recognised.
     """
-    for annotation in _outdated_tags(where, annotations):
+    for annotation in _outdated_tags(key, annotations):
         _remove(
             storage,
             f"{annotations_folder(root, annotation.step, annotation.attempt)}/{annotation.name}",
         )
-    folder = annotations_folder(root, *where)
+    folder = annotations_folder(root, *key)
     names = [entry.name for entry in entries_at(storage, folder) if entry.kind == "file"]
     ours = [
         name
@@ -308,21 +306,23 @@ def forget(
         _remove(storage, f"{folder}/{name}")
     with suppress(StorageError):  # another process has written something there
         _remove(storage, folder)
-        _remove(storage, f"{root}/{ANNOTATIONS}/{where[0]}")
+        _remove(storage, f"{root}/{ANNOTATIONS}/{key[0]}")
 
 
-def _outdated_tags(where: Where, annotations: Sequence[StoredAnnotation]) -> list[StoredAnnotation]:
+def _outdated_tags(
+    key: CheckpointKey, annotations: Sequence[StoredAnnotation]
+) -> list[StoredAnnotation]:
     """Return older annotations, of other checkpoints, of tags that this checkpoint has or had last.
 
     Without the newest annotation of a tag, which is removed with the checkpoint, the one before
     would count again, and another checkpoint would have the tag.
     """
-    names = {name for name, (last, _) in newest_tagged(annotations).items() if last == where}
+    names = {name for name, (last, _) in newest_tagged(annotations).items() if last == key}
     return [
         annotation
         for annotation in annotations
         if annotation.name.kind == TAG
-        and (annotation.step, annotation.attempt) != where
+        and (annotation.step, annotation.attempt) != key
         and annotation.values
         and names >= annotation.values.keys()
     ]

@@ -25,10 +25,10 @@ PIN, TAG, LEASE, DELETION_INTENT = "pin", "tag", "hold", "mark"
 DELETION_INTENT_S = 3600.0
 
 # The key of a checkpoint in annotations: its step, and its attempt.
-Where = tuple[int, Attempt]
+CheckpointKey = tuple[int, Attempt]
 
 # The value of each name in the annotations of one kind, and the annotation that it comes from.
-_Newest = Mapping[tuple[Where, str], tuple[Scalar, StoredAnnotation]]
+_Newest = Mapping[tuple[CheckpointKey, str], tuple[Scalar, StoredAnnotation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class Protections:
     `unreadable` has errors of protections that are damaged, or of a newer version.
     """
 
-    pins: Mapping[Where, str]
-    tags: Mapping[Where, Sequence[str]]
-    leases: Mapping[Where, Sequence[str]]
-    unreadable: Mapping[Where, Sequence[str]]
+    pins: Mapping[CheckpointKey, str]
+    tags: Mapping[CheckpointKey, Sequence[str]]
+    leases: Mapping[CheckpointKey, Sequence[str]]
+    unreadable: Mapping[CheckpointKey, Sequence[str]]
 
-    def of(self, where: Where) -> tuple[str, ...]:
+    def of(self, key: CheckpointKey) -> tuple[str, ...]:
         """Return the protections of a checkpoint as texts; nothing if it may be removed."""
-        why = self.pins.get(where)
+        why = self.pins.get(key)
         texts = [] if why is None else [f"pinned: {why}" if why else "pinned"]
-        texts += [f"tag {name!r}" for name in self.tags.get(where, ())]
-        texts += [f"leased by {owner}" for owner in self.leases.get(where, ())]
-        texts += [f"an annotation cannot be read: {why}" for why in self.unreadable.get(where, ())]
+        texts += [f"tag {name!r}" for name in self.tags.get(key, ())]
+        texts += [f"leased by {owner}" for owner in self.leases.get(key, ())]
+        texts += [f"an annotation cannot be read: {why}" for why in self.unreadable.get(key, ())]
         return tuple(texts)
 
 
@@ -57,18 +57,18 @@ def protections_of(annotations: Iterable[StoredAnnotation], now: float) -> Prote
     """Return the protections that count at a time of the storage's clock. Pure."""
     annotations = tuple(annotations)
     pins = {
-        where: _text(annotation.values.get("why"))
-        for (where, name), (value, annotation) in newest_values(annotations, PIN).items()
+        key: _text(annotation.values.get("why"))
+        for (key, name), (value, annotation) in newest_values(annotations, PIN).items()
         if name == "pinned" and _is_set(value)
     }
-    tags: dict[Where, list[str]] = defaultdict(list)
-    for name, where in tagged(annotations).items():
-        tags[where].append(name)
-    leases: dict[Where, list[str]] = defaultdict(list)
-    for (where, _), (value, annotation) in newest_values(annotations, LEASE).items():
+    tags: dict[CheckpointKey, list[str]] = defaultdict(list)
+    for name, key in tagged(annotations).items():
+        tags[key].append(name)
+    leases: dict[CheckpointKey, list[str]] = defaultdict(list)
+    for (key, _), (value, annotation) in newest_values(annotations, LEASE).items():
         if annotation.modified_at + _duration_s(value) > now:
-            leases[where].append(annotation.by)
-    unreadable: dict[Where, list[str]] = defaultdict(list)
+            leases[key].append(annotation.by)
+    unreadable: dict[CheckpointKey, list[str]] = defaultdict(list)
     for annotation in annotations:
         if annotation.problem and annotation.name.kind in (PIN, TAG, LEASE):
             unreadable[annotation.step, annotation.attempt].append(annotation.problem)
@@ -77,22 +77,24 @@ def protections_of(annotations: Iterable[StoredAnnotation], now: float) -> Prote
 
 def newest_values(annotations: Iterable[StoredAnnotation], kind: str) -> _Newest:
     """Return the newest value of each name, for each checkpoint. Pure."""
-    newest: dict[tuple[Where, str], tuple[Scalar, StoredAnnotation]] = {}
+    newest: dict[tuple[CheckpointKey, str], tuple[Scalar, StoredAnnotation]] = {}
     for annotation in _select_kind(annotations, kind):
         for name, value in annotation.values.items():
             newest[(annotation.step, annotation.attempt), name] = value, annotation
     return newest
 
 
-def tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, Where]:
+def tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, CheckpointKey]:
     """Return the checkpoint that has each tag of a root. Pure."""
     newest = newest_tagged(annotations)
-    return {name: where for name, (where, value) in sorted(newest.items()) if _is_set(value)}
+    return {name: key for name, (key, value) in sorted(newest.items()) if _is_set(value)}
 
 
-def newest_tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, tuple[Where, Scalar]]:
+def newest_tagged(
+    annotations: Iterable[StoredAnnotation],
+) -> dict[str, tuple[CheckpointKey, Scalar]]:
     """Return the newest annotation of each tag of a root; a tag may be removed by it. Pure."""
-    newest: dict[str, tuple[Where, Scalar]] = {}
+    newest: dict[str, tuple[CheckpointKey, Scalar]] = {}
     for annotation in _select_kind(annotations, TAG):
         for name, value in annotation.values.items():
             newest[name] = (annotation.step, annotation.attempt), value

@@ -267,17 +267,17 @@ def _has_content(storage: Storage, file: str, data: bytes) -> bool:
 # --- verified checkpoints ---------------------------------------------------------------------
 
 
-def put_verified(storage: Storage, root: str, where: tuple[int, Attempt], level: str) -> None:
+def put_verified(storage: Storage, root: str, key: tuple[int, Attempt], level: str) -> None:
     """Record that every byte of a checkpoint was read and is correct; durable on return."""
-    put_annotation(storage, root, new_annotation(*where, VERIFIED, {"level": level}))
+    put_annotation(storage, root, new_annotation(*key, VERIFIED, {"level": level}))
 
 
-def note_verified(storage: Storage, path: str, where: tuple[int, Attempt], level: str) -> None:
+def note_verified(storage: Storage, path: str, key: tuple[int, Attempt], level: str) -> None:
     """Record that for the checkpoint at a path, if a run keeps records there. Never raises."""
     root = path.rpartition("/")[0] or "/"
     try:
         if can_keep_records(storage, root):
-            put_verified(storage, root, where, level)
+            put_verified(storage, root, key, level)
     except (CheckpointError, OSError) as error:
         _log.debug("%s: its verification could not be recorded: %s", path, error)
 
