@@ -4,9 +4,9 @@
     .venv/bin/python scripts/fuzz.py --of bytes --count 1000000
     .venv/bin/python scripts/fuzz.py --of shrew --count 1000000
 
-The rules are in `tests/helpers/document_fuzz.py`, and for the bytes of a state and `.shrew` files
-in `tests/helpers/bytes_fuzz.py`; tests run some hundreds. What breaks one is printed with its seed,
-by which `--only SEED` does it again, and the exit code is 1.
+The rules are in `tests/helpers/faults/document_fuzz.py`, and for the bytes of a state and `.shrew`
+files in `tests/helpers/faults/bytes_fuzz.py`; tests run some hundreds. What breaks one is printed
+with its seed, by which `--only SEED` does it again, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers" / "makers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers" / "faults"))
 
 from bytes_fuzz import BytesCorpus, run_bytes, run_shrew
 from document_fuzz import Corpus, FindingError, run_one

@@ -37,7 +37,7 @@ case "$*" in
         ;;
 esac
 
-# All tests, in rows that run at once: see tests/helpers/rows.py. Threads of torch's that wait by
+# All tests, in rows that run at once: see tests/helpers/ranks/rows.py. Threads of torch's that wait by
 # turning take the cores from each other; and what was compiled is kept, for tests start hundreds of
 # processes.
 export OMP_NUM_THREADS=1

@@ -142,7 +142,7 @@ def test_a_checkpoint_of_lightning_beside_ours_is_refused(tmp_path: Path) -> Non
         "fit = pl.Trainer.fit; "
         "pl.Trainer.fit = lambda self, *a, **k: (fit(self, *a, **k), "
         "self.save_checkpoint(sys.argv[1] + '/old.ckpt')); "
-        "runpy.run_path('tests/helpers/trained_by_lightning.py', run_name='__main__')"
+        "runpy.run_path('tests/helpers/frameworks/trained_by_lightning.py', run_name='__main__')"
     )
     done = run_python(["-c", code, str(tmp_path)], Path.cwd())
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,7 +20,7 @@ pytest.importorskip("ray.train.v2.api.report_config")
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "helpers" / "trained_by_ray.py"
+PROGRAM = ROOT / "tests" / "helpers" / "frameworks" / "trained_by_ray.py"
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def started(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program that starts Ray by itself."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}"
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers' / 'frameworks'}"
     environ = {**os.environ, "PYTHONPATH": path, "RAY_TRAIN_V2_ENABLED": "1"}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"}
     environ.pop("WORLD_SIZE", None)

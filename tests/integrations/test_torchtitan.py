@@ -18,7 +18,7 @@ pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "helpers" / "trained_by_torchtitan.py"
+PROGRAM = ROOT / "tests" / "helpers" / "frameworks" / "trained_by_torchtitan.py"
 
 
 def run(root: Path, *options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:

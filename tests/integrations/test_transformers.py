@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "helpers" / "trained_by_transformers.py"
+PROGRAM = ROOT / "tests" / "helpers" / "frameworks" / "trained_by_transformers.py"
 SIGKILL = -9
 
 

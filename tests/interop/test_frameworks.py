@@ -1,7 +1,7 @@
 """Checkpoints that frameworks made, imported: every value bit for bit, and nothing is run.
 
-The files were made by `tests/helpers/foreign_makers.py` with the libraries themselves; versions lie
-beside them. Where a library is installed they are made anew as well.
+The files were made by `tests/helpers/makers/foreign_makers.py` with the libraries themselves;
+versions lie beside them. Where a library is installed they are made anew as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whatever line of a save or load fails on one of three ranks: all ranks tell it, nothing is torn.
 
 Here it is one line of a quarter of the functions on rank 0, and of another on rank 1;
-`tests/helpers/line_faults.py` tries all lines if it is run by hand.
+`tests/helpers/faults/line_faults.py` tries all lines if it is run by hand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is said after a fault is what is there, or "unknown": at every system call.
 
-`tests/helpers/outcome_faults.py` has the loop, and tries all faults if it is run by hand.
+`tests/helpers/faults/outcome_faults.py` has the loop, and tries all faults if it is run by hand.
 """
 
 from __future__ import annotations

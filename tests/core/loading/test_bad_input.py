@@ -538,7 +538,7 @@ def test_a_checkpoint_is_not_written_over_unless_asked_for(place: Path) -> None:
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
     """Return what calls came to in processes with little space or few permissions."""
-    script = Path(__file__).parents[2] / "helpers" / "refusing_storage.py"
+    script = Path(__file__).parents[2] / "helpers" / "faults" / "refusing_storage.py"
     with tempfile.TemporaryDirectory() as root:
         done = subprocess.run(
             [forked_python(), "-W", "ignore", str(script), root],

@@ -1,6 +1,6 @@
 """Programs that make the checkpoints of frameworks, with the frameworks themselves.
 
-    python tests/helpers/foreign_makers.py lightning FOLDER
+    python tests/helpers/makers/foreign_makers.py lightning FOLDER
 
 Each writes FOLDER/made, and FOLDER/expected.safetensors: what was live in the framework, by the
 names that an import is to give. `KINDS` are the programs, with the number of ranks of each.

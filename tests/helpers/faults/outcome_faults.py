@@ -3,7 +3,7 @@
 As a script it tries every fault of all cases, or of those named, and prints the counts of
 docs/reliability.md; on an idle core that takes some 30 ms a fault:
 
-    PYTHONPATH=. python tests/helpers/outcome_faults.py save delete
+    PYTHONPATH=. python tests/helpers/faults/outcome_faults.py save delete
 """
 
 from __future__ import annotations

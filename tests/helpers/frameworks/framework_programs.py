@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SIGKILL = -9
 
 
 def trained(
     program: str, root: Path, *options: str, ranks: int = 1, code: int = 0, **environ: str
 ) -> list[dict[str, Any]]:
-    """Run a program of tests/helpers on a root; return what its ranks print, by rank."""
-    command = [str(ROOT / "tests" / "helpers" / program), str(root), *options]
+    """Run a program of this folder on a root; return what its ranks print, by rank."""
+    command = [str(Path(__file__).with_name(program)), str(root), *options]
     if ranks > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = [*torchrun, *command]

@@ -4,7 +4,7 @@ Ranks are threads. Lines count where the victim's own thread runs them, in `core
 `core/loading/`.
 As a script it tries every line, for some minutes:
 
-    PYTHONPATH=. python tests/helpers/line_faults.py
+    PYTHONPATH=.:tests/helpers/ranks python tests/helpers/faults/line_faults.py
 """
 
 from __future__ import annotations

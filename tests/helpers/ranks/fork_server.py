@@ -50,7 +50,7 @@ TORCH = (
     "dist_ckpt.core.loading.load",
     "dist_ckpt.cli",
 )
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # The program: as little of Python as can be, for it is started in the place of Python.
 _PROGRAM = """#!{python} -IS

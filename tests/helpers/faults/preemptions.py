@@ -1,8 +1,8 @@
 """Real jobs of torchrun that are preempted at any time: each ends saved, or as if it never was.
 
-By hand, for as long as it takes: `python tests/helpers/preemptions.py --count 500`. The jobs go on
-from each other in one root, on two ranks or four. What a job may do is in `violations_of`; each
-violation is printed with the job's log.
+By hand, for as long as it takes: `python tests/helpers/faults/preemptions.py --count 500`. The jobs
+go on from each other in one root, on two ranks or four. What a job may do is in `violations_of`;
+each violation is printed with the job's log.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import dist_ckpt as dc
 from preempted_job import started_at
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 JOB = Path(__file__).with_name("preempted_job.py")
 
 # torchrun kills 30 s after it was told to end; a job that has not ended by then hangs.
