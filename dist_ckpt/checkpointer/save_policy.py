@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dist_ckpt.runs.retention_policy import made_of, text_of
+from dist_ckpt.runs.retention_policy import build_rules, text_of
 
 # These cannot be caught, or are not requests: after them the process is damaged.
 _UNUSABLE_SIGNALS = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
@@ -117,7 +117,7 @@ _MAKERS: Mapping[str, Callable[..., object]] = {
 def parse(text: str) -> SavePolicy:
     """Return the policy of a text, such as `every(steps=500) | at_end`."""
     policy = SavePolicy()
-    for rule in made_of(text, _MAKERS):
+    for rule in build_rules(text, _MAKERS):
         assert isinstance(rule, SavePolicy)
         policy |= rule
     return policy

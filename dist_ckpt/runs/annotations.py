@@ -32,14 +32,14 @@ from dist_ckpt.reports import SaveReport
 
 METRICS, SAVED = "metrics", "saved"
 
-# The phases of a save in the background for which the training stands still.
+# The phases of a background save during which the training waits.
 _STALLING = frozenset({"ready", "agree", "stage"})
 
 _AS_TEXT = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class KnownAnnotations:
+class CheckpointAnnotations:
     """The annotations of a root by checkpoint; `problems`: errors of those that cannot be read."""
 
     metrics: Mapping[CheckpointKey, Mapping[str, float]]
@@ -50,10 +50,10 @@ class KnownAnnotations:
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """How long a save took, in seconds; of the phases as rank 0 saw them.
+    """How long a save took, in seconds: the phases of rank 0.
 
-    `stalled_s`: for so long the training stood still for it there. `slowest_s`: so long rank
-    `slowest_rank` took to write its files. None is what is not known.
+    `stalled_s` is how long the training waited there. `slowest_s` is how long rank `slowest_rank`
+    took to write its files. Unknown fields are None.
     """
 
     seconds: Mapping[str, float]
@@ -62,7 +62,7 @@ class SaveTimes:
     slowest_s: float | None
 
 
-def annotations_of(annotations: Iterable[StoredAnnotation], now: float) -> KnownAnnotations:
+def annotations_of(annotations: Iterable[StoredAnnotation], now: float) -> CheckpointAnnotations:
     """Return annotations by checkpoint, at a time of the storage's clock. Pure."""
     annotations = tuple(annotations)
     metrics: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
@@ -73,7 +73,7 @@ def annotations_of(annotations: Iterable[StoredAnnotation], now: float) -> Known
         where for (where, _), (value, _) in newest_values(annotations, VERIFIED).items() if value
     }
     problems = tuple(annotation.problem for annotation in annotations if annotation.problem)
-    return KnownAnnotations(
+    return CheckpointAnnotations(
         metrics, frozenset(verified), protections_of(annotations, now), problems
     )
 
@@ -83,7 +83,7 @@ def put_metrics(
 ) -> None:
     """Add metrics to a checkpoint; durable on return. The last value of a name counts.
 
-    ValueError or TypeError for what is no number, or no name.
+    ValueError or TypeError for a bad name or number.
     """
     numbers = checked_metrics(values)
     as_json = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
@@ -92,12 +92,14 @@ def put_metrics(
 
 def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveReport) -> None:
     """Note how long a save of a run took; durable on return."""
-    # Of a save in the foreground all phases are the training's.
-    own = _STALLING if "stage" in report.seconds else report.seconds.keys()
+    # The training waits for all phases of a foreground save.
+    stalling = _STALLING if "stage" in report.seconds else report.seconds.keys()
     values: dict[str, Scalar] = {
         f"{phase.replace(' ', '_')}_s": round(took, 4) for phase, took in report.seconds.items()
     }
-    values[_STALLED] = round(sum(report.seconds[phase] for phase in own & report.seconds.keys()), 4)
+    values[_STALLED] = round(
+        sum(report.seconds[phase] for phase in stalling & report.seconds.keys()), 4
+    )
     values[_SLOWEST] = round(report.slowest_s, 4)
     values[_SLOWEST_RANK] = report.slowest_rank
     put_annotation(storage, root, new_annotation(*where, SAVED, values))
@@ -107,7 +109,7 @@ _STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
 
 
 def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, SaveTimes]:
-    """Return how long saves took, for the checkpoints for which that is known. Pure."""
+    """Return how long saves took, of the checkpoints with that annotation. Pure."""
     values: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
     for (where, name), (value, _) in newest_values(annotations, SAVED).items():
         number = _number(value)
@@ -128,17 +130,17 @@ def _times_of(values: Mapping[str, float]) -> SaveTimes:
 
 
 def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as numbers. TypeError or ValueError for what is no number, or no name."""
+    """Return metrics as numbers. TypeError or ValueError for a bad name or number."""
     return {_name(name): _measured(name, value) for name, value in values.items()}
 
 
 def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
-        raise TypeError(f"{name!r} is no name of a metric: give a text")
+        raise TypeError(f"{name!r} is not the name of a metric: give a text")
     try:
         name.encode()
     except UnicodeError as error:
-        raise ValueError(f"{name!r} is no name of a metric: {error}") from None
+        raise ValueError(f"{name!r} is not the name of a metric: {error}") from None
     return name
 
 

@@ -27,7 +27,7 @@ from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.runs.annotations import KnownAnnotations, annotations_of
+from dist_ckpt.runs.annotations import CheckpointAnnotations, annotations_of
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -124,7 +124,7 @@ def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
 
     Those without a step, or not committed, come first, by name. Other files are ignored. This
     host's clock says which leases have expired. One process calls it, and nothing is changed.
-    Raises NotFoundError if there is no such folder.
+    Raises NotFoundError if the folder does not exist.
     """
     storage, folder = open_storage(root)
     listing = list_run(storage, folder, now=time.time())
@@ -134,7 +134,7 @@ def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
 
 
 def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
-    """Return what `checkpoints` returns, with more; leases expire by the time `now`."""
+    """Return the checkpoints and records of a folder; leases expire by the time `now`."""
     single = _read(storage, folder)
     root = folder if single is None else folder.rpartition("/")[0] or "/"
     if single is None:
@@ -144,11 +144,12 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
         infos, old = [single], find_old_folders(storage, root)
     warn_of_old(root, old)
     annotations = read_annotations(storage, root, with_old=bool(old))
-    known = annotations_of(annotations, now)
+    by_checkpoint = annotations_of(annotations, now)
     history, problem = _history(storage, root, with_old=bool(old))
-    annotated = [_with_annotations(info, known, history) for info in infos]
+    annotated = [_with_annotations(info, by_checkpoint, history) for info in infos]
     by_step = tuple(sorted(annotated, key=_by_step))
-    return Listing(root, by_step, annotations, known.problems, history.newest, problem, old)
+    problems = by_checkpoint.problems
+    return Listing(root, by_step, annotations, problems, history.newest, problem, old)
 
 
 def _by_step(info: RunCheckpoint) -> tuple[bool, int, CheckpointKey, str]:
@@ -162,7 +163,7 @@ def _entries_of(storage: Storage, root: str) -> Sequence[Entry]:
     try:
         return storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{root} is no folder; choose another path") from error
+        raise NotFoundError(f"{root} is not a folder; choose another path") from error
 
 
 def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence[RunCheckpoint]:
@@ -214,18 +215,18 @@ def _history(storage: Storage, root: str, *, with_old: bool) -> tuple[Incarnatio
 
 
 def _with_annotations(
-    info: RunCheckpoint, known: KnownAnnotations, history: IncarnationHistory
+    info: RunCheckpoint, annotations: CheckpointAnnotations, history: IncarnationHistory
 ) -> RunCheckpoint:
     where = info.where
     if where is None:
         return info
     return replace(
         info,
-        metrics=known.metrics.get(where, {}),
-        tags=tuple(known.protections.tags.get(where, ())),
-        pin=known.protections.pins.get(where),
-        leases=tuple(known.protections.leases.get(where, ())),
-        protected_by=known.protections.of(where),
-        is_verified=where in known.verified,
+        metrics=annotations.metrics.get(where, {}),
+        tags=tuple(annotations.protections.tags.get(where, ())),
+        pin=annotations.protections.pins.get(where),
+        leases=tuple(annotations.protections.leases.get(where, ())),
+        protected_by=annotations.protections.of(where),
+        is_verified=where in annotations.verified,
         is_orphaned=history.is_orphaned(*where),
     )

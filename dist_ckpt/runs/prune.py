@@ -30,7 +30,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     refuse_old,
 )
-from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, NO_CHECKPOINTS
+from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, NO_CHECKPOINTS, Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
     ConflictError,
@@ -48,10 +48,10 @@ GONE_S = 24 * 3600.0
 
 
 def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Delete the checkpoint at `path`. One process calls it; there is no way back.
+    """Delete the checkpoint at `path` for good. One process calls this.
 
-    On return no host sees it any more. Raises NotFoundError if there is none, and ConflictError if
-    it is pinned, tagged or leased, unless `force`.
+    On return no host sees it any more. Raises NotFoundError if it does not exist, and ConflictError
+    if it is pinned, tagged or leased, unless `force`.
     """
     storage, folder = open_resolved(path)
     delete_at(storage, folder, force=force)
@@ -60,7 +60,7 @@ def delete(path: str | os.PathLike[str], *, force: bool = False) -> None:
 def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     """Delete a checkpoint on a storage. In a root without records of a run it has no protection.
 
-    IncompatibleError if its root is to be upgraded.
+    IncompatibleError if its root needs an upgrade.
     """
     root = os.path.dirname(path)
     check_upgraded(storage, root)
@@ -70,13 +70,8 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     statuses = removal.check_deletable(storage, path)
     annotations = read_annotations(storage, root)
     where = _where(storage, path)
-    own = [status.attempt for status in statuses]
-    protections = _protections_of(
-        storage,
-        root,
-        [annotation for annotation in annotations if annotation.attempt in own],
-        annotations,
-    )
+    deleted = [status.attempt for status in statuses]
+    protections = _protections_of(storage, root, deleted, annotations)
     if protections and not force:
         raise _refused(path, protections)
     if where is None:
@@ -91,12 +86,12 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
             subject, remove, other_annotations=annotations, force=force
         ):
             raise _refused(path, late)
-    others = [f"{root}/{name}" for name in _folders(storage, root)]
-    for gone in {
-        (annotation.step, annotation.attempt) for annotation in read_annotations(storage, root)
+    paths = [f"{root}/{name}" for name in _folders(storage, root)]
+    for step, attempt in {
+        (stored.step, stored.attempt) for stored in read_annotations(storage, root)
     }:
-        if gone[1] in own:
-            _forget(CheckpointRef(storage, root, path, gone), annotations, others)
+        if attempt in deleted:
+            _forget(CheckpointRef(storage, root, path, (step, attempt)), annotations, paths)
 
 
 def _where(storage: Storage, path: str) -> CheckpointKey | None:
@@ -110,11 +105,13 @@ def _where(storage: Storage, path: str) -> CheckpointKey | None:
 def _protections_of(
     storage: Storage,
     root: str,
-    own: Sequence[StoredAnnotation],
+    deleted: Collection[Attempt],
     annotations: Sequence[StoredAnnotation],
 ) -> tuple[str, ...]:
-    """Return the protections of the attempts of some annotations, as texts."""
-    subjects = {(annotation.step, annotation.attempt) for annotation in own}
+    """Return the protections of some attempts, as texts."""
+    subjects = {
+        (stored.step, stored.attempt) for stored in annotations if stored.attempt in deleted
+    }
     if not subjects:
         return ()
     protections = protections_of(annotations, removal.now_at(storage, root))
@@ -141,10 +138,10 @@ def remove_at(
     checkpoint in the root; `check` raises what forbids the removal.
     """
     storage, path, attempt = subject.storage, subject.path, subject.key[1]
-    removal.collect(storage, path, grace_s=inf)  # what it has superseded
-    there = attempts.list_attempts(storage, path)
-    if attempt in there and there != [attempt]:
-        return (_UNDER_WAY,)
+    removal.collect(storage, path, grace_s=inf)  # the attempts that it has superseded
+    existing = attempts.list_attempts(storage, path)
+    if attempt in existing and existing != [attempt]:
+        return (_IN_PROGRESS,)
     reasons = remove_if_unprotected(
         subject,
         lambda: removal.remove(storage, path, attempt),
@@ -157,18 +154,21 @@ def remove_at(
     return reasons
 
 
-_UNDER_WAY = (
-    "another attempt is there: what it replaced is protected, or a save over it is in progress, or "
-    'died ("dist-ckpt gc" then removes what that left)'
+_IN_PROGRESS = (
+    "another attempt exists: a replaced one that is protected, or a save over it that is in "
+    'progress or has died ("dist-ckpt gc" removes its files then)'
 )
 
 
 def _forget(
-    subject: CheckpointRef, annotations: Sequence[StoredAnnotation], others: Sequence[str]
+    subject: CheckpointRef, annotations: Sequence[StoredAnnotation], paths: Sequence[str]
 ) -> None:
-    """Remove the annotations of a removed checkpoint; if a copy exists, only deletion intents."""
+    """Remove the annotations of a removed checkpoint.
+
+    If one of the `paths` has a copy of it, remove only the deletion intents.
+    """
     storage, (_, attempt) = subject.storage, subject.key
-    if not any(attempt in attempts.list_attempts(storage, path) for path in others):
+    if not any(attempt in attempts.list_attempts(storage, path) for path in paths):
         forget(storage, subject.root, subject.key, annotations)
         return
     name = subject.path.rpartition("/")[2]
@@ -198,45 +198,46 @@ def _clear(storage: Storage, root: str, path: str) -> None:
 
 
 def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation]) -> None:
-    """Finish removals that died, and remove annotations of checkpoints that are long gone.
+    """Finish interrupted removals, and remove annotations of checkpoints that are long gone.
 
     `annotations` are those of the root. Saves in progress, and checkpoints that this host may not
     see yet, are not touched.
     """
-    about: dict[CheckpointKey, list[StoredAnnotation]] = defaultdict(list)
+    by_checkpoint: dict[CheckpointKey, list[StoredAnnotation]] = defaultdict(list)
     for annotation in annotations:
-        about[annotation.step, annotation.attempt].append(annotation)
-    if not about:
+        by_checkpoint[annotation.step, annotation.attempt].append(annotation)
+    if not by_checkpoint:
         return
     folders = _folders(storage, root)
-    there = {
+    existing = {
         attempt for name in folders for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
-    gone = {where: those for where, those in about.items() if where[1] not in there}
+    gone = {where: stored for where, stored in by_checkpoint.items() if where[1] not in existing}
     if not gone:
         return
     now = removal.now_at(storage, root)
-    for where, those in sorted(gone.items()):
+    for where, stored in sorted(gone.items()):
         intended = {
             value
-            for annotation in those
+            for annotation in stored
             if annotation.name.kind == DELETION_INTENT
             for value in annotation.values.values()
         }
         for name in intended.intersection(folders):
             removal.collect(storage, f"{root}/{name}", grace_s=inf)
             _clear(storage, root, f"{root}/{name}")
-        if intended or now - max(annotation.modified_at for annotation in those) > GONE_S:
+        if intended or now - max(annotation.modified_at for annotation in stored) > GONE_S:
             forget(storage, root, where, annotations)
 
 
 _log = logging.getLogger("dist_ckpt")
 
-# A checkpoint, and the reasons why it stays, as texts; none if it is to be removed.
+# A checkpoint, and the reasons why it stays, as texts; none if it should be removed.
 Decision = tuple[RunCheckpoint, tuple[str, ...]]
 
 NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
 NEWEST_WHOLE = "the newest that is whole by a quick check"
+_NOT_REQUESTED = "its removal was not requested"
 
 
 def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
@@ -247,38 +248,38 @@ def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
     tagged or leased. CorruptError if it is not known which are orphaned.
     """
     alive = listing.alive
-    paths = {one.path for one in alive}
-    of_step = {one.step: one for one in alive}  # by step and attempt: the last is the highest
-    chosen = keep.reasons([_candidate(one) for one in of_step.values()])
-    kept = dict(zip(of_step, chosen, strict=True))
+    paths = {info.path for info in alive}
+    of_step = {info.step: info for info in alive}  # by step and attempt: the last is the highest
+    reasons_by_rules = keep.reasons([_candidate(info) for info in of_step.values()])
+    of_rules = dict(zip(of_step, reasons_by_rules, strict=True))
     newest = alive[-1].path if alive else None
-    checked = next((one.path for one in reversed(alive) if one.is_verified), None)
+    checked = next((info.path for info in reversed(alive) if info.is_verified), None)
     decisions = []
-    for one in listing.checkpoints:
-        reasons = [*_never(one)]
-        if one.path in paths:
-            reasons += kept[one.step]
-            reasons += [NEWEST] * (one.path == newest)
-            reasons += [NEWEST_CHECKED] * (one.path == checked)
-        decisions.append((one, (*reasons, *one.protected_by)))
+    for info in listing.checkpoints:
+        reasons = _exempt_reasons(info)
+        if info.path in paths:
+            reasons += of_rules[info.step]
+            reasons += [NEWEST] * (info.path == newest)
+            reasons += [NEWEST_CHECKED] * (info.path == checked)
+        decisions.append((info, (*reasons, *info.protected_by)))
     return decisions
 
 
-def _never(one: RunCheckpoint) -> list[str]:
-    """Return why rules do not apply to a checkpoint; nothing if they do."""
-    if one.state != "committed":
-        return [f"it is {one.state}: that is for dist-ckpt gc, or rm"]
-    if one.where is None:
+def _exempt_reasons(info: RunCheckpoint) -> list[str]:
+    """Return why rules do not apply to a checkpoint, or nothing if they apply."""
+    if info.state != "committed":
+        return [f"it is {info.state}: that is for dist-ckpt gc, or rm"]
+    if info.where is None:
         return ["it has no step"]
-    if one.is_orphaned and one.where[1].incarnation == 0:
-        # A single save, say of the final model: the run does not resume from it.
+    if info.is_orphaned and info.where[1].incarnation == 0:
+        # A single save, for example of the final model: the run does not resume from it.
         return ["no incarnation of the run has saved it: that is for dist-ckpt rm"]
-    return ["a save over it is in progress, or died"] * one.is_being_replaced
+    return ["a save over it is in progress, or died"] * info.is_being_replaced
 
 
-def _candidate(one: RunCheckpoint) -> Candidate:
-    assert one.where is not None
-    return Candidate(*one.where, one.saved_at or 0.0, one.metrics)
+def _candidate(info: RunCheckpoint) -> Candidate:
+    assert info.where is not None
+    return Candidate(*info.where, info.saved_at or 0.0, info.metrics)
 
 
 def metrics_of(keep: RetentionPolicy) -> set[str]:
@@ -291,7 +292,7 @@ def metrics_of(keep: RetentionPolicy) -> set[str]:
     }
 
 
-def prune(  # noqa: PLR0913 - what is removed, and by whom
+def prune(  # noqa: PLR0913 - the run, the policy, and limits
     storage: Storage,
     root: str,
     keep: RetentionPolicy,
@@ -307,8 +308,8 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
     newest checkpoint and of older ones until one passes. Once an incarnation newer than `run` has
     begun, nothing is removed: ConflictError. Without `run`, if an incarnation has begun meanwhile.
     With `among`, only these may be removed, each at its path. A `dry_run` changes nothing.
-    NotFoundError if there is no such folder, ValueError if it is a checkpoint, IncompatibleError
-    if it is to be upgraded, also for a `dry_run`.
+    NotFoundError if the folder does not exist, ValueError if it is a checkpoint, IncompatibleError
+    if it needs an upgrade, also for a `dry_run`.
     """
     listing = list_run(storage, root, now=time.time())
     refuse_old(listing.root, listing.old_folders)
@@ -318,59 +319,56 @@ def prune(  # noqa: PLR0913 - what is removed, and by whom
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:
         finish(storage, root, listing.annotations)
-    decisions = [_spare_newer(one, run) for one in plan_prune(listing, keep)]
+    decisions = [_spare_newer(decision, run) for decision in plan_prune(listing, keep)]
     if among is not None:
-        shown = {(one.path, one.where) for one in among}
-        decisions = [_spare_others(one, shown) for one in decisions]
+        shown = {(info.path, info.where) for info in among}
+        decisions = [
+            (info, reasons if reasons or (info.path, info.where) in shown else (_NOT_REQUESTED,))
+            for info, reasons in decisions
+        ]
     if any(not reasons for _, reasons in decisions):
         decisions = _spare_whole(listing, decisions, is_whole)
     if not dry_run and any(not reasons for _, reasons in decisions):
         _make_newest_durable(storage, listing)
         decisions = [
-            (one, reasons or _remove(storage, listing, one, run)) for one, reasons in decisions
+            (info, reasons or _remove(storage, listing, info, run)) for info, reasons in decisions
         ]
     return decisions
 
 
 def _spare_newer(decision: Decision, run: Incarnation | None) -> Decision:
-    """Spare what a newer incarnation has saved: this process does not know what that needs."""
-    one, reasons = decision
+    """Keep a checkpoint of a newer incarnation, which may need it."""
+    info, reasons = decision
     if (
         run is not None
-        and one.where
-        and one.where[1].number >= run.first + ATTEMPTS_PER_INCARNATION
+        and info.where
+        and info.where[1].number >= run.first + ATTEMPTS_PER_INCARNATION
     ):
         reasons = (*reasons, "a newer incarnation saved it")
-    return one, reasons
-
-
-def _spare_others(decision: Decision, shown: set[tuple[str, CheckpointKey | None]]) -> Decision:
-    one, reasons = decision
-    is_shown = (one.path, one.where) in shown
-    return one, (reasons if reasons or is_shown else ("its removal was not asked for",))
+    return info, reasons
 
 
 def _spare_whole(
     listing: Listing, decisions: list[Decision], is_whole: Callable[[RunCheckpoint], bool]
 ) -> list[Decision]:
-    whole = next((one.path for one in reversed(listing.alive) if is_whole(one)), None)
+    whole = next((info.path for info in reversed(listing.alive) if is_whole(info)), None)
     return [
-        (one, (*reasons, NEWEST_WHOLE) if one.path == whole else reasons)
-        for one, reasons in decisions
+        (info, (*reasons, NEWEST_WHOLE) if info.path == whole else reasons)
+        for info, reasons in decisions
     ]
 
 
 def _make_newest_durable(storage: Storage, listing: Listing) -> None:
     """Sync the newest before an older one is removed: its saver may have died before the sync."""
-    for one in listing.alive[-1:]:
-        for folder in (f"{one.path}/{one.attempt}", one.path, listing.root):
+    for newest in listing.alive[-1:]:
+        for folder in (f"{newest.path}/{newest.attempt}", newest.path, listing.root):
             storage.sync(folder)
 
 
 def _remove(
-    storage: Storage, listing: Listing, one: RunCheckpoint, run: Incarnation | None
+    storage: Storage, listing: Listing, info: RunCheckpoint, run: Incarnation | None
 ) -> tuple[str, ...]:
-    assert one.where is not None
+    assert info.where is not None
 
     def check() -> None:
         if run is not None:
@@ -378,11 +376,12 @@ def _remove(
         else:
             _check_no_incarnation_since(storage, listing)
 
-    copies = [o.path for o in listing.checkpoints if o.where == one.where and o.path != one.path]
-    subject = CheckpointRef(storage, listing.root, one.path, one.where)
+    same = [other.path for other in listing.checkpoints if other.where == info.where]
+    copies = [path for path in same if path != info.path]
+    subject = CheckpointRef(storage, listing.root, info.path, info.where)
     reasons = remove_at(subject, annotations=listing.annotations, copies=copies, check=check)
     if not reasons:
-        _log.info("pruned %s, step %s", one.path, one.step)
+        _log.info("pruned %s, step %s", info.path, info.step)
     return reasons
 
 
@@ -392,5 +391,5 @@ def _check_no_incarnation_since(storage: Storage, listing: Listing) -> None:
     if newest is not None and newest.number > listing.newest_incarnation:
         raise ConflictError(
             f"{listing.root}: incarnation {newest.number} of this run, {newest.by}, has begun "
-            f"while it was pruned, so that other checkpoints matter now: prune it again"
+            f"during the prune, so other checkpoints may be orphaned now: prune it again"
         )

@@ -28,28 +28,28 @@ MAX_CHARS = 4096
 
 
 def parse_rules(text: str) -> list[WrittenRule]:
-    """Return a text's rules: name, values, values by name. ValueError if it has anything else."""
+    """Return the rules of a text: name, values, values by name. ValueError for other content."""
     if len(text) > MAX_CHARS:
         raise ValueError(f"a policy of {len(text)} characters: the limit is {MAX_CHARS}")
     try:
         tree = ast.parse(text.strip(), mode="eval")
         return [_parse_rule(node, text) for node in _alternatives(tree.body)]
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text!r} is no policy: {error}; write it as last(3) | ...") from None
+        raise ValueError(f"{text!r} is not a policy: {error}; write it as last(3) | ...") from None
 
 
 def text_of(name: str, *values: Constant, **named: Constant | None) -> str:
-    """Return a rule as `parse_rules` takes it; what is None is left out."""
+    """Return a rule as text for `parse_rules`, without values that are None."""
     parts = [repr(value) for value in values]
     parts += [f"{key}={value!r}" for key, value in named.items() if value is not None]
     return f"{name}({', '.join(parts)})"
 
 
-def made_of(text: str, makers: Mapping[str, Callable[..., object]]) -> Iterator[object]:
-    """Yield what each rule of a text makes. ValueError says which rule is wrong, and why."""
+def build_rules(text: str, makers: Mapping[str, Callable[..., object]]) -> Iterator[object]:
+    """Yield the object that each rule of a text makes. ValueError with the bad rule and why."""
     for name, values, named in parse_rules(text):
         if name not in makers:
-            raise ValueError(f"{name!r} is no rule; there are {', '.join(sorted(makers))}")
+            raise ValueError(f"{name!r} is not a rule; there are {', '.join(sorted(makers))}")
         try:
             yield makers[name](*values, **named)
         except (TypeError, ValueError) as error:
@@ -69,7 +69,7 @@ def _parse_rule(node: ast.expr, text: str) -> WrittenRule:
         return node.id, (), {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         part = ast.get_source_segment(text.strip(), node) or text
-        raise ValueError(f"{part!r} is no rule: write it as last(3)")
+        raise ValueError(f"{part!r} is not a rule: write it as last(3)")
     named = {
         word.arg: _constant(word.value, text) for word in node.keywords if word.arg is not None
     }
@@ -88,7 +88,7 @@ def _constant(node: ast.expr, text: str) -> Constant:
         if type(node.value) is str and sign == 1:
             return node.value
     part = ast.get_source_segment(text.strip(), node) or text
-    raise ValueError(f"{part!r} is no value: give a number, or a text in quotes")
+    raise ValueError(f"{part!r} is not a value: give a number, or a text in quotes")
 
 
 if not TYPE_CHECKING:
@@ -97,14 +97,14 @@ if not TYPE_CHECKING:
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
 
-# What makes sense in a rule: beyond these a time divided by an interval is no number any more.
+# The limits of a rule: beyond them, a time divided by an interval overflows.
 _MOST_STEPS = (1 << 63) - 1
 _LEAST_TIME, _MOST_TIME = 1e-6, 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a rule looks at: one committed checkpoint of a run.
+    """One committed checkpoint of a run, for the rules.
 
     `saved_at` is in seconds since 1970; `metrics` are the newest values, which may be nan.
     """
@@ -115,13 +115,13 @@ class Candidate:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# Which of the checkpoints, given by step, a rule keeps: their positions. There is at least one.
+# Returns the positions of the checkpoints that a rule keeps. They are sorted by step, at least one.
 _Choose = Callable[[Sequence[Candidate]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What is kept: what any of the rules chooses, each known by its text. Join two with `|`."""
+    """A retention policy: it keeps what any rule keeps. `rules` are by text. Join two with `|`."""
 
     rules: Mapping[str, _Choose]
 
@@ -137,18 +137,18 @@ class RetentionPolicy:
         return hash(frozenset(self.rules))
 
     def __str__(self) -> str:
-        """Return it as `parse` takes it."""
+        """Return the text for `parse`."""
         return " | ".join(self.rules)
 
-    def reasons(self, there: Sequence[Candidate]) -> list[tuple[str, ...]]:
+    def reasons(self, candidates: Sequence[Candidate]) -> list[tuple[str, ...]]:
         """Return for each checkpoint the texts of the rules that keep it.
 
-        Give only the highest attempt of each step: that is the checkpoint.
+        Give only the highest attempt of each step.
         """
-        order = sorted(range(len(there)), key=lambda index: there[index].step)
-        reasons: list[list[str]] = [[] for _ in there]
-        by_step = [there[index] for index in order]
-        for text, choose in self.rules.items() if there else ():
+        order = sorted(range(len(candidates)), key=lambda index: candidates[index].step)
+        reasons: list[list[str]] = [[] for _ in candidates]
+        by_step = [candidates[index] for index in order]
+        for text, choose in self.rules.items() if candidates else ():
             for position in choose(by_step):
                 reasons[order[position]].append(text)
         return [tuple(texts) for texts in reasons]
@@ -157,7 +157,7 @@ class RetentionPolicy:
 def last(n: int) -> RetentionPolicy:
     """Keep the newest `n`."""
     count = _count(n, "n")
-    return _rule(text_of("last", count), lambda there: range(len(there))[-count:])
+    return _rule(text_of("last", count), lambda candidates: range(len(candidates))[-count:])
 
 
 def best(
@@ -169,53 +169,53 @@ def best(
 ) -> RetentionPolicy:
     """Keep the `n` with the lowest (`min=`) or highest (`max=`) value of a metric.
 
-    One whose value is equal to an older one's is no better, and nan is no value. The newest
-    `unmeasured` without a value are kept as well: their evaluation may be under way.
+    The older of equal ones is better, and nan does not count. The newest `unmeasured` without a
+    value are kept too: their evaluation may be in progress.
     """
     if (min is None) == (max is None):
-        raise TypeError('best(): say which is best: min="val/loss" or max="accuracy"')
+        raise TypeError('best(): give min= or max=, such as min="val/loss" or max="accuracy"')
     name = max if min is None else min
     if type(name) is not str or not name:
-        raise TypeError(f"best(): {name!r} is no name of a metric")
+        raise TypeError(f"best(): {name!r} is not the name of a metric")
     count, waiting = _count(n, "n"), _count(unmeasured, "unmeasured", 0)
     sign = -1 if min is None else 1
 
-    def choose(there: Sequence[Candidate]) -> Sequence[int]:
-        values = [seen.metrics.get(name) for seen in there]
-        known = [i for i, value in enumerate(values) if value is not None and not isnan(value)]
-        ranked = sorted(known, key=lambda i: (sign * (values[i] or 0.0), i))
-        unknown = [i for i, value in enumerate(values) if value is None]
-        return [*ranked[:count], *(unknown[-waiting:] if waiting else ())]
+    def choose(candidates: Sequence[Candidate]) -> Sequence[int]:
+        values = [candidate.metrics.get(name) for candidate in candidates]
+        measured = [i for i, value in enumerate(values) if value is not None and not isnan(value)]
+        ranked = sorted(measured, key=lambda i: (sign * (values[i] or 0.0), i))
+        without = [i for i, value in enumerate(values) if value is None]
+        return [*ranked[:count], *(without[-waiting:] if waiting else ())]
 
-    shown = None if unmeasured == 2 else waiting
-    return _rule(text_of("best", count, min=min, max=max, unmeasured=shown), choose)
+    given = None if unmeasured == 2 else waiting
+    return _rule(text_of("best", count, min=min, max=max, unmeasured=given), choose)
 
 
 def every(*, steps: int | None = None, hours: float | None = None) -> RetentionPolicy:
-    """Keep those nearest to each multiple of so many steps, or hours: exact ones may never come."""
+    """Keep the nearest to each multiple of `steps` or `hours`: an exact multiple may not exist."""
     if (steps is None) == (hours is None):
         raise TypeError("every(): give steps= or hours=, and for both every(...) | every(...)")
     if steps is not None:
         interval = _count(steps, "steps")
         return _rule(
             text_of("every", steps=steps),
-            lambda there: _nearest([seen.step for seen in there], interval),
+            lambda candidates: _nearest([c.step for c in candidates], interval),
         )
     assert hours is not None
     seconds = _positive(hours, "hours") * _HOUR_S
     return _rule(
         text_of("every", hours=hours),
-        lambda there: _nearest([seen.saved_at for seen in there], seconds),
+        lambda candidates: _nearest([c.saved_at for c in candidates], seconds),
     )
 
 
 def within(*, days: float) -> RetentionPolicy:
-    """Keep those saved within so many days before the newest: whatever clock the pruner has."""
+    """Keep those that were saved within `days` before the newest. No clock is read."""
     seconds = _positive(days, "days") * _DAY_S
 
-    def choose(there: Sequence[Candidate]) -> Sequence[int]:
-        since = there[-1].saved_at - seconds
-        return [i for i, seen in enumerate(there) if seen.saved_at >= since]
+    def choose(candidates: Sequence[Candidate]) -> Sequence[int]:
+        since = candidates[-1].saved_at - seconds
+        return [i for i, candidate in enumerate(candidates) if candidate.saved_at >= since]
 
     return _rule(text_of("within", days=days), choose)
 
@@ -229,33 +229,33 @@ _MAKERS: Mapping[str, Callable[..., object]] = {
 
 
 def parse(text: str) -> RetentionPolicy:
-    """Return the policy that a text says, such as `last(3) | best(2, min="val/loss")`."""
+    """Return the policy of a text, such as `last(3) | best(2, min="val/loss")`."""
     policy = RetentionPolicy({})
-    for rule in made_of(text, _MAKERS):
+    for rule in build_rules(text, _MAKERS):
         assert isinstance(rule, RetentionPolicy)
         policy |= rule
     return policy
 
 
 def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:
-    """Return the places of those that are the nearest to some multiple of the interval, above 0.
+    """Return the indices of the positions nearest to some multiple of the interval, above 0.
 
-    Nearest is a matter of neighbours: each has the multiples from the middle between it and the
-    one before up to the middle between it and the next. The newest has all that come after it.
+    A position is the nearest to the multiples between two middles: to its predecessor and to its
+    successor. The last position is the nearest to all multiples after it.
     """
-    order = sorted(range(len(positions)), key=lambda place: (positions[place], place))
-    kept = []
+    order = sorted(range(len(positions)), key=lambda index: (positions[index], index))
+    nearest = []
     before = 0.0
-    for place, following in zip(order, [*order[1:], None], strict=True):
+    for index, following in zip(order, [*order[1:], None], strict=True):
         if following is None:
-            kept.append(place)
+            nearest.append(index)
             break
-        until = (positions[place] + positions[following]) / 2
-        # The first multiple after `before`; one in the middle is the earlier one's.
+        until = (positions[index] + positions[following]) / 2
+        # The first multiple after `before`. A multiple in the middle belongs to the earlier one.
         if (floor(before / interval) + 1) * interval <= until:
-            kept.append(place)
+            nearest.append(index)
         before = until
-    return kept
+    return nearest
 
 
 def _rule(text: str, choose: _Choose) -> RetentionPolicy:
@@ -267,7 +267,7 @@ def _count(value: object, name: str, least: int = 1) -> int:
         raise TypeError(f"{name}={value!r}: give a whole number")
     if value < least:
         raise ValueError(f"{name}={value}: give a number from {least} on")
-    if value > _MOST_STEPS:  # no step is above, and a float does not take them all
+    if value > _MOST_STEPS:  # no step is above
         raise ValueError(f"{name} is too large: give a number up to 2**63 - 1")
     return value
 

@@ -2,9 +2,9 @@
 
     @latest       the highest step that a run may resume from
     @12000        that step
-    @min:<name>   the lowest value of a metric, of two the older; nan is no value
+    @min:<name>   the lowest value of a metric, the older of equal ones; nan does not count
     @max:<name>   the highest
-    @tag:<name>   the one that has this tag
+    @tag:<name>   the checkpoint with this tag
 
 Orphaned checkpoints are selected by their step or a tag only.
 """
@@ -31,19 +31,19 @@ _log = logging.getLogger("dist_ckpt")
 # How often the selected checkpoint may be removed before it is leased.
 _ROUNDS = 16
 
-_KNOWN = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
+_SELECTORS = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
 
 
 def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Return the path of the checkpoint that `path` names by a selector, else `path` as it is.
 
-    A path that exists is never taken for one with a selector. NotFoundError if there is no such
-    checkpoint, ValueError for an unknown selector: both say what there is.
+    The path of an existing file or folder has no selector. NotFoundError if the checkpoint does not
+    exist, ValueError for an unknown selector. Both list what exists.
     """
-    given = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(given, str) or "@" not in given:
+    string = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(string, str) or "@" not in string:
         return path
-    storage, text = open_storage(given)
+    storage, text = open_storage(string)
     info = resolve_at(storage, text)
     return path if info is None else info.path
 
@@ -64,7 +64,7 @@ def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
     root, _, selector = path.rpartition("@")
     if not _exists(storage, root):
         return None
-    raise ValueError(f"{path}: {selector!r} is no selector: there are {_KNOWN}")
+    raise ValueError(f"{path}: {selector!r} is not a selector: there are {_SELECTORS}")
 
 
 def select(listing: Listing, selector: str) -> RunCheckpoint:
@@ -74,7 +74,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
     which checkpoints are orphaned, unless the selector is a step or a tag.
     """
     if not is_selector(selector):
-        raise ValueError(f"{selector!r} is no selector: there are {_KNOWN}")
+        raise ValueError(f"{selector!r} is not a selector: there are {_SELECTORS}")
     kind, _, name = selector.partition(":")
     if kind == "latest":
         return _latest(listing)
@@ -108,45 +108,48 @@ def _why_not(info: RunCheckpoint) -> str:
 
 
 def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheckpoint:
-    there = measured(listing, name)
-    value = choose(one.metrics[name] for one in there)
-    return next(one for one in there if one.metrics[name] == value)
+    checkpoints = measured(listing, name)
+    value = choose(info.metrics[name] for info in checkpoints)
+    return next(info for info in checkpoints if info.metrics[name] == value)
 
 
 def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
     """Return the checkpoints with a value of a metric that are not orphaned. NotFoundError."""
-    there = [one for one in listing.alive if not isnan(one.metrics.get(name, float("nan")))]
-    if not there:
-        known = {metric for one in listing.alive for metric in one.metrics}
+    checkpoints = [
+        info for info in listing.alive if not isnan(info.metrics.get(name, float("nan")))
+    ]
+    if not checkpoints:
+        names = {metric for info in listing.alive for metric in info.metrics}
         raise NotFoundError(
             f"{listing.root}: no checkpoint has a value of the metric {name!r}; "
-            f"{_there('metrics', sorted(known))}"
+            f"{_list_text('metrics', sorted(names))}"
         )
-    return there
+    return checkpoints
 
 
 def _tagged(listing: Listing, name: str) -> RunCheckpoint:
-    for one in listing.checkpoints:
-        if name in one.tags:
-            return one
-    known = sorted(tag for one in listing.checkpoints for tag in one.tags)
+    for info in listing.checkpoints:
+        if name in info.tags:
+            return info
+    tags = sorted(tag for info in listing.checkpoints for tag in info.tags)
     raise NotFoundError(
-        f"{listing.root}: no checkpoint has the tag {name!r}; {_there('tags', known)}"
+        f"{listing.root}: no checkpoint has the tag {name!r}; {_list_text('tags', tags)}"
     )
 
 
 def _of_step(listing: Listing, step: int) -> RunCheckpoint:
-    # The highest attempt first, and of these the ones that a run may resume from.
-    there = [one for one in reversed(listing.checkpoints) if one.where and one.step == step]
-    if not there:
-        steps = sorted({one.where[0] for one in listing.checkpoints if one.where})
+    # The highest attempt first. One that is not orphaned is preferred.
+    checkpoints = [info for info in reversed(listing.checkpoints) if info.where]
+    attempts_of_step = [info for info in checkpoints if info.step == step]
+    if not attempts_of_step:
+        steps = sorted({info.where[0] for info in checkpoints if info.where})
         raise NotFoundError(
-            f"{listing.root}: no checkpoint of step {step}; {_there('steps', map(str, steps))}"
+            f"{listing.root}: no checkpoint of step {step}; {_list_text('steps', map(str, steps))}"
         )
-    return max(there, key=lambda one: not one.is_orphaned)
+    return max(attempts_of_step, key=lambda info: not info.is_orphaned)
 
 
-def _there(kind: str, names: Iterable[str]) -> str:
+def _list_text(kind: str, names: Iterable[str]) -> str:
     names = list(names)
     return f"the {kind} there are: {listed(names)}" if names else f"there are no {kind}"
 
@@ -174,10 +177,10 @@ def lease_selected(
 
 
 def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
-    """Return what `resolve` does, leased until the stack ends if the root has records of a run.
+    """Resolve like `resolve`; lease the checkpoint until the stack ends if a run keeps records.
 
-    A root that cannot be written gets no lease. Without a selector there is no lease, and no call
-    to the storage.
+    If the root cannot be written, the checkpoint is not leased. Without a selector nothing is
+    leased, and the storage is not called.
     """
     if (first := resolve_at(storage, path)) is None:
         return path

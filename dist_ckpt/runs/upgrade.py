@@ -1,4 +1,4 @@
-"""Upgrade a root of dist_ckpt 0.1.0: `.facts` to `.annotations`, `.starts` to `.incarnations`.
+"""Upgrade a root of dist_ckpt 0.1.0: `.old_folder` to `.annotations`, `.starts` to `.incarnations`.
 
 It can die at any call and be repeated. Until its last removal the root has an old folder: nothing
 else writes there, and readers look into the old and the new ones. The folder of annotations is
@@ -82,7 +82,7 @@ def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> Upgra
     """Return what an upgrade of a root would convert, after all checks that it makes.
 
     A `dry_run` changes nothing, and takes the time from this host; else a folder is made and
-    removed to ask the storage for it. NotFoundError if there is no such folder, ValueError if it is
+    removed to ask the storage for it. NotFoundError if the folder does not exist, ValueError if it is
     a checkpoint. CorruptError or IncompatibleError if a record of an incarnation cannot be read, or
     two jobs have recorded the same one; ExistsError if an old folder holds what is not ours.
     """
@@ -91,7 +91,7 @@ def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> Upgra
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{root} is no folder; choose another path") from error
+        raise NotFoundError(f"{root} is not a folder; choose another path") from error
     folders: list[str] = []
     alive: list[str] = []
     num_annotations = num_incarnations = 0
@@ -130,7 +130,7 @@ def upgrade(storage: Storage, root: str, *, force: bool = False) -> UpgradePlan:
 
 
 def _roots(root: str, entries: Sequence[Entry]) -> list[str]:
-    """Return the folders of a run that may have records: the root last, which then is done."""
+    """Return the folders of a run that may have records, the root last."""
     root = root.rstrip("/")
     backups = [entry for entry in entries if entry.name == BACKUP and entry.kind == "folder"]
     return [f"{root}/{BACKUP}"] * len(backups) + [root]
@@ -152,36 +152,36 @@ def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
 
 
 def _check_names(storage: Storage, root: str) -> None:
-    """Raise ExistsError if a folder that is to be emptied holds what is not ours."""
+    """Raise ExistsError if a folder to empty has files that dist_ckpt did not write."""
     for folder, names in _contents(storage, root):
         if foreign := [name for name, is_ours in names if not is_ours]:
             raise ExistsError(
-                f"{folder} holds what dist_ckpt did not write ({', '.join(foreign[:5])}): move it "
-                f"away, then upgrade again"
+                f"{folder} has files that dist_ckpt did not write ({', '.join(foreign[:5])}): move "
+                f"them away, then upgrade again"
             )
 
 
 def _contents(storage: Storage, root: str) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return the old folders to be emptied, and of each name in them whether it is ours."""
+    """Return the old folders to empty, each with its names and whether dist_ckpt wrote them."""
     old = f"{root}/{OLD_INCARNATIONS}"
     contents = [
         (old, [(entry.name, _is_of_incarnations(entry)) for entry in entries_at(storage, old)])
     ]
     if not entries_at(storage, f"{root}/{ANNOTATIONS}"):
         return contents  # it is renamed as a whole
-    facts = f"{root}/{OLD_ANNOTATIONS}"
-    steps = entries_at(storage, facts)
-    contents.append((facts, [(entry.name, _is_step(entry)) for entry in steps]))
+    old_folder = f"{root}/{OLD_ANNOTATIONS}"
+    steps = entries_at(storage, old_folder)
+    contents.append((old_folder, [(entry.name, _is_step(entry)) for entry in steps]))
     for step in filter(_is_step, steps):
-        inner = entries_at(storage, f"{facts}/{step.name}")
+        inner = entries_at(storage, f"{old_folder}/{step.name}")
         ours = {attempt.name for attempt in attempts_in(inner)}
         contents.append(
-            (f"{facts}/{step.name}", [(entry.name, entry.name in ours) for entry in inner])
+            (f"{old_folder}/{step.name}", [(entry.name, entry.name in ours) for entry in inner])
         )
         for name in sorted(ours):
-            files = entries_at(storage, f"{facts}/{step.name}/{name}")
+            files = entries_at(storage, f"{old_folder}/{step.name}/{name}")
             names = [(entry.name, _is_of_annotations(entry)) for entry in files]
-            contents.append((f"{facts}/{step.name}/{name}", names))
+            contents.append((f"{old_folder}/{step.name}/{name}", names))
     return contents
 
 
@@ -209,23 +209,25 @@ def _alive(
     *,
     dry_run: bool,
 ) -> list[str]:
-    """Return who of dist_ckpt 0.1.0 may still use a root: new signs of life, and leases."""
+    """Return the jobs of dist_ckpt 0.1.0 that may use a root: new liveness files, and leases."""
     entries = entries_at(storage, f"{root}/{OLD_INCARNATIONS}")
-    signs = {
+    liveness = {
         number: entry for entry in entries if (number := parse_liveness(entry.name)) is not None
     }
-    if not signs and not any(stored.name.kind == LEASE for stored in annotations):
+    if not liveness and not any(stored.name.kind == LEASE for stored in annotations):
         return []
     now = time.time() if dry_run else removal.now_at(storage, root)
     by = {record.number: record.by for record in incarnations}
     jobs = [
         f"incarnation {number}, {by.get(number, 'of no record')}, was alive at {utc(at)}"
-        for number, entry in sorted(signs.items())
+        for number, entry in sorted(liveness.items())
         if now - (at := entry.modified_at) < ALIVE_S
     ]
     leases = protections_of(annotations, now).leases
     return jobs + [
-        f"{who} has a lease on step {where[0]}" for where in sorted(leases) for who in leases[where]
+        f"{owner} has a lease on step {where[0]}"
+        for where in sorted(leases)
+        for owner in leases[where]
     ]
 
 
@@ -245,9 +247,9 @@ def _move_annotations(storage: Storage, root: str) -> None:
 
 
 def _merge_annotations(storage: Storage, root: str) -> None:
-    """Move them one by one, the lowest number first, above what is there of their kind.
+    """Move annotations one by one, the lowest number first, above the existing numbers.
 
-    Nothing is written to the new folder while there is an old one: so what is there is older.
+    Nothing is written to the new folder while an old one exists: so its annotations are older.
     """
     annotations = read_annotations(storage, root, with_old=True)
     highest: dict[tuple[str, CheckpointKey | None], int] = {}
@@ -267,7 +269,7 @@ def _merge_annotations(storage: Storage, root: str) -> None:
                 AnnotationName(stored.name.kind, number, stored.name.id),
             )
         folder = f"{root}/{ANNOTATIONS}/{stored.step}/{stored.attempt}"
-        storage.sync(folder)  # also what a killed upgrade has put there
+        storage.sync(folder)  # also the files of a killed upgrade
         _remove(
             storage,
             f"{root}/{OLD_ANNOTATIONS}/{stored.step}/{stored.attempt}/{stored.name}",
@@ -280,9 +282,8 @@ def _identity(stored: StoredAnnotation) -> tuple[int, Attempt, str, str]:
 
 
 def _scope(stored: StoredAnnotation) -> tuple[str, CheckpointKey | None]:
-    """Return among which annotations a number counts: for a tag those of the whole root."""
-    about = None if stored.name.kind == TAG else (stored.step, stored.attempt)
-    return stored.name.kind, about
+    """Return the scope in which numbers are unique: for a tag the whole root."""
+    return stored.name.kind, None if stored.name.kind == TAG else (stored.step, stored.attempt)
 
 
 def _copy(storage: Storage, root: str, stored: StoredAnnotation, name: AnnotationName) -> None:
@@ -301,7 +302,7 @@ def _copy(storage: Storage, root: str, stored: StoredAnnotation, name: Annotatio
 
 
 def _remove_folders(storage: Storage, root: str) -> None:
-    """Remove the folders of annotations that were moved, and files that were never put there."""
+    """Remove the folders of moved annotations, and temporary files in them."""
     old = f"{root}/{OLD_ANNOTATIONS}"
     for step in filter(_is_step, entries_at(storage, old)):
         for attempt in attempts_in(entries_at(storage, f"{old}/{step.name}")):
@@ -319,11 +320,11 @@ def _convert_incarnations(storage: Storage, root: str) -> None:
     records = _old_incarnations(storage, root)
     if records:
         make_durable_folders(storage, root, new)
-        there = set(incarnations_in(storage, new))
+        existing = set(incarnations_in(storage, new))
         for record in records:
-            if record.number not in there:
+            if record.number not in existing:
                 put_record(storage, new, incarnation_file(record.number), encode_record(record))
-        storage.sync(new)  # those that a killed upgrade has put
+        storage.sync(new)  # also the files of a killed upgrade
     for entry in entries_at(storage, old):
         if _is_of_incarnations(entry):
             _remove(storage, f"{old}/{entry.name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.core.commit.attempts import Status, statuses
@@ -36,12 +36,12 @@ class RunObservation:
     @property
     def newest(self) -> RunCheckpoint | None:
         """The newest checkpoint that the run may resume from."""
-        there = () if self.listing.history_problem else self.listing.alive
-        return there[-1] if there else None
+        alive = () if self.listing.history_problem else self.listing.alive
+        return alive[-1] if alive else None
 
 
 def observe_run(storage: Storage, root: str) -> RunObservation:
-    """Look at a run. NotFoundError if there is no such folder, ValueError if it is a checkpoint."""
+    """Observe a run. NotFoundError without the folder, ValueError if it is a checkpoint."""
     now = time.time()
     listing = list_run(storage, root, now=now)
     if listing.root != root:
@@ -63,14 +63,16 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
     return RunObservation(now, listing, incarnation, writing, seen_at)
 
 
-def kept_by(look: RunObservation, keep: RetentionPolicy | None) -> dict[str, tuple[str, ...]]:
+def kept_by(
+    observation: RunObservation, keep: RetentionPolicy | None
+) -> dict[str, tuple[str, ...]]:
     """Return the reasons why each checkpoint stays, by its path. Pure.
 
-    Without `keep` there are no reasons of rules. Empty while it is not known what is orphaned.
+    Without `keep` only protections are reasons. Empty if it is not known what is orphaned.
     """
-    if look.listing.history_problem:
+    if observation.listing.history_problem:
         return {}
-    decisions = plan_prune(look.listing, keep or RetentionPolicy({}))
+    decisions = plan_prune(observation.listing, keep or RetentionPolicy({}))
     return {info.path: reasons for info, reasons in decisions}
 
 
@@ -78,7 +80,7 @@ def changes(
     before: RunObservation | None, after: RunObservation, keep: RetentionPolicy | None = None
 ) -> Iterator[str]:
     """Yield the changes between two observations as texts; `keep` prunes the run. Pure."""
-    old = {one.path: one for one in before.listing.checkpoints} if before else {}
+    old = {info.path: info for info in before.listing.checkpoints} if before else {}
     newest = after.incarnation
     if newest and (not before or before.incarnation != newest):
         yield describe_incarnation(newest)
@@ -86,14 +88,14 @@ def changes(
         yield f"incarnation {newest.number} has ended"
     if before is None:
         yield _describe_first(after)
-        yield from (f"{_named_at(path)} is being written" for path in after.writing)
+        yield from (f"{_name_of_path(path)} is being written" for path in after.writing)
         return
-    for one in after.listing.checkpoints:
-        if one.path in after.writing and one.path not in before.writing:
-            yield f"{_named_at(one.path)} is being written"
-        yield from _of_one(old.pop(one.path, None), one)
+    for info in after.listing.checkpoints:
+        if info.path in after.writing and info.path not in before.writing:
+            yield f"{_name_of_path(info.path)} is being written"
+        yield from _describe_changes(old.pop(info.path, None), info)
     for gone in old.values():
-        yield f"{_named(gone)} is gone: {_why_gone(gone, before, after, keep)}"
+        yield f"{_label(gone)} is gone: {_why_gone(gone, before, after, keep)}"
     problem = after.listing.history_problem
     if problem and problem != before.listing.history_problem:
         yield f"which checkpoints are orphaned is not known: {problem}"
@@ -107,18 +109,18 @@ def describe_incarnation(record: IncarnationRecord) -> str:
     return f"incarnation {record.number}, {record.by}, {begin}: {record.why}"
 
 
-def _describe_first(look: RunObservation) -> str:
-    count = sum(one.state == "committed" for one in look.listing.checkpoints)
+def _describe_first(observation: RunObservation) -> str:
+    count = sum(info.state == "committed" for info in observation.listing.checkpoints)
     if not count:
         return "no checkpoints yet"
     newest = "there is none that a run may resume from"
-    if look.newest is not None:
-        newest = f"the newest is of step {look.newest.step}"
+    if observation.newest is not None:
+        newest = f"the newest is of step {observation.newest.step}"
     return f"{count} checkpoint{'s' * (count != 1)}: {newest}"
 
 
-def _of_one(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]:
-    name = _named(after)
+def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]:
+    name = _label(after)
     if after.state != "committed":
         if after.state != "open" and (before is None or before.state != after.state):
             yield f"{name} is {after.state}: {after.problem}"
@@ -170,18 +172,18 @@ def _why_gone(
 
 
 def _why_not_kept(info: RunCheckpoint, after: RunObservation, keep: RetentionPolicy) -> str:
-    """Return as text if the rules would keep it among the checkpoints of now."""
-    there: Sequence[RunCheckpoint] = (*after.listing.checkpoints, info)
-    listing = replace(after.listing, checkpoints=tuple(sorted(there, key=lambda x: x.step or 0)))
+    """Return a text: whether the rules would keep it among the checkpoints that exist now."""
+    checkpoints = sorted((*after.listing.checkpoints, info), key=lambda other: other.step or 0)
+    listing = replace(after.listing, checkpoints=tuple(checkpoints))
     reasons = kept_by(replace(after, listing=listing), keep).get(info.path)
     if reasons is None:
         return ""
     return f"although it was kept by {', '.join(reasons)}" if reasons else "no rule keeps it"
 
 
-def _named(info: RunCheckpoint) -> str:
-    return _named_at(info.path) if info.step is None else f"step {info.step}"
+def _label(info: RunCheckpoint) -> str:
+    return _name_of_path(info.path) if info.step is None else f"step {info.step}"
 
 
-def _named_at(path: str) -> str:
+def _name_of_path(path: str) -> str:
     return path.rpartition("/")[2]

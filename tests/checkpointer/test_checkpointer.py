@@ -533,9 +533,9 @@ def test_steps_only_grow_and_each_is_saved_once(tmp_path: Path) -> None:
         ([1], TypeError, "metrics are a list: give"),
         ({"loss": "1"}, TypeError, "metric 'loss' is '1': give a number"),
         ({"loss": None}, TypeError, "metric 'loss' is None: give a number"),
-        ({"": 1}, TypeError, "is no name of a metric"),
-        ({3: 1}, TypeError, "3 is no name of a metric"),
-        ({"\ud800": 1}, ValueError, "is no name of a metric: .*surrogates"),
+        ({"": 1}, TypeError, "is not the name of a metric"),
+        ({3: 1}, TypeError, "3 is not the name of a metric"),
+        ({"\ud800": 1}, ValueError, "is not the name of a metric: .*surrogates"),
         ({"loss": 10**400}, ValueError, "metric 'loss': int too large .*: give one number"),
     ],
 )

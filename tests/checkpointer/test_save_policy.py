@@ -93,7 +93,7 @@ def test_a_text_is_short_and_the_same_for_equal_policies():
         (lambda: save_policy.parse("every(step=5)"), r"every\(step=5\): .*step"),
         (
             lambda: save_policy.parse("last(3)"),
-            "'last' is no rule; there are at, at_end, every, on_sig",
+            "'last' is not a rule; there are at, at_end, every, on_sig",
         ),
     ],
 )

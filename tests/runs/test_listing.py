@@ -68,7 +68,7 @@ def test_a_folder_lists_its_checkpoints_and_what_became_of_the_others(tmp_path: 
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_what_is_no_folder_has_no_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotFoundError, match="is no folder; choose another path"):
+    with pytest.raises(NotFoundError, match="is not a folder; choose another path"):
         dc.checkpoints(tmp_path / name)
 
 

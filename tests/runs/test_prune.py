@@ -199,7 +199,7 @@ def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: Memory
         return True
 
     with pytest.raises(
-        ConflictError, match="incarnation 2 of this run, b, has begun while it was prun"
+        ConflictError, match="incarnation 2 of this run, b, has begun during the prun"
     ):
         prune(storage, ROOT, last(1), is_whole=goes_back)
     assert steps(storage) == [1, 2]

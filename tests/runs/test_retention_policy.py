@@ -151,10 +151,10 @@ def test_a_text_is_as_one_would_write_it():
     [
         (lambda: last(0), "n=0: give a number from 1"),
         (lambda: last(True), "n=True: give a whole number"),
-        (lambda: best(1), 'say which is best: min="val/loss"'),
-        (lambda: best(1, min="a", max="b"), "say which is best"),
-        (lambda: best(1, min=""), "'' is no name of a metric"),
-        (lambda: best(1, min=cast("str", 3)), "3 is no name of a metric"),
+        (lambda: best(1), 'give min= or max=, such as min="val/loss"'),
+        (lambda: best(1, min="a", max="b"), "give min= or max="),
+        (lambda: best(1, min=""), "'' is not the name of a metric"),
+        (lambda: best(1, min=cast("str", 3)), "3 is not the name of a metric"),
         (lambda: best(1, min="a", unmeasured=-1), "unmeasured=-1: give a number from 0"),
         (every, "give steps= or hours="),
         (lambda: every(steps=1, hours=1), "give steps= or hours="),
@@ -167,7 +167,10 @@ def test_a_text_is_as_one_would_write_it():
         (lambda: every(hours=1e-320), "hours=1e-320: give a number above 0, from 1e-06 to 1e"),
         (lambda: within(days=10**400), "days=1000.*: give a number above 0"),
         (lambda: last(1) | "x", "unsupported operand"),
-        (lambda: keep.parse("at_end"), "'at_end' is no rule; there are best, every, last, within"),
+        (
+            lambda: keep.parse("at_end"),
+            "'at_end' is not a rule; there are best, every, last, within",
+        ),
         (lambda: keep.parse("last()"), r"last\(\): .*missing"),
     ],
 )

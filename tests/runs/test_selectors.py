@@ -73,10 +73,10 @@ def test_a_selector_chooses_what_it_says(storage, selector, name):
         (
             "newest",
             ValueError,
-            "'newest' is no selector: there are @latest, @<step>",
+            "'newest' is not a selector: there are @latest, @<step>",
         ),
-        ("min:", ValueError, "no selector"),
-        ("-3", ValueError, "no selector"),
+        ("min:", ValueError, "not a selector"),
+        ("-3", ValueError, "not a selector"),
     ],
 )
 def test_what_is_not_found_is_told_with_what_there_is(storage, selector, error, told):
@@ -120,9 +120,9 @@ def test_a_path_with_a_selector_becomes_that_of_a_checkpoint(tmp_path: Path) -> 
         committed(LocalStorage(), step, root=str(root))
     assert resolve(f"{root}@latest") == f"{root}/step-2"
     assert resolve(root.with_name("run@1")) == f"{root}/step-1"
-    with pytest.raises(ValueError, match="'newest' is no selector"):
+    with pytest.raises(ValueError, match="'newest' is not a selector"):
         resolve(f"{root}@newest")
-    with pytest.raises(NotFoundError, match="no folder"):
+    with pytest.raises(NotFoundError, match="not a folder"):
         resolve(f"{tmp_path}/gone@latest")
 
 

@@ -437,7 +437,7 @@ def test_what_cannot_be_upgraded_is_said_before_anything_changes() -> None:
     refused(CorruptError, "3.json", **{".starts/3.json": b"{}"})
     refused(
         ExistsError,
-        r"\.starts holds what dist_ckpt did not write \(notes\)",
+        r"\.starts has files that dist_ckpt did not write \(notes\)",
         **{".starts/notes": b""},
     )
     refused(

@@ -81,7 +81,7 @@ def test_runs_and_checkpoints_may_be_named_one_by_one(sweep: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("metric", [5, "", ["loss"]])
 def test_what_is_no_name_of_a_metric_is_refused(sweep: Path, metric: Any) -> None:
-    with pytest.raises(TypeError, match="is no name of a metric: give a text"):
+    with pytest.raises(TypeError, match="is not the name of a metric: give a text"):
         dc.compare(sweep, max=metric)
 
 

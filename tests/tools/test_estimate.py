@@ -90,5 +90,5 @@ def test_a_write_test_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dist_ckpt.tools.inspect.estimate.TEST_NBYTES", 16 << 20)
     assert measured_rate(tmp_path) > 0
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(dc.StorageError, match="no folder"):
+    with pytest.raises(dc.StorageError, match="not a folder"):
         measured_rate(tmp_path / "gone")

@@ -18,7 +18,6 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, differences, leaves_of
-from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.core.storage import Storage, open_storage
@@ -30,14 +29,19 @@ from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 if TYPE_CHECKING:
     import numpy as np
 
+_log = logging.getLogger("dist_ckpt")
+
 _AT_ONCE = 1 << 20
+
+# The value of a name that a configuration does not have.
+_LACKING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """A tensor whose values differ: in how many elements, and by how much at most.
+    """A tensor whose values differ: in `num_differing` elements, by `max_difference` at most.
 
-    `max_difference` is None where that is no number: nan or an infinity against another value.
+    `max_difference` is None for nan or an infinity compared with another value.
     """
 
     name: str
@@ -48,12 +52,12 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What two checkpoints have otherwise: `a` is the first, `b` the second.
+    """The differences of two checkpoints, `a` and `b`.
 
-    `config` has the dotted names in their configurations, and `kind`, with both texts. `removed`
-    are names of tensors that only `a` has, `added` those that only `b` has. `changed` are tensors
-    of another dtype or shape, with both as text. `objects` and `values` are the values that are no
-    tensors, and the tensors, that differ; None if values were not compared.
+    `config` has dotted names of their configurations, and `kind`, with both texts. `removed` are
+    tensors that only `a` has, `added` those that only `b` has. `changed` are tensors with another
+    dtype or shape, with both texts. `objects` are the plain values and `values` the tensors that
+    differ; None if values were not compared.
     """
 
     a: str
@@ -67,14 +71,14 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Say whether nothing that was compared differs."""
-        found = (self.config, self.removed, self.added, self.changed, self.objects, self.values)
-        return not any(found)
+        """Whether nothing differs in the compared parts."""
+        parts = (self.config, self.removed, self.added, self.changed, self.objects, self.values)
+        return not any(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """How far two values may be apart; None of both: they are the same bits."""
+    """The tolerance between two values. If both are None, the bits must be equal."""
 
     rtol: float | None
     atol: float | None
@@ -84,7 +88,7 @@ class _Tolerance:
         return self.rtol is None and self.atol is None
 
 
-def diff(  # noqa: PLR0913 - the names, what is compared, and how
+def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
@@ -95,88 +99,85 @@ def diff(  # noqa: PLR0913 - the names, what is compared, and how
     exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Difference:
-    """Return what the checkpoint `b` has otherwise than `a`: configuration, names, dtypes, shapes.
+    """Compare the checkpoints `a` and `b`: configurations, names, dtypes and shapes.
 
-    With `values` also every value, a window of each at a time: bit for bit, so that nan is like
-    nan and 0.0 is not like -0.0; or, given `rtol` or `atol`, numbers that are not further apart
-    than `atol + rtol * abs(b)` are the same. Tensors are compared as they are logically, so by how
-    many ranks each was saved does not matter; neither do step, metadata and attached files. Values
-    that are no tensors are compared exactly; per-rank values, which hang on the ranks, are not.
+    With `values` all values are compared too, a window of each checkpoint at a time. They are
+    compared bit for bit, so nan equals nan, and 0.0 differs from -0.0. With `rtol` or `atol`,
+    numbers are equal if they differ by at most `atol + rtol * abs(b)`. Tensors are compared
+    logically, so the number of ranks does not matter. Step, metadata and attached files do not
+    matter. Plain values are compared exactly; per-rank values are not compared.
 
-    `include` and `exclude` are as of `dc.save`. Needs numpy for values, and no torch; one process;
-    nothing is changed. Raises ValueError for a tolerance without `values`, or a pattern that
-    matches no name in either; otherwise as `dc.open`, and CorruptError for damaged blocks.
+    `include` and `exclude` are as of `dc.save`. Values need numpy, but not torch. One process calls
+    this, and nothing is changed. Raises ValueError for a tolerance without `values`, and for a
+    pattern that matches no name in `a` and `b`; CorruptError for damaged blocks; otherwise as
+    `dc.open`.
     """
-    tolerance = _checked(rtol, atol, values=values)
+    tolerance = _check_tolerance(rtol, atol, values=values)
     selection = selection_of(include, exclude)
-    with _opened(a) as one, _opened(b) as other:
-        first, second = (Checkpoint(i.storage, i.path, i.attempt, i.index) for i in (one, other))
-        left, right = _names(one, other, selection, {**first.objects, **second.objects})
-        config = _config(first, second)
-        objects = _objects(first, second, selection) if values else None
-        changed = dict(_changed(one, other, left, right))
-        same = [name for name in left if name in right and name not in changed]
-        found = None
+    with _open(a) as left, _open(b) as right:
+        first, second = (Checkpoint(i.storage, i.path, i.attempt, i.index) for i in (left, right))
+        objects_of_both = {**first.objects, **second.objects}
+        names = _select(left, right, selection, objects_of_both)
+        config = _diff_configs(first, second)
+        objects = _diff_objects(first, second, selection) if values else None
+        pairs = {name: (names[0][name], names[1][name]) for name in names[0] if name in names[1]}
+        changed = dict(_diff_records(left, right, pairs))
+        differing = None
         if values:
-            pairs = {name: (left[name], right[name]) for name in same}
-            found = tuple(_values(one, other, pairs, tolerance, progress))
+            same = {name: pair for name, pair in pairs.items() if name not in changed}
+            differing = tuple(_diff_values(left, right, same, tolerance, progress))
     return Difference(
-        a=one.path,
-        b=other.path,
+        a=left.path,
+        b=right.path,
         config=config,
-        removed=tuple(name for name in left if name not in right),
-        added=tuple(name for name in right if name not in left),
+        removed=tuple(name for name in names[0] if name not in pairs),
+        added=tuple(name for name in names[1] if name not in pairs),
         changed=changed,
         objects=objects,
-        values=found,
+        values=differing,
     )
 
 
-def _opened(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def _open(path: str | os.PathLike[str]) -> OpenCheckpoint:
     return OpenCheckpoint.open(path, opener=OPENER, direct_reads=True)
 
 
-def _checked(rtol: float | None, atol: float | None, *, values: bool) -> _Tolerance:
+def _check_tolerance(rtol: float | None, atol: float | None, *, values: bool) -> _Tolerance:
     if type(values) is not bool:
         raise TypeError(f"values={values!r}: give True or False")
     if not values and (rtol is not None or atol is not None):
         raise ValueError("rtol and atol are for values: give values=True (--values) as well")
-    for name, given in (("rtol", rtol), ("atol", atol)):
-        if given is None:
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is None:
             continue
-        if isinstance(given, bool | str) or not (isfinite(given) and given >= 0):
-            raise ValueError(f"{name}={given!r}: give a number from 0 on")
+        if isinstance(value, bool | str) or not (isfinite(value) and value >= 0):
+            raise ValueError(f"{name}={value!r}: give a number from 0 on")
     if values:
         numpy_module()  # before anything is read
     return _Tolerance(rtol, atol)
 
 
-def _names(
-    one: OpenCheckpoint, other: OpenCheckpoint, selection: Selection, objects: Iterable[str]
-) -> tuple[dict[str, str], dict[str, str]]:
+def _select(
+    left: OpenCheckpoint, right: OpenCheckpoint, selection: Selection, objects: Iterable[str]
+) -> list[dict[str, str]]:
     """Return the selected tensors of both, each with the name that it is stored under.
 
     A pattern may match one of the `objects` instead.
     """
-    every = [
-        {**dict.fromkeys(each.catalog.tensors), **each.catalog.aliases} for each in (one, other)
+    names = [
+        {**{fqn: fqn for fqn in each.catalog.tensors}, **each.catalog.aliases}
+        for each in (left, right)
     ]
-    if problems := selection.unmatched({**every[0], **every[1], **dict.fromkeys(objects)}):
+    if problems := selection.unmatched({**names[0], **names[1], **dict.fromkeys(objects)}):
         raise ValueError("; ".join(problems))
-    left, right = (
-        {name: fqn or name for name, fqn in names.items() if name in selection} for names in every
-    )
-    return left, right
+    return [{name: fqn for name, fqn in each.items() if name in selection} for each in names]
 
 
-def _changed(
-    one: OpenCheckpoint, other: OpenCheckpoint, left: Mapping[str, str], right: Mapping[str, str]
+def _diff_records(
+    left: OpenCheckpoint, right: OpenCheckpoint, pairs: Mapping[str, tuple[str, str]]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    for name in (name for name in left if name in right):
-        texts = (
-            _text(one.catalog.tensors[left[name]]),
-            _text(other.catalog.tensors[right[name]]),
-        )
+    for name, pair in pairs.items():
+        texts = _text(left.catalog.tensors[pair[0]]), _text(right.catalog.tensors[pair[1]])
         if texts[0] != texts[1]:
             yield name, texts
 
@@ -185,14 +186,14 @@ def _text(record: TensorRecord) -> str:
     return f"{record.dtype} {list(record.shape)}"
 
 
-def _config(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[str, str]]:
-    found = differences(first.config or {}, second.config or {})
+def _diff_configs(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[str, str]]:
+    config = differences(first.config or {}, second.config or {})
     if first.kind != second.kind:
-        found[KIND] = (repr(first.kind), repr(second.kind))
-    return found
+        config[KIND] = (repr(first.kind), repr(second.kind))
+    return config
 
 
-def _objects(
+def _diff_objects(
     first: Checkpoint, second: Checkpoint, selection: Selection
 ) -> dict[str, tuple[str, str]]:
     left, right = (
@@ -202,61 +203,57 @@ def _objects(
     return differences(left, right)
 
 
-def _values(
-    one: OpenCheckpoint,
-    other: OpenCheckpoint,
+def _diff_values(
+    left: OpenCheckpoint,
+    right: OpenCheckpoint,
     pairs: Mapping[str, tuple[str, str]],
     tolerance: _Tolerance,
     progress: Progress | None,
 ) -> Iterator[ObjectDifference]:
-    """Yield what differs. A pair that tied names share is compared once."""
-    found = {pair: _PairDifference() for pair in pairs.values()}
+    """Yield the tensors that differ. Tied names share a pair, which is compared once."""
+    results = {pair: _PairDifference() for pair in pairs.values()}
     partners: dict[str, list[str]] = {}
-    for left, right in found:
-        partners.setdefault(left, []).append(right)
+    for left_name, right_name in results:
+        partners.setdefault(left_name, []).append(right_name)
     names = set(partners)
-    total, done = one.tensor_nbytes(names), 0
-    there = memoryview(bytearray(min(total, WINDOW_NBYTES)))
-    for window in one.stream(names, window_nbytes=WINDOW_NBYTES):
-        mine = {want.fqn: (want, data) for want, data in window.parts}
-        for turns in _turns([(left, right) for left in mine for right in partners[left]]):
-            wanted = [_as_named(mine[left][0], right) for left, right in turns]
-            other.read(wanted, there)
-            for pair, (want, data) in zip(turns, parts_in(wanted, there), strict=True):
-                found[pair].compare(want.dtype, mine[pair[0]][1], data, tolerance)
+    total, done = left.tensor_nbytes(names), 0
+    memory = memoryview(bytearray(min(total, WINDOW_NBYTES)))
+    for window in left.stream(names, window_nbytes=WINDOW_NBYTES):
+        parts = {want.fqn: (want, data) for want, data in window.parts}
+        for group in _groups([(name, partner) for name in parts for partner in partners[name]]):
+            wanted = [parts[name][0]._replace(fqn=partner) for name, partner in group]
+            right.read(wanted, memory)
+            for pair, (want, data) in zip(group, parts_in(wanted, memory), strict=True):
+                results[pair].compare(want.dtype, parts[pair[0]][1], data, tolerance)
         done += window.nbytes
         if progress is not None:
             progress(done, total)
     for name, pair in pairs.items():
-        if found[pair].num:
-            numel = prod(one.catalog.tensors[pair[0]].shape)
-            yield ObjectDifference(name, found[pair].num, numel, found[pair].distance)
+        if results[pair].num:
+            numel = prod(left.catalog.tensors[pair[0]].shape)
+            yield ObjectDifference(name, results[pair].num, numel, results[pair].distance)
 
 
-def _turns(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Yield pairs in groups in which no name comes twice on a side: mostly that is one group."""
+def _groups(pairs: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Yield pairs in groups without a repeated name on a side; usually that is one group."""
     while pairs:
         lefts, rights = set[str](), set[str]()
-        turn, later = [], []
+        group, later = [], []
         for left, right in pairs:
             if left in lefts or right in rights:
                 later.append((left, right))
             else:
-                turn.append((left, right))
+                group.append((left, right))
                 lefts.add(left)
                 rights.add(right)
-        yield turn
+        yield group
         pairs = later
 
 
-def _as_named(want: TensorRequest, fqn: str) -> TensorRequest:
-    return TensorRequest(fqn, want.dtype, want.shape, want.cells)
-
-
 class _PairDifference:
-    """What was found to differ in a pair of tensors so far; `distance` is None if it is no number.
+    """The differences of a pair of tensors so far.
 
-    Of what has no numbers too.
+    `distance` is None if it is not a finite number, or the dtype has no numbers.
     """
 
     def __init__(self) -> None:
@@ -268,7 +265,7 @@ class _PairDifference:
         step = _AT_ONCE * DTYPES[dtype].itemsize
         for start in range(0, a.nbytes, step):
             left, right = a[start : start + step], b[start : start + step]
-            if bytes(left) != bytes(right):  # much faster than memoryviews are compared
+            if bytes(left) != bytes(right):  # much faster than a comparison of memoryviews
                 self._compare(dtype, left, right, tolerance)
 
     def _compare(self, dtype: str, a: memoryview, b: memoryview, tolerance: _Tolerance) -> None:
@@ -286,7 +283,7 @@ class _PairDifference:
             distance = numpy.abs(left - right)
             if not tolerance.is_exact:
                 near = distance <= (tolerance.atol or 0.0) + (tolerance.rtol or 0.0) * abs(right)
-                # An infinity is near to itself only, though it is no number away from all.
+                # An infinity is near only to itself, but its distance is not a number.
                 near &= numpy.isfinite(right)
                 near |= (left == right) | (numpy.isnan(left) & numpy.isnan(right))
                 differ &= ~near
@@ -297,26 +294,23 @@ class _PairDifference:
 
 
 def _wide(values: np.ndarray) -> np.ndarray:
-    """Return numbers as floats between which a difference can be told."""
+    """Convert numbers to floats that are wide enough for exact differences."""
     numpy = numpy_module()
     if values.dtype.kind == "c":
         return values.astype(numpy.clongdouble)
     return values.astype(numpy.longdouble if values.dtype.itemsize >= 8 else numpy.float64)
 
 
-_log = logging.getLogger("dist_ckpt")
-
-_LACKING = "nothing"
+# --- compare runs ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run of a comparison; what is not known of it is None.
+    """One run of a comparison. Unknown fields are None.
 
-    `kind`, `config` and the counts of parameters are of its newest checkpoint, at `newest` and of
-    `step`; `metrics` are what was last measured of each name. `best` is the best value of the
-    metric that was asked for, of the checkpoint at `best_path`. `problems` say what is wrong with
-    the run, in words.
+    `newest` is the path of its newest checkpoint, with the fields `step`, `kind`, `config` and the
+    counts of parameters. `metrics` are the last value of each name. `best` is the best value of the
+    requested metric, of the checkpoint at `best_path`. `problems` are texts.
     """
 
     name: str
@@ -337,10 +331,10 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs side by side, by the metric, the best first, or else by name.
+    """Runs, sorted by the metric, the best first, or by name.
 
-    `differing` are the dotted names in the runs' configurations that are not the same in all runs
-    that have one, and what each of these has, as text.
+    `differing` has the dotted names of the configurations whose values differ, with the value of
+    each run as text.
     """
 
     runs: tuple[RunSummary, ...]
@@ -350,18 +344,20 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """The metric by which runs are compared, and whether a higher value is better."""
+    """The metric by which runs are compared; with `is_max` a higher value is better."""
 
     metric: str
     is_max: bool
 
-    def best_of(self, some: Iterable[RunCheckpoint]) -> RunCheckpoint | None:
-        """Return the checkpoint with the best value, of two the older; nan is no value."""
-        there = [one for one in some if not isnan(one.metrics.get(self.metric, float("nan")))]
-        return min(there, key=lambda one: self.rank(one.metrics[self.metric]), default=None)
+    def best_of(self, checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | None:
+        """Return the checkpoint with the best value, the older of equal ones; ignore nan."""
+        measured = [
+            info for info in checkpoints if not isnan(info.metrics.get(self.metric, float("nan")))
+        ]
+        return min(measured, key=lambda info: self.key(info.metrics[self.metric]), default=None)
 
-    def rank(self, value: float) -> float:
-        """Return what sorts the better first."""
+    def key(self, value: float) -> float:
+        """Return a key that sorts better values first."""
         return -value if self.is_max else value
 
 
@@ -370,15 +366,15 @@ def compare(
     min: str | None = None,  # noqa: A002 - as of `dc.keep.best`
     max: str | None = None,  # noqa: A002
 ) -> Comparison:
-    """Look at several runs side by side: give their folders, or a folder of them.
+    """Compare several runs: give their folders, or a folder of them.
 
-    A folder that holds no checkpoints and no records of a run is one of runs: each folder in it is
-    one. A checkpoint stands for a run that has this one. `min` or `max` names a metric: the runs
-    are sorted by their best value of it, and those without one come last. A run without
-    checkpoints, or with damaged ones, is there as well, and says so.
+    A folder without checkpoints and without records of a run is a folder of runs: each folder in it
+    is a run. The path of a checkpoint is a run with this checkpoint. `min` or `max` names a metric:
+    runs are sorted by their best value of it; runs without a value are last. A run without
+    checkpoints, or with damaged ones, is included and has `problems`.
 
-    Nothing is changed. Raises NotFoundError if a path is no folder, or there is no run in it, and
-    ValueError without a path, or for `min` and `max` at once.
+    Nothing is changed. Raises NotFoundError if a path is not a folder, or has no run in it, and
+    ValueError without a path, or for both `min` and `max`.
     """
     if not paths:
         raise ValueError("give the folders of runs, or a folder of runs")
@@ -386,11 +382,11 @@ def compare(
         raise ValueError("min= and max= are given: give one of them")
     name = max if min is None else min
     if name is not None and (not isinstance(name, str) or not name):
-        raise TypeError(f'{name!r} is no name of a metric: give a text, such as "val/loss"')
+        raise TypeError(f'{name!r} is not the name of a metric: give a text, such as "val/loss"')
     goal = None if name is None else _Goal(name, max is not None)
-    # A run that is named twice is one.
-    found = {run: at for path in paths for at, run in _runs_at(*open_storage(path))}
-    runs = _named_apart([_summary(storage, run, goal) for run, storage in found.items()])
+    # A run that is given twice is compared once.
+    storages = {run: storage for path in paths for storage, run in _runs_at(*open_storage(path))}
+    runs = _with_unique_names([_summary(storage, run, goal) for run, storage in storages.items()])
     return Comparison(
         runs=tuple(sorted(runs, key=lambda run: _order(run, goal))),
         metric=name,
@@ -401,20 +397,20 @@ def compare(
 def _order(run: RunSummary, goal: _Goal | None) -> tuple[bool, float, str]:
     if goal is None or run.best is None:
         return True, 0.0, run.name
-    return False, goal.rank(run.best), run.name
+    return False, goal.key(run.best), run.name
 
 
 def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     """Return the run in a folder, or those in the folders below it."""
     try:
         listing = list_run(storage, folder, now=time.time())
-    except StorageError as error:  # of one of the folders in it, unless what follows fails too
+    except StorageError as error:  # one of the folders in it cannot be read
         _log.debug("%s", error)
     else:
         if listing.checkpoints or can_keep_records(storage, folder):
             return [(storage, folder)]
     entries = entries_at(storage, folder)
-    names = [one.name for one in entries if one.kind == "folder" and one.name[0] != "."]
+    names = [e.name for e in entries if e.kind == "folder" and e.name[0] != "."]
     names = sorted(name for name in names if name not in NO_CHECKPOINTS)
     if not names:
         raise NotFoundError(f"{folder}: there is no run in it. Check the path")
@@ -422,25 +418,25 @@ def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
 
 
 def _summary(storage: Storage, folder: str, goal: _Goal | None) -> RunSummary:
-    """Look at one run; what is wrong with it stands in the summary."""
+    """Summarize one run; errors become its problems."""
     summary = RunSummary(os.path.basename(folder.rstrip("/")) or folder, folder)
     try:
         listing = list_run(storage, folder, now=time.time())
-        return _look(storage, listing, summary, goal)
+        return _with_listing(storage, listing, summary, goal)
     except CheckpointError as error:
         return replace(summary, problems=(str(error),))
 
 
-def _look(
+def _with_listing(
     storage: Storage, listing: Listing, summary: RunSummary, goal: _Goal | None
 ) -> RunSummary:
-    bad = [one for one in listing.checkpoints if one.state in ("damaged", "incompatible")]
-    problems = [f"{one.name} is {one.state}: {one.problem}" for one in bad]
-    # What has no step is no run's, but may be what there is of a variant.
-    committed = [one for one in listing.checkpoints if one.state == "committed"]
-    alive = listing.alive or [one for one in committed if one.step is None]
+    bad = [info for info in listing.checkpoints if info.state in ("damaged", "incompatible")]
+    problems = [f"{info.name} is {info.state}: {info.problem}" for info in bad]
+    # A run does not resume from a checkpoint without a step, but a variant may have only that.
+    committed = [info for info in listing.checkpoints if info.state == "committed"]
+    alive = listing.alive or [info for info in committed if info.step is None]
     if not alive:
-        states = [f"{one.name} is {one.state}" for one in listing.checkpoints if one not in bad]
+        states = [f"{info.name} is {info.state}" for info in listing.checkpoints if info not in bad]
         problems.insert(0, f"no checkpoint{f': {listed(states)}' if states else ''}")
         return replace(summary, problems=tuple(problems))
     newest, best = alive[-1], None if goal is None else goal.best_of(alive)
@@ -450,7 +446,7 @@ def _look(
         newest=newest.path,
         step=newest.step,
         kind=newest.kind,
-        metrics={name: of for one in alive for name, of in one.metrics.items()},
+        metrics={name: value for info in alive for name, value in info.metrics.items()},
         best=best.metrics[goal.metric] if goal is not None and best is not None else None,
         best_step=None if best is None else best.step,
         best_path=None if best is None else best.path,
@@ -468,16 +464,16 @@ def _look(
     return replace(summary, problems=tuple(problems))
 
 
-def _named_apart(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Call runs whose folders have one name by their paths."""
+def _with_unique_names(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """Replace repeated names by the paths."""
     names = [run.name for run in runs]
     return [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
 
 
 def _differing(runs: Sequence[RunSummary]) -> Mapping[str, Mapping[str, str]]:
-    told = {run.name: dict(leaves_of(run.config)) for run in runs if run.config is not None}
-    names = sorted({name for leaves in told.values() for name in leaves})
+    configs = {run.name: dict(leaves_of(run.config)) for run in runs if run.config is not None}
+    names = sorted({name for leaves in configs.values() for name in leaves})
     values = {
-        name: {run: leaves.get(name, _LACKING) for run, leaves in told.items()} for name in names
+        name: {run: leaves.get(name, _LACKING) for run, leaves in configs.items()} for name in names
     }
     return {name: by_run for name, by_run in values.items() if len(set(by_run.values())) > 1}

@@ -1,4 +1,4 @@
-"""What checkpoints will cost: size, time and space, before a job is started."""
+"""`dc.estimate`: the size, time and space of a job's checkpoints, before it starts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy, parse_rules
 from dist_ckpt.tools.rewrite.reshard import even
 
-# Saves of a job that are gone through one by one.
+# The most saves that are simulated, one by one.
 MAX_SAVES = 5000
-# What a write test writes: enough to be beyond what a storage answers from memory at once.
+# The size of a write test: more than the write cache of a storage.
 TEST_NBYTES = 256 << 20
 _TEST_PART = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a run's checkpoints will cost, in bytes and seconds; what cannot be said is None.
+    """The cost of a run's checkpoints in bytes and seconds; unknown fields are None.
 
-    `nbytes` is of one checkpoint, of which the fullest of `world_size` ranks writes `nbytes_rank`.
-    `num_saves` are made, of which `num_kept` stay at the end; at most `num_at_once` lie there at a
-    time, with the one being written, which is `nbytes_peak`. `save_s` is how long a save takes at
-    `rate`, in bytes a second of all ranks together. `nbytes_free` is free at `folder` now.
+    `nbytes` is the size of one checkpoint; of `world_size` ranks the fullest writes `nbytes_rank`.
+    The run makes `num_saves`, of which `num_kept` remain at the end. At most `num_at_once` exist at
+    a time, with the one being written, and take `nbytes_peak`. A save takes `save_s` at `rate`, in
+    bytes a second of all ranks together. `nbytes_free` is free at `folder` now.
     """
 
     path: str
@@ -50,21 +50,21 @@ class Estimate:
 
     @property
     def nbytes_peak(self) -> int:
-        """The most that lies in the folder at a time."""
+        """The most bytes of checkpoints at a time."""
         return self.num_at_once * self.nbytes
 
     @property
     def save_s(self) -> float | None:
-        """How long one save takes to write."""
+        """The seconds of one save."""
         return None if self.rate is None else self.nbytes / self.rate
 
     @property
     def fits(self) -> bool:
-        """Say whether the folder has the space now."""
+        """Whether the folder has enough space now."""
         return self.nbytes_peak <= self.nbytes_free
 
 
-def estimate(  # noqa: PLR0913 - what a job is
+def estimate(  # noqa: PLR0913 - the parameters of a job
     path: str | os.PathLike[str],
     *,
     world_size: int | None = None,
@@ -75,55 +75,54 @@ def estimate(  # noqa: PLR0913 - what a job is
     rate: float | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """Return what checkpoints like that at `path` will cost a job on `world_size` ranks.
+    """Estimate the cost of checkpoints like the one at `path` for a job on `world_size` ranks.
 
-    It is planned as a save is, every tensor cut evenly over the ranks, so it writes what a sharded
-    job would; default are the ranks that saved it. The job saves every `save_every` of `steps`
-    steps, and prunes by `keep`, without which all stay; default is one save. Rules that ask for
-    time need `step_s`, the seconds of a step. Metrics are taken to be as costly as can be: the best
-    are the oldest. `rate` is in bytes a second. `folder` is where they will lie, default that of
-    the checkpoint. Nothing is written. Raises ValueError for what makes no sense, otherwise as
-    `dc.open`.
+    A save is planned with every tensor split evenly over the ranks; by default over the ranks that
+    saved it. The job saves every `save_every` of `steps` steps, by default once, and prunes by
+    `keep`. Without `keep` all checkpoints remain. Rules with a time need `step_s`, the seconds of a
+    step. Metrics are assumed at the highest cost: the best checkpoints are the oldest. `rate` is in
+    bytes a second. `folder` is the target, by default the folder of the checkpoint. Nothing is
+    written. Raises ValueError for bad arguments, otherwise as `dc.open`.
     """
-    num_saves = _checked(steps, save_every, step_s, rate)
+    num_saves = _count_saves(steps, save_every, step_s, rate)
     if keep is not None and not isinstance(keep, RetentionPolicy):
         raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")
     opened = OpenCheckpoint.open(path, opener=OPENER)
-    where, index, main = opened.path, opened.index, opened.merged_objects()
+    index, main = opened.index, opened.merged_objects()
     world_size = index.catalog.world_size if world_size is None else world_size
     plan = plan_stored(index.catalog, even(world_size), main.tree, main.numpy)
     files = stored_nbytes(plan.catalog)
     ranks = [0] * world_size
     for (_, rank), nbytes in files.items():
         ranks[rank] += nbytes
-    others = sum(one.nbytes for table in (index.objects, index.attached) for one in table)
+    documents = sum(file.nbytes for table in (index.objects, index.attached) for file in table)
     interval = (save_every or 1, None if step_s is None else (save_every or 1) * step_s)
-    kept, at_once = _kept(num_saves, interval, keep)
-    target = where if folder is None else open_storage(folder)[1]
+    num_kept, num_at_once = _simulate(num_saves, interval, keep)
+    target = opened.path if folder is None else open_storage(folder)[1]
     return Estimate(
-        path=where,
+        path=opened.path,
         world_size=world_size,
-        nbytes=sum(ranks) + others,
+        nbytes=sum(ranks) + documents,
         nbytes_rank=max(ranks),
         num_files=len(files) + len(index.objects) + len(index.attached),
         num_saves=num_saves,
-        num_kept=kept,
-        num_at_once=at_once,
+        num_kept=num_kept,
+        num_at_once=num_at_once,
         rate=rate,
         folder=target,
         nbytes_free=free_nbytes(target),
     )
 
 
-def _checked(
+def _count_saves(
     steps: int | None, save_every: int | None, step_s: float | None, rate: float | None
 ) -> int:
-    """Return how many saves a job makes. ValueError for what makes no sense."""
+    """Return the number of saves of a job. ValueError for bad arguments."""
     if (steps is None) != (save_every is None):
         raise ValueError("steps and save_every go together: give both (--steps, --save-every)")
-    for name, given in (("steps", steps), ("save_every", save_every)):
-        if given is not None and (type(given) is not int or given < 1):
-            raise ValueError(f"{name}={given!r}: give a number from 1 on")
+    for name, value in (("steps", steps), ("save_every", save_every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r}: give a number from 1 on")
     for name, number in (("step_s", step_s), ("rate", rate)):
         if number is None:
             continue
@@ -133,41 +132,42 @@ def _checked(
     if not 1 <= num_saves <= MAX_SAVES:
         raise ValueError(
             f"{steps} steps with a save every {save_every} are {num_saves} saves: give 1 to "
-            f"{MAX_SAVES}, such as those of a part of the job"
+            f"{MAX_SAVES} saves, such as a part of the job"
         )
     return num_saves
 
 
-def _kept(
+def _simulate(
     num_saves: int, interval: tuple[int, float | None], keep: RetentionPolicy | None
 ) -> tuple[int, int]:
-    """Return how many checkpoints stay, and how many there are at once at most. Pure."""
+    """Return the number of checkpoints at the end, and the most at once. Pure."""
     if keep is None:
         return num_saves, num_saves
     rules = parse_rules(str(keep))
     is_of_time = any({"days", "hours"} & named.keys() for _, _, named in rules)
     if is_of_time and interval[1] is None:
-        raise ValueError(f"{keep} asks for time: say how long a step takes, step_s (--step-s)")
+        raise ValueError(f"{keep} needs the time of a step: give step_s (--step-s)")
     metrics = {
         str(named[way]): sign
         for _, _, named in rules
         for way, sign in (("min", 1.0), ("max", -1.0))
         if way in named
     }
-    there: list[Candidate] = []
+    saves: list[Candidate] = []
     most = 0
     for number in range(1, num_saves + 1):
-        there.append(_candidate(number, interval, metrics))
-        most = max(most, len(there))
-        reasons = keep.reasons(there)
-        there = [one for one, told in zip(there, reasons, strict=True) if told or one is there[-1]]
-    return len(there), most
+        saves.append(_candidate(number, interval, metrics))
+        most = max(most, len(saves))
+        reasons = keep.reasons(saves)
+        newest = saves[-1]
+        saves = [s for s, texts in zip(saves, reasons, strict=True) if texts or s is newest]
+    return len(saves), most
 
 
 def _candidate(
     number: int, interval: tuple[int, float | None], metrics: dict[str, float]
 ) -> Candidate:
-    """Return a save of the job; what is measured of it is worse than of all before."""
+    """Return a save of the job; its metrics are worse than those of all earlier saves."""
     return Candidate(
         step=number * interval[0],
         attempt=Attempt(1, "0" * 16),
@@ -177,24 +177,24 @@ def _candidate(
 
 
 def free_nbytes(folder: str) -> int:
-    """Return what this user may still write where a folder is, or will be. StorageError."""
+    """Return the free bytes for this user at a folder, which need not exist yet. StorageError."""
     try:
-        there = folder
-        while not os.path.isdir(there) and there != "/":
-            there = os.path.dirname(there)
-        found = os.statvfs(there)
+        existing = folder
+        while not os.path.isdir(existing) and existing != "/":
+            existing = os.path.dirname(existing)
+        status = os.statvfs(existing)
     except OSError as error:
         raise StorageError(f"{folder}: its free space is not known: {error.strerror}") from error
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize
 
 
 def measured_rate(folder: str | os.PathLike[str]) -> float:
-    """Write 256 MB into a folder, make them durable, remove them; return the bytes a second.
+    """Write 256 MB into a folder durably, remove them, and return the bytes a second.
 
     Raises StorageError if they cannot be written there, as without space.
     """
-    storage, where = open_storage(folder)
-    name = f"{where}/.dist-ckpt-write-test-{secrets.token_hex(8)}.tmp"
+    storage, path = open_storage(folder)
+    name = f"{path}/.dist-ckpt-write-test-{secrets.token_hex(8)}.tmp"
     part = secrets.token_bytes(_TEST_PART)
     try:
         began = time.monotonic()
@@ -208,7 +208,7 @@ def measured_rate(folder: str | os.PathLike[str]) -> float:
             raise
         seconds = time.monotonic() - began
     except FileNotFoundError as error:
-        raise StorageError(f"{where} is no folder: make it, or give another") from error
+        raise StorageError(f"{path} is not a folder: make it, or give another") from error
     finally:
         with suppress(FileNotFoundError, NotADirectoryError):
             storage.remove(name)

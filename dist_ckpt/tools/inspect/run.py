@@ -31,7 +31,7 @@ _POLL_S = 2.0
 class Run:
     """The checkpoints of a run in a folder, which need not exist yet. Needs no torch or ranks.
 
-    It installs no handlers and keeps nothing open: any process may have one, also while the run
+    It installs no handlers and keeps nothing open: any process may use it, also while the run
     continues. `which` is a step, or a selector: "@latest", "@12000", "@min:val/loss",
     "@max:accuracy", "@tag:release". A checkpoint that has no step, or is not committed, cannot be
     leased, pinned, tagged or measured.
@@ -53,13 +53,13 @@ class Run:
 
     @property
     def checkpoints(self) -> tuple[RunCheckpoint, ...]:
-        """What `dist_ckpt.checkpoints` returns of the folder, read anew."""
+        """The result of `dist_ckpt.checkpoints` for the folder, read anew."""
         return checkpoints(self._root)
 
     def find(self, which: int | str) -> RunCheckpoint:
-        """Return the checkpoint of a step, or that a selector chooses.
+        """Return the checkpoint of a step or of a selector.
 
-        NotFoundError if there is none, ValueError for what is no selector: both say what there is.
+        NotFoundError if it does not exist, ValueError for a bad selector. Both list what exists.
         """
         if type(which) is int and which >= 0:
             return select(self._list(), str(which))
@@ -73,12 +73,11 @@ class Run:
         min: str | None = None,  # noqa: A002 - as of `dc.keep.best`
         max: str | None = None,  # noqa: A002
     ) -> RunCheckpoint | None:
-        """Return the checkpoint with the best value of a metric; None if it was never measured.
+        """Return the checkpoint with the best value of a metric; None if no value exists.
 
-        Of two that are equal the older. An orphaned or replaced checkpoint does not count. If a
-        better value is known of a step whose checkpoint is gone or damaged, that is a
-        NotFoundError, which names it. (What a pruner removes is forgotten with what was measured of
-        it: let `keep.best` be among its rules.) Give `min` or `max`.
+        Give `min` or `max`. The older of two equal ones is returned. Orphaned and replaced
+        checkpoints do not count. Raises NotFoundError if the checkpoint with the best value is
+        gone or damaged. (A pruner removes metrics with a checkpoint: use `keep.best` in its rules.)
         """
         if (min is None) == (max is None):
             raise ValueError('give min= or max=, the name of a metric: best(min="val/loss")')
@@ -89,8 +88,8 @@ class Run:
     ) -> int | None:
         """Wait for a checkpoint above the step `after`; return its step, or None after `timeout_s`.
 
-        It is one that the run may resume from: committed, and not orphaned. The folder need not
-        exist yet. The storage is read every `poll_s` seconds.
+        The checkpoint is committed and not orphaned, so the run may resume from it. The folder need
+        not exist yet. The storage is read every `poll_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -106,9 +105,9 @@ class Run:
     def lease(self, which: int | str, *, ttl_s: float = TTL_S) -> Iterator[Checkpoint]:
         """Open a checkpoint inside a `with`, and protect it there from prune and delete.
 
-        The lease is renewed meanwhile. That of a process that dies, or stalls, expires after
-        `ttl_s` seconds by the storage's clock. NotFoundError if there is no such checkpoint, or if
-        it is about to be removed; StorageError if the folder cannot be written.
+        The lease is renewed meanwhile. After a crash or a stall of the process it expires after
+        `ttl_s` seconds, by the storage's clock. NotFoundError if the checkpoint does not exist, or
+        is about to be removed; StorageError if the folder cannot be written.
         """
         with ExitStack() as stack:
             info = lease_selected(self._storage, lambda: self.find(which), ttl_s, stack)
@@ -148,11 +147,11 @@ class Run:
         among: Collection[RunCheckpoint] | None = None,
         dry_run: bool = False,
     ) -> list[Decision]:
-        """Remove what no rule and no protection keeps; return for each why it stays.
+        """Remove the checkpoints that no rule and no protection keeps; return each with reasons.
 
-        A checkpoint without reasons is removed, or would be without `dry_run`. Never removed are
-        the newest, the newest that passes a quick check, the newest that was checked in full, and
-        what is pinned, tagged or leased. With `among`, checkpoints that an earlier dry run
+        A checkpoint without reasons is removed, unless this is a `dry_run`. The newest is never
+        removed, nor the newest that passes a quick check, nor the newest that was checked in full,
+        nor a pinned, tagged or leased one. With `among`, checkpoints that an earlier dry run
         returned, all others stay. NotFoundError if a rule names a metric that no checkpoint has.
         """
         if not isinstance(keep, RetentionPolicy):
@@ -176,10 +175,10 @@ class Run:
         known = {name for info in listing.checkpoints for name in info.metrics}
         unknown = sorted(metrics_of(keep) - known)
         if unknown and any(not reasons for _, reasons in plan_prune(listing, keep)):
-            there = f"there are {listed(sorted(known))}" if known else "there are none"
+            metrics = f"there are {listed(sorted(known))}" if known else "there are none"
             raise NotFoundError(
                 f"{self._root}: no checkpoint has the metric {unknown[0]!r}, so nothing is "
-                f"removed; {there}"
+                f"removed; {metrics}"
             )
 
     def _list(self) -> Listing:
@@ -212,31 +211,31 @@ def _text(value: object, name: str, least: int = 0) -> str:
 def best_measured(
     storage: Storage, listing: Listing, metric: str, *, is_max: bool
 ) -> RunCheckpoint | None:
-    """Return the best checkpoint of a listing; None if nothing was measured.
+    """Return the best checkpoint of a listing; None if no value exists.
 
-    NotFoundError if what is known to be better is not there any more.
+    NotFoundError if the best checkpoint does not exist any more.
     """
-    there = {one.where: one for one in listing.alive}
-    measured = annotations_of(listing.annotations, time.time()).metrics
-    values = {where: found[metric] for where, found in measured.items() if metric in found}
+    alive = {info.where: info for info in listing.alive}
+    metrics = annotations_of(listing.annotations, time.time()).metrics
+    values = {where: of[metric] for where, of in metrics.items() if metric in of}
     history = read_history(storage, listing.root, with_old=bool(listing.old_folders))
 
     def counts(where: CheckpointKey) -> bool:
-        if where in there:
+        if where in alive:
             return True
-        replaced = any(found and found[0] == where[0] and found > where for found in there)
-        return not (replaced or history.is_orphaned(*where))
+        is_replaced = any(other and other[0] == where[0] and other > where for other in alive)
+        return not (is_replaced or history.is_orphaned(*where))
 
-    known = [where for where, value in values.items() if not isnan(value) and counts(where)]
-    if not known:
+    candidates = [where for where, value in values.items() if not isnan(value) and counts(where)]
+    if not candidates:
         return None
     sign = -1 if is_max else 1
-    best = min(known, key=lambda where: (sign * values[where], where not in there, where))
-    if best not in there:
+    best = min(candidates, key=lambda where: (sign * values[where], where not in alive, where))
+    if best not in alive:
         kind = "max" if is_max else "min"
         raise NotFoundError(
             f"{listing.root}: the best {metric} is {values[best]:g}, of step {best[0]}, whose "
-            f"checkpoint {best[1]} is gone or damaged. What is left of it is "
+            f"checkpoint {best[1]} is gone or damaged. The best that exists is "
             f"@{kind}:{metric}; keep=dc.keep.best(1, {kind}={metric!r}) keeps the best"
         )
-    return there[best]
+    return alive[best]

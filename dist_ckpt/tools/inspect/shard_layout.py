@@ -1,4 +1,4 @@
-"""Which file and rank of a checkpoint holds which part of which tensor."""
+"""`dc.layout`: the file and rank of each part of each tensor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dist_ckpt.openers import OPENER
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """One shard of a tensor: `cell` is a box of it, or a range of its elements in row-major order.
+    """One shard of a tensor, with `nbytes` of data.
 
-    `nbytes` are of its data.
+    `cell` is a box of the tensor, or a range of its elements in row-major order.
     """
 
     tensor: str
@@ -28,7 +28,7 @@ class ShardPlacement:
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """One shard file: its size, and of the tensors that were asked for the shards that it holds."""
+    """One shard file, with its shards of the selected tensors."""
 
     name: str
     rank: int
@@ -40,7 +40,7 @@ class FileContents:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """Who stores what: all shard files, by rank, and how many bytes each rank has stored."""
+    """All shard files, by rank, and the bytes that each rank stores."""
 
     path: str
     files: tuple[FileContents, ...]
@@ -48,7 +48,7 @@ class CheckpointLayout:
 
     @property
     def imbalance(self) -> float:
-        """The bytes of the rank with the most, by the mean of all ranks; 1.0 is even."""
+        """The most bytes of a rank, divided by the mean of all ranks; 1.0 is even."""
         total = sum(self.nbytes_by_rank)
         return max(self.nbytes_by_rank) * len(self.nbytes_by_rank) / total if total else 1.0
 
@@ -59,22 +59,22 @@ def layout(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
 ) -> CheckpointLayout:
-    """Return which file and rank holds which part of the chosen tensors, from the index alone.
+    """Return the file and rank of each part of the selected tensors. Only the index is read.
 
-    Without `include` and `exclude` no shards are listed, for there may be millions: give
-    `include="*"` for all. `path` is what `dc.open` takes. Nothing is changed. Raises ValueError for
-    a pattern that matches nothing, otherwise as `dc.open`.
+    Without `include` and `exclude` no shards are listed, as there may be millions: give
+    `include="*"` for all. `path` is as for `dc.open`. Raises ValueError for a pattern that matches
+    nothing, otherwise as `dc.open`.
     """
     selection = selection_of(include, exclude)
     with OpenCheckpoint.open(path, opener=OPENER) as checkpoint:
         index = checkpoint.index
     names = set() if selection.is_everything else {*checkpoint.select(selection).values()}
-    records = {(one.rank, one.component): one for one in index.files}
+    records = {(record.rank, record.component): record for record in index.files}
     files = []
     for rank, components in enumerate(cells_of_ranks(index.catalog)):
         for component, cells in sorted(components.items()):
             if (record := records.get((rank, component))) is None:
-                continue  # of another system's files, which are cut otherwise
+                continue  # files of another system are split differently
             shards = (
                 ShardPlacement(fqn, cell, cell.numel * DTYPES[dtype].itemsize)
                 for fqn, dtype, _, cell in cells
@@ -91,6 +91,6 @@ def layout(
                 )
             )
     nbytes = [0] * index.catalog.world_size
-    for one in files:
-        nbytes[one.rank] += one.nbytes
+    for file in files:
+        nbytes[file.rank] += file.nbytes
     return CheckpointLayout(checkpoint.path, tuple(files), tuple(nbytes))

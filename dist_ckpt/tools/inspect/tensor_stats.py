@@ -1,4 +1,4 @@
-"""What the values of each tensor of a checkpoint are like, without torch or ranks."""
+"""`dc.stats`: statistics of the values of each tensor of a checkpoint. No torch or ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from dist_ckpt.reports import Progress
 if TYPE_CHECKING:
     import numpy as np
 
-# Elements that are computed with at once: what numpy makes on the way stays small.
+# The most elements at once: numpy's temporary arrays stay small.
 _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """What the values of one tensor are like; `alias_of` names the one that it is tied to.
+    """Statistics of the values of one tensor; a tied tensor has `alias_of`.
 
-    `min`, `max`, `mean` and `rms` (the root of the mean square) are of the finite values, of
-    complex ones the magnitudes; None if there are none. `zeros`, `nan` and `inf` count elements, of
-    complex numbers those with either part so. All are None where elements are no numbers.
+    `min`, `max`, `mean` and `rms` (the root of the mean square) are of the finite values, or of the
+    magnitudes of complex ones; None without a finite value. `zeros`, `nan` and `inf` count
+    elements; a complex number has nan or inf if a part has it. All are None if the dtype has no
+    numbers.
     """
 
     name: str
@@ -47,7 +48,7 @@ class TensorStats:
 
     @property
     def is_finite(self) -> bool:
-        """Say whether there is no nan and no infinity in it."""
+        """Whether it has neither nan nor infinities."""
         return not self.nan and not self.inf
 
 
@@ -58,40 +59,40 @@ def stats(
     exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[TensorStats, ...]:
-    """Return what the values of each tensor of a checkpoint are like, by name in its order.
+    """Return statistics of the values of each tensor of a checkpoint, in its order.
 
-    Every block is read once and checked; about 70 MB of memory are in use, however large it is.
-    `include` and `exclude` are as of `dc.save`. `path` is what `dc.open` takes. One process, which
-    needs numpy and not torch; nothing is changed. Raises ValueError for a pattern that matches
-    nothing, otherwise as `dc.open` and CorruptError for damaged blocks.
+    Every block is read once and checked. It takes about 70 MB of memory, whatever the size.
+    `include` and `exclude` are as of `dc.save`, and `path` as of `dc.open`. One process calls this;
+    it needs numpy, but not torch, and changes nothing. Raises ValueError for a pattern that matches
+    nothing, CorruptError for damaged blocks, otherwise as `dc.open`.
     """
     selection = selection_of(include, exclude)
     numpy_module()  # before anything is read
     with OpenCheckpoint.open(path, opener=OPENER, direct_reads=True) as opened:
         catalog = opened.catalog
         names = opened.select(selection)
-        counted = {fqn: _Counts() for fqn in names.values()}
-        stored = {fqn for fqn in counted if has_numbers(catalog.tensors[fqn].dtype)}
-        total, done = opened.tensor_nbytes(stored), 0
-        for window in opened.stream(stored, window_nbytes=WINDOW_NBYTES):
+        sums = {fqn: _Sums() for fqn in names.values()}
+        numeric = {fqn for fqn in sums if has_numbers(catalog.tensors[fqn].dtype)}
+        total, done = opened.tensor_nbytes(numeric), 0
+        for window in opened.stream(numeric, window_nbytes=WINDOW_NBYTES):
             for want, data in window.parts:
-                counted[want.fqn].add(want.dtype, data)
+                sums[want.fqn].add(want.dtype, data)
             done += window.nbytes
             if progress is not None:
                 progress(done, total)
-        found = {}
-        for fqn, counts in counted.items():
+        by_fqn = {}
+        for fqn, sums_of_tensor in sums.items():
             record = catalog.tensors[fqn]
-            one = TensorStats(fqn, record.dtype, record.shape, prod(record.shape))
-            found[fqn] = counts.finished(one) if fqn in stored else one
+            tensor = TensorStats(fqn, record.dtype, record.shape, prod(record.shape))
+            by_fqn[fqn] = sums_of_tensor.fill(tensor) if fqn in numeric else tensor
     return tuple(
-        found[fqn] if name == fqn else replace(found[fqn], name=name, alias_of=fqn)
+        by_fqn[fqn] if name == fqn else replace(by_fqn[fqn], name=name, alias_of=fqn)
         for name, fqn in names.items()
     )
 
 
-class _Counts:
-    """What is known of one tensor's values so far; they come in any order."""
+class _Sums:
+    """Counts and sums of the values of one tensor so far, in any order."""
 
     def __init__(self) -> None:
         self.finite = self.zeros = self.nan = self.inf = 0
@@ -100,7 +101,7 @@ class _Counts:
         self.sum = self.squares = 0.0
 
     def add(self, dtype: str, data: memoryview) -> None:
-        """Count some elements."""
+        """Add some elements."""
         step = _AT_ONCE * DTYPES[dtype].itemsize
         for start in range(0, data.nbytes, step):
             self._add(numbers(dtype, data[start : start + step]))
@@ -116,12 +117,12 @@ class _Counts:
             values = values[finite]
         if not values.size:
             return
-        # Squares of a float64 may be too large for one, and the magnitude of two complex parts is.
+        # The square of a float64 may overflow a float64, as may the magnitude of a complex128.
         wide = numpy.longdouble if values.dtype.itemsize >= 8 else numpy.float64
         if values.dtype.kind == "c":
             values = numpy.hypot(values.real.astype(wide), values.imag.astype(wide))
         self.finite += values.size
-        # Not `item()`: of a long double it is one.
+        # Not `item()`: for a long double it returns a long double.
         number = float if values.dtype.kind == "f" else int
         low, high = number(values.min()), number(values.max())
         self.lowest = low if self.lowest is None else min(self.lowest, low)
@@ -130,11 +131,11 @@ class _Counts:
         self.sum += exact.sum()
         self.squares += (exact * exact).sum()
 
-    def finished(self, one: TensorStats) -> TensorStats:
-        """Return what all of them are like."""
+    def fill(self, tensor: TensorStats) -> TensorStats:
+        """Return the statistics with all values."""
         numel = self.finite
         return replace(
-            one,
+            tensor,
             min=self.lowest,
             max=self.highest,
             mean=float(self.sum / numel) if numel else None,
