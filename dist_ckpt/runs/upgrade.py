@@ -79,12 +79,12 @@ class UpgradePlan:
 
 
 def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> UpgradePlan:
-    """Return what an upgrade of a root would convert, after all checks that it makes.
+    """Check an upgrade of a root, and return what it converts.
 
-    A `dry_run` changes nothing, and takes the time from this host; else a folder is made and
-    removed to ask the storage for it. NotFoundError if the folder does not exist, ValueError if it is
-    a checkpoint. CorruptError or IncompatibleError if a record of an incarnation cannot be read, or
-    two jobs have recorded the same one; ExistsError if an old folder holds what is not ours.
+    A `dry_run` changes nothing, and takes the time from this host. Otherwise a folder is made and
+    removed to get the time of the storage. NotFoundError if the folder does not exist, ValueError
+    if it is a checkpoint. CorruptError or IncompatibleError if a record of an incarnation cannot be
+    read, or two jobs have recorded the same one. ExistsError if an old folder has other files.
     """
     if list_attempts(storage, root):
         raise ValueError(f"{root} is a checkpoint: give the folder that it is in")

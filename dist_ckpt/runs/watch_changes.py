@@ -63,16 +63,14 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
     return RunObservation(now, listing, incarnation, writing, seen_at)
 
 
-def kept_by(
-    observation: RunObservation, keep: RetentionPolicy | None
-) -> dict[str, tuple[str, ...]]:
+def kept_by(seen: RunObservation, keep: RetentionPolicy | None) -> dict[str, tuple[str, ...]]:
     """Return the reasons why each checkpoint stays, by its path. Pure.
 
     Without `keep` only protections are reasons. Empty if it is not known what is orphaned.
     """
-    if observation.listing.history_problem:
+    if seen.listing.history_problem:
         return {}
-    decisions = plan_prune(observation.listing, keep or RetentionPolicy({}))
+    decisions = plan_prune(seen.listing, keep or RetentionPolicy({}))
     return {info.path: reasons for info, reasons in decisions}
 
 
@@ -109,13 +107,13 @@ def describe_incarnation(record: IncarnationRecord) -> str:
     return f"incarnation {record.number}, {record.by}, {begin}: {record.why}"
 
 
-def _describe_first(observation: RunObservation) -> str:
-    count = sum(info.state == "committed" for info in observation.listing.checkpoints)
+def _describe_first(seen: RunObservation) -> str:
+    count = sum(info.state == "committed" for info in seen.listing.checkpoints)
     if not count:
         return "no checkpoints yet"
     newest = "there is none that a run may resume from"
-    if observation.newest is not None:
-        newest = f"the newest is of step {observation.newest.step}"
+    if seen.newest is not None:
+        newest = f"the newest is of step {seen.newest.step}"
     return f"{count} checkpoint{'s' * (count != 1)}: {newest}"
 
 
