@@ -184,7 +184,7 @@ def test_every_command_takes_a_selector(run, root, words):
     assert "s4" in out
     code, _, err = run(*words.format(f"{root}@newest").split())
     assert code == 2
-    assert "'newest' is no selector: there are @latest" in err
+    assert "'newest' is not a selector: there are @latest" in err
     code, _, err = run(*words.format(f"{root}@99").split())
     assert code == 3
     assert "no checkpoint of step 99" in err

@@ -48,9 +48,9 @@ def test_prune_without_yes_is_refused(run, root):
     ("policy", "code", "told"),
     [
         ("last(0)", 2, "give a number from 1 on"),
-        ("latest(3)", 2, "'latest' is no rule; there are best, every, last, within"),
-        ("last(3) &", 2, "is no policy"),
-        ("", 2, "is no policy"),
+        ("latest(3)", 2, "'latest' is not a rule; there are best, every, last, within"),
+        ("last(3) &", 2, "is not a policy"),
+        ("", 2, "is not a policy"),
         ("best(1, min='loss', unmeasured=0)", 3, "no checkpoint has the metric 'loss'"),
     ],
 )
@@ -76,7 +76,7 @@ def test_what_was_not_shown_is_not_pruned(run, root, monkeypatch):
     monkeypatch.setattr(output, "confirm", confirm)
     code, out, _ = run("prune", root, "--keep", "last(1)", "--explain")
     assert code == 0
-    assert "kept  s4  its removal was not asked for" in out
+    assert "kept  s4  its removal was not requested" in out
     assert steps(root) == [4, 5]
 
 
@@ -90,8 +90,8 @@ def test_the_same_checkpoint_elsewhere_was_not_shown(run, root, monkeypatch):
     monkeypatch.setattr(output, "confirm", confirm)
     code, out, _ = run("prune", root, "--keep", "last(1)", "--explain")
     assert code == 0
-    assert "kept  precious  its removal was not asked for" in out
-    assert "kept  mine  its removal was not asked for" in out
+    assert "kept  precious  its removal was not requested" in out
+    assert "kept  mine  its removal was not requested" in out
     assert [one.name for one in dc.checkpoints(root)] == ["precious", "mine", "s4"]
 
 

@@ -440,9 +440,7 @@ def test_what_cannot_be_upgraded_is_said_before_anything_changes() -> None:
         r"\.starts has files that dist_ckpt did not write \(notes\)",
         **{".starts/notes": b""},
     )
-    refused(
-        ExistsError, r"\.facts has .*\(notes\)", **{".facts/notes": b"", ".annotations/x": b""}
-    )
+    refused(ExistsError, r"\.facts has .*\(notes\)", **{".facts/notes": b"", ".annotations/x": b""})
     other = next(
         data for path, data in upgraded(OLD).items() if path.endswith(".incarnations/1.json")
     )
