@@ -1,6 +1,5 @@
-"""A run's checkpoints: when one is saved, by what ranks agree on it, and what a run goes on from.
+"""A run's checkpoints: the save policy, the agreement of the ranks, and the resume.
 
-`checkpointer.py` is the front door, `run_session.py` what happens at a boundary. `save_policy.py`
-has the policies, as plain values; `checkpointer/coordination/barrier_rounds.py` is how ranks agree,
-and `checkpointer/coordination/barrier_rounds.py` does it.
+`checkpointer.py` is the front door. `run_session.py` acts at a boundary on which the ranks agree by
+`coordination/barrier_rounds.py`. `save_policy.py` has the policies, which are values.
 """

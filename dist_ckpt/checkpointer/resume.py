@@ -1,7 +1,7 @@
 """Start or resume a run: select the restore point, load it, record the incarnation.
 
-The restore point is the newest committed checkpoint that is not orphaned, from memory if a newer
-save is there. Only a damaged one is skipped, after a second read past the page cache has confirmed
+The restore point is the newest committed checkpoint that is not orphaned, or a newer save in
+memory. Only a damaged one is skipped, after a second read past the page cache has confirmed
 the damage: a temporary error of the storage must not roll a run back. An incarnation that writes
 is recorded when its state is loaded, before its first save. The saved configuration is compared
 with that of the run.

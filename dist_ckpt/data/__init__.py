@@ -1,1 +1,1 @@
-"""Where a job stands in its data: an order and a position in it that any number of ranks share."""
+"""The position of a job in its data: one order and one position for any number of ranks."""

@@ -606,7 +606,7 @@ def test_closing_lets_go_of_all(arenas, rank_folder):
 
 
 FORKED = """
-ArenaPool._memory = lambda arenas, number, nbytes: ("here", create_anonymous(nbytes))
+ArenaPool._allocate = lambda arenas, number, nbytes: ("here", create_anonymous(nbytes))
 arena = ArenaPool(JobFolder("job", roots=[args[0]]).rank(1)).fitting(0, 1 << 20)
 arena.memory[5000] = 7
 def held():

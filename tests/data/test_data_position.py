@@ -238,12 +238,12 @@ def test_another_order_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"first_samples": [0] * 8}, r"another order: this torch .* shuffles otherwise"),
+        ({"first_samples": [0] * 8}, r"another order: this torch .* shuffles differently"),
         ({"consumed": 24}, r"at 24 of 23 samples"),
         ({"consumed": -1}, r"at -1 of 23 samples"),
         ({"consumed": 0, "epoch": 1 << 64}, r"of epoch 1844"),
-        ({"seed": False}, r"`seed` is False, no int"),
-        ({"more": 1}, r"no position of a dc.DataPosition"),
+        ({"seed": False}, r"`seed` is False, not int"),
+        ({"more": 1}, r"not a position of a dc.DataPosition"),
     ],
 )
 def test_a_position_that_lies_is_refused(changes: dict[str, object], message: str) -> None:
@@ -262,7 +262,7 @@ def test_what_a_loader_of_its_own_state_saved_is_refused(tmp_path: Path) -> None
     with pytest.raises(dc.IncompatibleError, match=r"a value without tensors, .* a PerRank"):
         dc.load({"data": dc.PerRank(job.loaders[0])}, tmp_path / "shared")
     dc.save({"data": {"consumed": 3}}, tmp_path / "plain")
-    with pytest.raises(dc.IncompatibleError, match=r"data: saved was no position"):
+    with pytest.raises(dc.IncompatibleError, match=r"data: the saved value is not a position"):
         dc.load({"data": Job(1).positions[0]}, tmp_path / "plain")
 
 
@@ -295,18 +295,18 @@ def unknown_loaders() -> Iterator[tuple[object, str]]:
         "StatefulDistributedSampler": stateful,
         "Infinite": Infinite(data, 1, 0),
     }.items():
-        yield make(data, sampler=sampler), rf"{name} yields .*sampler=dc.Elastic"
-    yield make(data, shuffle=True), "RandomSampler yields"
-    yield make(data), "SequentialSampler yields"
-    yield make(data, batch_sampler=in_twos), "BatchSampler yields"
+        yield make(data, sampler=sampler), rf"{name} on other ranks .*sampler=dc.Elastic"
+    yield make(data, shuffle=True), "RandomSampler on other ranks"
+    yield make(data), "SequentialSampler on other ranks"
+    yield make(data, batch_sampler=in_twos), "BatchSampler on other ranks"
     own = torchdata_samplers.BatchSampler(elastic, 2, drop_last=False)
-    yield make(data, batch_sampler=own), "BatchSampler yields"
+    yield make(data, batch_sampler=own), "BatchSampler on other ranks"
     late = make(data, sampler=elastic, num_workers=1, in_order=False)
     yield late, "in_order=False"
     yield DataLoader(cast(Any, data), sampler=elastic), "fetched ahead .*begin_at"
     nodes: Any = importlib.import_module("torchdata.nodes")
-    yield nodes.Loader(nodes.IterableWrapper(data)), "no StatefulDataLoader"
-    yield data, "a list is no StatefulDataLoader"
+    yield nodes.Loader(nodes.IterableWrapper(data)), "not a StatefulDataLoader"
+    yield data, "a list is not a StatefulDataLoader"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -325,11 +325,11 @@ def test_without_torchdata_the_class_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_sampler_that_another_reads_is_refused() -> None:
     job = Job(1)
     next(iter(DataLoader(cast(Any, range(LENGTH)), sampler=job.samplers[0])))
-    with pytest.raises(dc.CheckpointError, match=r"moved by something else"):
+    with pytest.raises(dc.CheckpointError, match=r"moved by other code"):
         job.state()
     job = Job(1)
     job.loaders[0].load_state_dict({"_num_yielded": 3})
-    with pytest.raises(dc.CheckpointError, match=r"load through the DataPosition alone"):
+    with pytest.raises(dc.CheckpointError, match=r"load only through the DataPosition"):
         job.state()
 
 

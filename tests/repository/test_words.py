@@ -63,7 +63,7 @@ OF_RUNS = ("core.commit", "runs")
 # Names that are still to be renamed. The set only shrinks.
 STILL_THERE = {
     *("told", "_told", "is_told", "_is_told", "_TOLD", "told_by", "forget_told"),
-    *("_told_alignment", "_is_told_epochs", "stand_in"),
+    *("_told_alignment", "stand_in"),
     *("verdict", "_verdict", "_read_verdict", "FACTS", "STARTS"),
 }
 SAYS_NOTHING = {"manager", "handler", "helper", "helpers", "util", "utils", "misc"}

@@ -47,7 +47,7 @@ def find_root_id(storage: Storage, root: str) -> str | None:
         return None
     except CorruptError as error:
         raise CorruptError(
-            f"{file} is no regular file: remove it, or use another root, or AsyncSaver(job=...)"
+            f"{file} is not a regular file: remove it, or use another root, or AsyncSaver(job=...)"
         ) from error
     data = bytearray(_NBYTES + 1)
     try:
@@ -67,7 +67,7 @@ def make_root_id(storage: Storage, root: str) -> str:
     """Return the id of a folder. Create the folder and the id, durably, if they do not exist.
 
     Concurrent callers get the same id. StorageError or ExistsError if it cannot be made,
-    IncompatibleError if the folder is to be upgraded.
+    IncompatibleError if the folder needs an upgrade.
     """
     check_upgraded(storage, root)
     for _ in range(ROUNDS):
@@ -93,7 +93,7 @@ def _put(storage: Storage, root: str) -> None:
         storage.sync(root)
     except StorageError as error:
         raise StorageError(
-            f"{root} gets no file that tells it from another folder of this name ({error}): "
+            f"{root}: the file that identifies this folder cannot be written ({error}): "
             f"make it writable, or use another root, or AsyncSaver(job=...)"
         ) from error
 

@@ -106,7 +106,7 @@ class WriterRendezvous:
         return self._channel
 
     def close(self) -> None:
-        """Leave the store. The other writers see it at once."""
+        """Leave the store. The other writers get that at once."""
         if self._channel is not None:
             self._channel.close()
         if self._client is not None:

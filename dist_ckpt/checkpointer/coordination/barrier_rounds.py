@@ -401,7 +401,7 @@ class BarrierRounds:
                 )
 
     def _why_alone(self, num_turns: int) -> str:
-        """Return why other ranks will not come to this turn, or "" if they may come."""
+        """Return why other ranks will not take this turn, or "" if they may."""
         if passed := self._notes.read([self._key(f"passed/{num_turns}")]):
             return passed[0]
         if closed := self._notes.read([self._key("closed")]):
