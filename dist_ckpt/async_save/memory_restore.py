@@ -146,32 +146,25 @@ class _SaveOnAllHosts:
         return Attempt(max(first, number + 1), self.save.id[:ID_LENGTH])
 
 
+@dataclass
 class _MemoryRestore:
     """One rank's side of a restore. Its arenas are open until `stack` closes them."""
 
-    def __init__(
-        self,
-        ranks: Session,
-        folder: JobFolder,
-        stack: ExitStack,
-        saver: SaverInfo,
-        history: IncarnationHistory | None,
-    ) -> None:
-        self._ranks = ranks
-        self._saver = saver
-        self._folder = folder
-        self._stack = stack
-        self._history = history
-        self._recovered: RecoveredSaves | None = None
-        self._index: bytes | None = None
+    ranks: Session
+    folder: JobFolder
+    stack: ExitStack
+    saver: SaverInfo
+    history: IncarnationHistory | None
+    _recovered: RecoveredSaves | None = None
+    _index: bytes | None = None
 
     def choose(self, unusable: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
         """Agree on the newest usable save. Collective."""
-        channel = self._ranks.channel
-        with self._ranks.operation(f"restore of job {self._folder.job}"):
+        channel = self.ranks.channel
+        with self.ranks.operation(f"restore of job {self.folder.job}"):
             # After this exchange no rank has an orphan writer, so no snapshot changes any more.
             with channel.exchange("settled") as settling:
-                savers = settling.gather(self._saver)
+                savers = settling.gather(self.saver)
                 if savers is not None:
                     check_savers("AsyncSaver.restore", savers)
             with channel.exchange("snapshots") as choosing:
@@ -207,7 +200,7 @@ class _MemoryRestore:
     def _read_host(self) -> tuple[RecoveredSaves, _HostReport]:
         problems: tuple[str, ...] = ()
         if self._recovered is None:
-            self._recovered = self._stack.enter_context(recovered_saves(self._folders()))
+            self._recovered = self.stack.enter_context(recovered_saves(self._folders()))
             problems = self._recovered.problems
         saves = tuple(
             _SaveOnHost(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
@@ -217,9 +210,9 @@ class _MemoryRestore:
 
     def _folders(self) -> Iterator[RankFolder]:
         """Yield the folders of this run's ranks, and those without a living trainer."""
-        for folder in self._folder.present():
+        for folder in self.folder.present():
             # This run has the trainer's locks of its ranks.
-            if folder.rank < self._ranks.channel.world_size or folder.owner("trainer") is None:
+            if folder.rank < self.ranks.channel.world_size or folder.owner("trainer") is None:
                 yield folder
             else:
                 _log.warning("%s is not read: its trainer lives", folder.path)
@@ -236,12 +229,12 @@ class _MemoryRestore:
         if len(candidate.attempts) > 1:
             raise _UnusableError(f"its parts are of several attempts: {sorted(candidate.attempts)}")
         storage, _ = open_storage(save.path)
-        history = self._history
+        history = self.history
         if history is None:
             history = read_history(storage, posixpath.dirname(save.path))
         if _is_orphaned(history, save.step, candidate.attempt_above(0)):
             raise _UnusableError(f"it is orphaned by incarnation {history.newest} of the run")
-        if newer := _find_newer(storage, save, history, self._ranks.config.threads):
+        if newer := _find_newer(storage, save, history, self.ranks.config.threads):
             raise _UnusableError(f"{newer} was committed since")
         attempt = _uncommitted_attempt(storage, candidate, history)
         if attempt is not None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import warnings
 from contextlib import suppress
+from typing import NamedTuple
 from weakref import finalize
 
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, find_only_copy
@@ -47,8 +48,8 @@ class Job:
         self.streams, self.pinned, self.fence = SideStreams(), PinnedArenas(), Fence()
         self._world_size = hello.world_size
         self._has_reclaimed = False
-        self._resources = self._lock, self.arenas, self.pinned, self.fence, self.writer
-        self._dropped = finalize(self, _leave_unclosed, *self._resources, hello.job)
+        self._resources = _Resources(self._lock, self.arenas, self.pinned, self.fence, self.writer)
+        self._dropped = finalize(self, _leave_unclosed, self._resources, hello.job)
         # The exit of the process releases the resources.
         self._dropped.atexit = False
 
@@ -83,7 +84,7 @@ class Job:
         """Let the writer finish staged saves and end. Another process may become the trainer."""
         self._dropped.detach()
         self.fence.close()
-        _leave(*self._resources)
+        self._resources.leave()
 
     def close(self, *, keep: bool) -> None:
         """End the writer when all saves are settled. Free the memory, unless `keep`.
@@ -125,40 +126,40 @@ class Job:
         self.folder.discard()
 
 
-def _leave(
-    lock: LockFile, arenas: ArenaPool, pinned: PinnedArenas, fence: Fence, writer: WriterHandle
-) -> None:
-    """Let the writer finish staged saves; release the lock. Does not wait for storage."""
-    try:
-        fence.join()
-        pinned.close()
-    finally:
-        arenas.close()
-        writer.detach()
-        lock.release()
+class _Resources(NamedTuple):
+    """The resources of a job, apart from the job: they outlive its last reference."""
+
+    lock: LockFile
+    arenas: ArenaPool
+    pinned: PinnedArenas
+    fence: Fence
+    writer: WriterHandle
+
+    def leave(self) -> None:
+        """Let the writer finish staged saves; release the lock. Does not wait for storage."""
+        try:
+            self.fence.join()
+            self.pinned.close()
+        finally:
+            self.arenas.close()
+            self.writer.detach()
+            self.lock.release()
 
 
-def _leave_unclosed(
-    lock: LockFile,
-    arenas: ArenaPool,
-    pinned: PinnedArenas,
-    fence: Fence,
-    writer: WriterHandle,
-    job: str,
-) -> None:
+def _leave_unclosed(resources: _Resources, job: str) -> None:
     """Leave a job that was not closed. Log the state of its saves."""
-    if not lock.is_locked:  # a forked child has no part in it
+    if not resources.lock.is_locked:  # a forked child has no part in it
         return
     # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
     # an optimizer step may be iterating over all hooks now.
-    _leave(lock, arenas, pinned, fence, writer)
-    if unsettled := writer.unsettled:
+    resources.leave()
+    if unsettled := resources.writer.unsettled:
         _log.warning(
             "an AsyncSaver of job %s was dropped without close(): its background writer continues "
             "with %d unsettled saves, and only its log has their outcome",
             *(job, len(unsettled)),
         )
-    for order in writer.failed:
+    for order in resources.writer.failed:
         _log.error("a background save of job %s has failed: %s", job, order.failure)
     warnings.warn(f"unclosed AsyncSaver of job {job}", ResourceWarning, stacklevel=2)
 

@@ -16,25 +16,7 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import TypeVar
 
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder, check_file
-from dist_ckpt.async_save.writer.messages import (
-    Abort,
-    Close,
-    Done,
-    Go,
-    Hello,
-    Link,
-    LinkClosedError,
-    Pause,
-    Paused,
-    Ping,
-    Pong,
-    Ready,
-    Refused,
-    Serve,
-    Serving,
-    Write,
-    WriterMessage,
-)
+from dist_ckpt.async_save.writer import messages
 from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError
@@ -63,8 +45,8 @@ T = TypeVar("T")
 
 
 def start(
-    folder: RankFolder, hello: Hello, *, timeout_s: float = START_S
-) -> tuple[Link, Popen[bytes]]:
+    folder: RankFolder, hello: messages.Hello, *, timeout_s: float = START_S
+) -> tuple[messages.Link, Popen[bytes]]:
     """Start the writer of a rank, and return it when it is ready. It logs into its folder.
 
     Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
@@ -72,19 +54,19 @@ def start(
     """
     check_file(folder.log_path)
     trainer_end, writer_end = socket.socketpair()
-    link = Link(trainer_end)
+    link = messages.Link(trainer_end)
     process: Popen[bytes] | None = None
     try:
         with writer_end:
             process = _start_process(folder.log_path, writer_end.fileno())
         link.send(hello)
         answer = link.receive(timeout_s)
-        if isinstance(answer, Ready):
+        if isinstance(answer, messages.Ready):
             return link, process
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise error_of(answer.failure)
         fact = f"it has not begun within {timeout_s:g} s"
-    except LinkClosedError:
+    except messages.LinkClosedError:
         fact = "it has ended at once"
     except OSError as error:
         _end(link, process)
@@ -132,7 +114,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _end(link: Link, process: Popen[bytes] | None) -> None:
+def _end(link: messages.Link, process: Popen[bytes] | None) -> None:
     link.close()
     if process is not None:
         try:
@@ -152,7 +134,7 @@ class WriteJob:
     snapshot: str
     arena: int
     staged: threading.Event = field(default_factory=threading.Event)
-    done: Done | None = None
+    done: messages.Done | None = None
     lost: Failure | None = None
     is_reported: bool = False
     is_dropped: bool = False
@@ -180,14 +162,14 @@ class WriteJob:
 class WriterHandle:
     """One rank's writer. A new process replaces one that has died. Threads may share it."""
 
-    def __init__(self, folder: RankFolder, hello: Hello) -> None:
+    def __init__(self, folder: RankFolder, hello: messages.Hello) -> None:
         self._folder = folder
         self._hello = hello
         self._lock = threading.RLock()
-        self._link: Link | None = None
+        self._link: messages.Link | None = None
         self._process: Popen[bytes] | None = None
         self._orders: dict[str, WriteJob] = {}
-        self._answer: WriterMessage | None = None
+        self._answer: messages.WriterMessage | None = None
         self.num_restarts = 0
         self.num_dropped = 0
         self.has_committed = False
@@ -224,7 +206,7 @@ class WriterHandle:
             try:
                 while (message := self._link.receive(0.0)) is not None:
                     self._process_message(message)
-            except LinkClosedError:
+            except messages.LinkClosedError:
                 self._lose()
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -241,7 +223,7 @@ class WriterHandle:
             if time.monotonic() > ping_at:
                 # A frozen writer is lost now. Otherwise this would wait without end.
                 with suppress(RankError):
-                    self._request(Ping(), Pong)
+                    self._request(messages.Ping(), messages.Pong)
                 ping_at = time.monotonic() + PING_S
         return True
 
@@ -280,7 +262,7 @@ class WriterHandle:
                 if order.is_settled and (order.is_reported or not order.failure):
                     del self._orders[order.snapshot]
 
-    def order(self, order: WriteJob, write: Write) -> None:
+    def order(self, order: WriteJob, write: messages.Write) -> None:
         """Send a snapshot to the writer. If the writer is dead, the save is lost, without an error.
 
         An interrupt of this call kills the writer.
@@ -300,17 +282,17 @@ class WriterHandle:
 
     def abort(self, order: WriteJob, reason: str) -> None:
         """Make a save fail that could not be staged."""
-        self._send(Abort(order.snapshot, reason))
+        self._send(messages.Abort(order.snapshot, reason))
 
     def serve(self, towards: str) -> tuple[str, int, bytes]:
         """Make the writer serve a new store. Return its host, port and token."""
         token = secrets.token_bytes(32)
-        answer = self._request(Serve(token, towards), Serving)
+        answer = self._request(messages.Serve(token, towards), messages.Serving)
         return answer.host, answer.port, token
 
     def pause(self, snapshot: str) -> bool:
         """Pause a save. Return False if it has begun."""
-        return self._request(Pause(snapshot), Paused).is_paused
+        return self._request(messages.Pause(snapshot), messages.Paused).is_paused
 
     def go(self, snapshot: str, *, drop: bool) -> None:
         """Continue a paused save, or drop it."""
@@ -318,16 +300,16 @@ class WriterHandle:
         if drop and order is not None and not order.is_settled:  # settled: its writer died
             order.is_dropped = True
             self.num_dropped += 1
-        self._send(Go(snapshot, drop))
+        self._send(messages.Go(snapshot, drop))
 
     def detach(self) -> None:
         """Let the writer end when all saves are settled. Handles still get results. No wait."""
-        self._send(Close())
+        self._send(messages.Close())
 
     def close(self, timeout_s: float) -> None:
         """End the writer when all saves are settled. Kill it after `timeout_s`."""
         with self._lock:
-            self._send(Close())
+            self._send(messages.Close())
             if self._process is not None:
                 try:
                     self._process.wait(timeout_s)
@@ -340,7 +322,7 @@ class WriterHandle:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _request(self, request: WriterMessage, answer_type: type[T]) -> T:
+    def _request(self, request: messages.WriterMessage, answer_type: type[T]) -> T:
         """Return the writer's answer. RankError if it sends none: it is killed then."""
         with self._lock:
             self._answer = None
@@ -349,7 +331,7 @@ class WriterHandle:
             while self._answer is None and self._link is not None and time.monotonic() < until:
                 self.look(_SLICE_S)
             answer = self._answer
-            if isinstance(answer, Refused):
+            if isinstance(answer, messages.Refused):
                 raise error_of(answer.failure)
             if not isinstance(answer, answer_type):
                 self.kill()
@@ -367,16 +349,16 @@ class WriterHandle:
                 self._process.kill()
             self._lose()
 
-    def _send(self, message: WriterMessage) -> None:
+    def _send(self, message: messages.WriterMessage) -> None:
         with self._lock:
             if self._link is not None:
                 try:
                     self._link.send(message)
-                except LinkClosedError:
+                except messages.LinkClosedError:
                     self.look()  # its last messages
 
-    def _process_message(self, message: WriterMessage) -> None:
-        if not isinstance(message, Done):
+    def _process_message(self, message: messages.WriterMessage) -> None:
+        if not isinstance(message, messages.Done):
             self._answer = message
         elif (order := self._orders.get(message.snapshot)) is not None:
             order.done = message

@@ -152,22 +152,9 @@ class Done(_Kind, frozen=True):
     failure: Failure | None
 
 
-WriterMessage = (
-    Hello
-    | Serve
-    | Write
-    | Abort
-    | Pause
-    | Go
-    | Ping
-    | Close
-    | Ready
-    | Refused
-    | Serving
-    | Paused
-    | Pong
-    | Done
-)
+FromTrainer = Hello | Serve | Write | Abort | Pause | Go | Ping | Close
+FromWriter = Ready | Refused | Serving | Paused | Pong | Done
+WriterMessage = FromTrainer | FromWriter
 _DECODER: msgpack.Decoder[WriterMessage] = msgpack.Decoder(WriterMessage)
 
 

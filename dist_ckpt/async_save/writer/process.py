@@ -24,26 +24,7 @@ from contextlib import suppress
 from types import FrameType
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.writer.messages import (
-    WRITER_END_S,
-    Abort,
-    Close,
-    Go,
-    Hello,
-    Link,
-    LinkClosedError,
-    Pause,
-    Paused,
-    Ping,
-    Pong,
-    ProtocolError,
-    Ready,
-    Refused,
-    Serve,
-    Serving,
-    Write,
-    WriterMessage,
-)
+from dist_ckpt.async_save.writer import messages
 from dist_ckpt.async_save.writer.write_jobs import (
     OpenArenas,
     WriterQueue,
@@ -101,7 +82,7 @@ class Termination:
     hang on stderr.
     """
 
-    def __init__(self, end_s: float = WRITER_END_S) -> None:
+    def __init__(self, end_s: float = messages.WRITER_END_S) -> None:
         self._end_s = end_s
         self._is_signalled = False
         self._is_raised = False
@@ -165,7 +146,7 @@ class Stores:
         self._servers: dict[bytes, KeyServer] = {}
         self._newest = b""
 
-    def serve(self, message: Serve) -> Serving:
+    def serve(self, message: messages.Serve) -> messages.Serving:
         """Serve another store. OSError or ValueError if that fails."""
         host = "" if message.towards else "127.0.0.1"
         server = KeyServer(message.token, host=host)
@@ -173,7 +154,7 @@ class Stores:
             self._servers[message.token] = server
             self._newest = message.token
         public_host = reachable_host(message.towards) if message.towards else host
-        return Serving(public_host, server.address[1])
+        return messages.Serving(public_host, server.address[1])
 
     def close_unused(self, needed: set[bytes]) -> None:
         """Close all stores but the newest and those with the `needed` tokens."""
@@ -194,8 +175,8 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        link: Link,
-        hello: Hello,
+        link: messages.Link,
+        hello: messages.Hello,
         rate_limit: RateLimit | None,
         arenas: OpenArenas,
         termination: Termination,
@@ -224,7 +205,7 @@ class BackgroundWriter:
                 done = save.settle()
                 # After `done` the trainer may overwrite the snapshot, so it must be sealed before.
                 self._termination.finish()
-                with suppress(LinkClosedError):
+                with suppress(messages.LinkClosedError):
                     self._link.send(done)
                 if done.failure is not None:
                     gc.collect()  # the traceback refers to the memory of an arena
@@ -246,7 +227,7 @@ class BackgroundWriter:
         needed = {save.write.token for save in self._queue.unsettled}
         self._stores.close_unused(needed | {self._rendezvous.token or b""})
 
-    def _check(self, write: Write) -> None:
+    def _check(self, write: messages.Write) -> None:
         self._termination.check()
         self._queue.check(write)
 
@@ -254,10 +235,10 @@ class BackgroundWriter:
         try:
             while (message := self._link.receive(None)) is not None:
                 self._process_message(message)
-        except ProtocolError as error:
+        except messages.ProtocolError as error:
             _log.error("%s", error)
             self._problem = str(error)
-        except LinkClosedError as error:
+        except messages.LinkClosedError as error:
             _log.info("the trainer has ended (%s): staged saves are written, then this ends", error)
         except Exception as error:  # noqa: BLE001 - a thread's outer edge
             _log.exception("the link to the trainer has failed")
@@ -266,27 +247,27 @@ class BackgroundWriter:
             self._queue.end(is_trainer_gone=True)
             self._rendezvous.hurry()
 
-    def _process_message(self, message: WriterMessage) -> None:
+    def _process_message(self, message: messages.WriterMessage) -> None:
         queue = self._queue
         match message:
-            case Write():
+            case messages.Write():
                 queue.put(WriterSave(self._saves, message, self._arenas.open(message)))
-            case Serve():
+            case messages.Serve():
                 self._link.send(self._serve(message))
-            case Abort(snapshot, reason):
+            case messages.Abort(snapshot, reason):
                 queue.abort(snapshot, reason)
-            case Pause(snapshot):
-                self._link.send(Paused(snapshot, queue.pause(snapshot)))
-            case Go(snapshot, drop):
+            case messages.Pause(snapshot):
+                self._link.send(messages.Paused(snapshot, queue.pause(snapshot)))
+            case messages.Go(snapshot, drop):
                 queue.go(snapshot, drop=drop)
-            case Ping():
-                self._link.send(Pong())
-            case Close():
+            case messages.Ping():
+                self._link.send(messages.Pong())
+            case messages.Close():
                 queue.end(is_trainer_gone=False)
             case _:
-                raise ProtocolError(f"the trainer sent a {type(message).__name__}")
+                raise messages.ProtocolError(f"the trainer sent a {type(message).__name__}")
 
-    def _serve(self, message: Serve) -> Serving | Refused:
+    def _serve(self, message: messages.Serve) -> messages.Serving | messages.Refused:
         _allow_many_connections()
         try:
             serving = self._stores.serve(message)
@@ -295,7 +276,7 @@ class BackgroundWriter:
             return serving
         except (OSError, ValueError) as error:
             host = host_of(self._hello.config)
-            return Refused(failure_of(error, "serve", self._hello.rank, host))
+            return messages.Refused(failure_of(error, "serve", self._hello.rank, host))
 
 
 def _ignore_signals() -> None:
@@ -351,7 +332,7 @@ def main(arguments: list[str]) -> int:
     except TerminatedError as error:
         _log.warning("ended: %s; uncommitted saves are abandoned", error)
         return EXIT_CODE
-    except LinkClosedError as error:
+    except messages.LinkClosedError as error:
         problem = str(error)
     except Exception:  # noqa: BLE001 - the process's outer edge
         _log.exception("ended by an internal error")
@@ -363,18 +344,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _open_link(arguments: list[str]) -> Link | None:
+def _open_link(arguments: list[str]) -> messages.Link | None:
     """Return the link to the trainer, or None if no trainer started this process."""
     try:
         (number,) = arguments
-        return Link(socket.socket(fileno=int(number)))
+        return messages.Link(socket.socket(fileno=int(number)))
     except (ValueError, OSError):
         return None
 
 
-def _serve_trainer(link: Link, termination: Termination) -> str:
+def _serve_trainer(link: messages.Link, termination: Termination) -> str:
     hello = link.receive(HELLO_S)
-    if not isinstance(hello, Hello):
+    if not isinstance(hello, messages.Hello):
         return f"the first message must be Hello, within {HELLO_S:g} s; the trainer sent {hello}"
     _log_to_stderr(hello.rank)
     _lower_priority()
@@ -386,11 +367,11 @@ def _serve_trainer(link: Link, termination: Termination) -> str:
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
         failure = failure_of(error, "start of a writer", hello.rank, socket.gethostname())
-        link.send(Refused(failure))
+        link.send(messages.Refused(failure))
         return f"it cannot begin: {error}"
     arenas = OpenArenas(folder)
     try:
-        link.send(Ready(os.getpid()))
+        link.send(messages.Ready(os.getpid()))
         _log.info("the writer of rank %d of %d has started", hello.rank, hello.world_size)
         return BackgroundWriter(link, hello, rate_limit, arenas, termination).run()
     finally:

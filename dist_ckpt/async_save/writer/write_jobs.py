@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
@@ -141,27 +142,21 @@ def host_of(config: Config) -> str:
     return f"{config.host or socket.gethostname()}, background writer"
 
 
+@dataclass
 class WriterSaves:
     """The state that the saves of one writer share.
 
     `check` raises if no more of a save will be staged. Several threads call it.
     """
 
-    def __init__(
-        self,
-        hello: Hello,
-        rendezvous: WriterRendezvous,
-        check: Callable[[Write], None],
-        rate_limit: RateLimit | None = None,
-    ) -> None:
-        self.hello = hello
-        self.rendezvous = rendezvous
-        self.check = check
-        self.rate_limit = rate_limit
-        self.slots = BufferPool()  # reused scratch memory
-        self.earlier = LinkableSaves()
-        # One attribute: the thread that seals may read it while another one sets it.
-        self._cached_plan: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
+    hello: Hello
+    rendezvous: WriterRendezvous
+    check: Callable[[Write], None]
+    rate_limit: RateLimit | None = None
+    slots: BufferPool = field(default_factory=BufferPool)  # reused scratch memory
+    earlier: LinkableSaves = field(default_factory=LinkableSaves)
+    # One attribute: the thread that seals may read it while another one sets it.
+    _cached_plan: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
 
     def plan(self, bodies: Bodies) -> tuple[SavePlan, EncodedCatalog]:
         """Return the plan of a save. It is cached while the inventories are the same."""
