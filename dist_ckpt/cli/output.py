@@ -145,6 +145,14 @@ def print_json(document: JsonObject, *, indent: int | None = 2) -> None:
     click.echo(json.dumps(plain_json(msgspec.to_builtins(document, enc_hook=str)), indent=indent))
 
 
+def print_result(document: JsonObject, text: str, *, as_json: bool) -> None:
+    """Print a document, or the text for people."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(printable(text))
+
+
 @contextmanager
 def needs_torch(label: str) -> Iterator[None]:
     """Raise an error with the command that installs torch if it is missing."""
@@ -163,14 +171,12 @@ def write_checkpoint(
     report = run_plan(plan, document_name(document), dry_run=dry_run, as_json=as_json)
     if report is None:
         return
-    if as_json:
-        print_json(convert(report, document))
-        return
-    for source in plan.sources:
-        click.echo(printable(source))
+    if not as_json:
+        for source in plan.sources:
+            click.echo(printable(source))
     linked = f", {report.num_linked} linked" * bool(report.num_linked)
     summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
-    click.echo(printable(f"{report.path}: {summary}{linked}"))
+    print_result(convert(report, document), f"{report.path}: {summary}{linked}", as_json=as_json)
 
 
 def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: bool) -> Result | None:

@@ -198,6 +198,24 @@ MORE_DOCUMENTS = [
 ]
 
 
+def test_a_document_changes_only_with_its_version() -> None:
+    """After a new version, write `schemas()` into the file."""
+    assert schemas() == json.loads((Path(__file__).parent / "schemas.json").read_text())
+
+
+def schemas() -> dict[str, object]:
+    return {name: without_prose(schema.json_schema(name)) for name in schema.NAMES}
+
+
+def without_prose(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [without_prose(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_text = {key for key in ("title", "description") if isinstance(value.get(key), str)}
+    return {key: without_prose(inner) for key, inner in value.items() if key not in is_text}
+
+
 def test_every_document_is_asked_for_here() -> None:
     assert DOCUMENTS.keys() == {*schema.NAMES}
 

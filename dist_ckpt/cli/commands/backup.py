@@ -26,9 +26,5 @@ def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """  # noqa: D301 - click knows the backspace
     plan = plan_backup(path, overwrite=overwrite)
     target = output.run_plan(plan, "backup", dry_run=dry_run, as_json=as_json)
-    if target is None:
-        return
-    if as_json:
-        output.print_json(BackupResult(path=target))
-    else:
-        click.echo(output.printable(target))
+    if target is not None:
+        output.print_result(BackupResult(path=target), target, as_json=as_json)

@@ -102,9 +102,6 @@ def export(
     with output.needs_torch("--dtype" if "dtype" in options else f"--format {format_}"):
         plan = make_plan(source, file, overwrite=overwrite, **options)
         nbytes = output.run_plan(plan, "export", dry_run=dry_run, as_json=as_json)
-    if nbytes is None:
-        return
-    if as_json:
-        output.print_json(ExportResult(path=file, format=format_, nbytes=nbytes))
-    else:
-        click.echo(f"{output.printable(file)}: {size(nbytes)}")
+    if nbytes is not None:
+        document = ExportResult(path=file, format=format_, nbytes=nbytes)
+        output.print_result(document, f"{file}: {size(nbytes)}", as_json=as_json)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import PinResult, TagResult, convert
+from dist_ckpt.cli.results import PinResult
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.errors import NotFoundError
@@ -19,11 +18,7 @@ from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
 
 @click.command()
 @shared_options.path
-@click.option(
-    "--why",
-    default="",
-    help="The reason, which ls and errors show.",
-)
+@click.option("--why", default="", help="The reason, which ls and errors show.")
 @click.option("--remove", is_flag=True, help="Remove the pin.")
 @shared_options.dry_run
 @shared_options.json
@@ -44,24 +39,10 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
             leases.unpin(subject)
         else:
             leases.pin(subject, why)
-    text = f"{'unpinned' if remove else 'pinned'} {subject.path}"
-    print_protection(PinResult, subject, {"why": why, "removed": remove}, text, (dry_run, as_json))
-
-
-def print_protection(
-    document: type[PinResult] | type[TagResult],
-    subject: CheckpointRef,
-    facts: Mapping[str, object],
-    text: str,
-    how: tuple[bool, bool],
-) -> None:
-    """Print the change of a protection, as text or as a document; `how` is (dry_run, as_json)."""
-    dry_run, as_json = how
-    if as_json:
-        about = {"path": subject.path, "step": subject.key[0], "dry_run": dry_run}
-        output.print_json(convert({**about, **facts}, document))
-    else:
-        click.echo(f"{'would be: ' * dry_run}{output.printable(text)}")
+    text = f"{'would be: ' * dry_run}{'unpinned' if remove else 'pinned'} {subject.path}"
+    path, step = subject.path, subject.key[0]
+    document = PinResult(path=path, step=step, why=why, removed=remove, dry_run=dry_run)
+    output.print_result(document, text, as_json=as_json)
 
 
 def checkpoint_to_protect(path: str) -> CheckpointRef:

@@ -43,7 +43,5 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
         if not yes:
             output.confirm(f"Delete {folder}?", f"{folder} is not deleted")
         delete_at(storage, folder, force=force)
-    if as_json:
-        output.print_json(RmResult(path=folder, dry_run=dry_run))
-    else:
-        click.echo(f"{'would be deleted' if dry_run else 'deleted'} {output.printable(folder)}")
+    text = f"{'would be ' * dry_run}deleted {folder}"
+    output.print_result(RmResult(path=folder, dry_run=dry_run), text, as_json=as_json)

@@ -42,11 +42,9 @@ def strip(
         with output.progress("strip") as update:
             report = strip_at(storage, folder, frozenset(components), force=force, progress=update)
         num, nbytes, num_linked = report.num_tensors, report.nbytes, report.num_linked
-    if as_json:
-        document = StripResult(
-            path=folder, num_tensors=num, nbytes=nbytes, num_linked=num_linked, dry_run=dry_run
-        )
-        output.print_json(document)
-        return
+    document = StripResult(
+        path=folder, num_tensors=num, nbytes=nbytes, num_linked=num_linked, dry_run=dry_run
+    )
     suffix = "would be left" if dry_run else f"left, {num_linked} files linked"
-    click.echo(f"{output.printable(folder)}: {num} tensors, {size(nbytes)} {suffix}")
+    text = f"{folder}: {num} tensors, {size(nbytes)} {suffix}"
+    output.print_result(document, text, as_json=as_json)

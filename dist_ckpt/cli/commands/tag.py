@@ -6,8 +6,8 @@ import time
 
 import click
 
-from dist_ckpt.cli import shared_options
-from dist_ckpt.cli.commands.pin import checkpoint_to_protect, print_protection
+from dist_ckpt.cli import output, shared_options
+from dist_ckpt.cli.commands.pin import checkpoint_to_protect
 from dist_ckpt.cli.results import TagResult
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.leases import CheckpointRef
@@ -40,9 +40,11 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
             leases.untag(subject, name)
         else:
             leases.tag(subject, name)
-    text = f"tag {name!r} removed from" if remove else f"tag {name!r} on"
-    facts = {"name": name, "removed": remove}
-    print_protection(TagResult, subject, facts, f"{text} {subject.path}", (dry_run, as_json))
+    change = "removed from" if remove else "on"
+    text = f"{'would be: ' * dry_run}tag {name!r} {change} {subject.path}"
+    path, step = subject.path, subject.key[0]
+    document = TagResult(path=path, step=step, name=name, removed=remove, dry_run=dry_run)
+    output.print_result(document, text, as_json=as_json)
 
 
 def _check_tagged(subject: CheckpointRef, name: str) -> None:

@@ -48,15 +48,10 @@ def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
 
 
 def _print(plan: UpgradePlan, *, dry_run: bool, as_json: bool) -> None:
-    if as_json:
-        output.print_json(convert({**asdict(plan), "dry_run": dry_run}, UpgradeResult))
-        return
-    root = output.printable(plan.root)
-    if not plan.folders:
-        click.echo(f"{root}: nothing to upgrade")
-        return
-    if dry_run:
+    if dry_run and plan.folders and not as_json:
         for job in plan.alive:
             click.echo(f"may use it: {output.printable(job)}")
     counts = f"{plan.num_annotations} annotations and {plan.num_incarnations} incarnations"
-    click.echo(f"{root}: {counts} {'would be ' * dry_run}converted")
+    summary = f"{counts} {'would be ' * dry_run}converted" if plan.folders else "nothing to upgrade"
+    document = convert({**asdict(plan), "dry_run": dry_run}, UpgradeResult)
+    output.print_result(document, f"{plan.root}: {summary}", as_json=as_json)
