@@ -88,6 +88,13 @@ def test_an_old_method_is_refused() -> None:
         saver.leave()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("old", "new"), [("dcp_export", "dcp"), ("torch_export", "torch_save")])
+def test_an_old_module_of_interop_is_refused(old: str, new: str) -> None:
+    with pytest.raises(ImportError, match=rf"^dist_ckpt\.interop\.{old} is called {new} since"):
+        exec(f"from dist_ckpt.interop import {old}", {})
+    importlib.import_module(f"dist_ckpt.interop.{new}")
+
+
 @pytest.mark.parametrize(("module", "old", "new"), CLASSES)
 def test_an_old_class_is_refused_however_it_is_asked_for(module: str, old: str, new: str) -> None:
     if module.endswith("ray_train"):

@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from dist_ckpt.interop.dcp.adapter import DcpLoadReport, StorageReader, StorageWriter, load
     from dist_ckpt.interop.dcp.export import export_folder
 
-__all__ = [
-    "DcpLoadReport",
-    "StorageReader",
-    "StorageWriter",
-    "export_folder",
-    "load",
-]
+__all__ = ["DcpLoadReport", "StorageReader", "StorageWriter", "export_folder", "load"]
 
 __getattr__ = lazy_exports(
     __name__,

@@ -9,13 +9,6 @@ from dist_ckpt.core.runtime.public_names import lazy_exports
 if TYPE_CHECKING:
     from dist_ckpt.interop.hf.export import export_folder
 
-__all__ = [
-    "export_folder",
-]
+__all__ = ["export_folder"]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "export_folder": "export",
-    },
-)
+__getattr__ = lazy_exports(__name__, {"export_folder": "export"})

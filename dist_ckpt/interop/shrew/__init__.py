@@ -9,19 +9,8 @@ from dist_ckpt.core.runtime.public_names import lazy_exports
 if TYPE_CHECKING:
     from dist_ckpt.interop.shrew.files import export_file, import_file, read, write
 
-__all__ = [
-    "export_file",
-    "import_file",
-    "read",
-    "write",
-]
+__all__ = ["export_file", "import_file", "read", "write"]
 
 __getattr__ = lazy_exports(
-    __name__,
-    {
-        "export_file": "files",
-        "import_file": "files",
-        "read": "files",
-        "write": "files",
-    },
+    __name__, {"export_file": "files", "import_file": "files", "read": "files", "write": "files"}
 )

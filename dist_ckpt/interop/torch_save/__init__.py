@@ -9,13 +9,6 @@ from dist_ckpt.core.runtime.public_names import lazy_exports
 if TYPE_CHECKING:
     from dist_ckpt.interop.torch_save.export import export_file
 
-__all__ = [
-    "export_file",
-]
+__all__ = ["export_file"]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "export_file": "export",
-    },
-)
+__getattr__ = lazy_exports(__name__, {"export_file": "export"})
