@@ -1,4 +1,4 @@
-"""Open a user's path: a checkpoint of ours, a run's selector, or files of other systems.
+"""Open a user's path: a checkpoint of dist_ckpt, a run's selector, or files of other systems.
 
 Only this module imports runs, other systems and snapshots in memory. The core gets `OPENER`.
 """

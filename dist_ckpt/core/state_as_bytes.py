@@ -192,7 +192,7 @@ def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
     report = load_bytes(state, data)
     if report.dropped:
         raise IncompatibleError(
-            f"{listed(report.dropped)}: saved under a key of its own: use load_bytes, with a "
+            f"{listed(report.dropped)}: saved under a separate key: use load_bytes, with a "
             "dist_ckpt.PerRank of that key in its place"
         )
     return state

@@ -238,9 +238,7 @@ def test_what_is_not_whole_here_or_has_no_data_is_refused_by_name() -> None:
 
 def test_a_value_under_a_key_of_its_own_is_loaded_under_that_key() -> None:
     data = dc.to_bytes({"own": dc.PerRank(5, key=("dp", 3)), "w": torch.ones(1)})
-    with pytest.raises(
-        IncompatibleError, match="own: saved under a key of its own: use load_bytes"
-    ):
+    with pytest.raises(IncompatibleError, match="own: saved under a separate key: use load_bytes"):
         dc.from_bytes(data)
     live = {"own": dc.PerRank(0, key=("dp", 3)), "w": torch.zeros(1)}
     dc.load_bytes(live, data)

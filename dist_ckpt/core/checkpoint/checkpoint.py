@@ -199,7 +199,7 @@ class Checkpoint:
             document = strict_json.parse(data, name)
         except CorruptError as error:
             raise ValueError(
-                f"{self.path}: the attached {name!r} is no strict JSON, {error}: see read_attached"
+                f"{self.path}: the attached {name!r} is not strict JSON, {error}: see read_attached"
             ) from None
         if isinstance(document, dict) and (problems := self._problems_of(document)):
             raise IncompatibleError(
@@ -334,7 +334,7 @@ def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
             raise ValueError(f"a step of {step}: read the range and pick from it")
         return range(start, stop)
     if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
-        raise ValueError(f"{entry!r} is no index here: use integers, slices and `...`")
+        raise ValueError(f"{entry!r} is not an index here: use integers, slices and `...`")
     number = as_int(entry)
     if not -size <= number < size:
         raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
@@ -381,5 +381,5 @@ def _numel_of(whole: str, record: object) -> int:
             raise ValueError("not one of whole numbers")
         check_shape(tuple(shape), 1)
     except ValueError as error:
-        raise CorruptError(f"{whole} is no tensor: its shape {shape!r}: {error}") from None
+        raise CorruptError(f"{whole} is not a tensor: its shape {shape!r}: {error}") from None
     return prod(shape)

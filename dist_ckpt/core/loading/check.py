@@ -165,7 +165,7 @@ def _selection(
 class PreparedLoad:
     """Checkpoints that fit this rank's state: the binding, and the open files.
 
-    `targets` are None as long as memory is to be allocated. `wants` are this rank's encoded block
+    `targets` are None until new tensors are allocated. `wants` are this rank's encoded block
     requests, and `links` lets other ranks connect; b"" and None if the ranks can share nothing.
     """
 

@@ -1,11 +1,11 @@
 """`dc.load`: open, check, read, place, load objects.
 
-To read is to write checked blocks into the memory of tensors. This is the state's own memory where
-it has some. To place is to assign plain values and new tensors to the state.
+"Read" writes checked blocks into the memory of tensors, which is the state's own where it has some.
+"Place" assigns plain values and new tensors to the state.
 
 Nothing of the state changes before the check has passed on all ranks. Then each step begins when
-the one before has succeeded on all ranks. A step without work on any rank is left out: all ranks
-know these from the check.
+the one before has succeeded on all ranks. A step without work on any rank is left out: the check
+finds these.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 
+from msgspec import structs
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.core.checkpoint.open_checkpoint import (
@@ -225,17 +226,14 @@ def _report(
         nbytes_received=local.nbytes_received,
         nbytes_placed=local.nbytes_placed,
         nbytes_from_memory=sum(location.storage.from_memory.nbytes for location in locations),
-        job_nbytes_read=job.nbytes_read,
-        job_nbytes_placed=job.nbytes_placed,
         seconds=phases.seconds,
-        slowest_rank=job.slowest_rank,
-        slowest_s=job.slowest_s,
         exchanges=ranks.exchanges,
         collectives=ranks.collectives,
         storage_reads=reduce(IoCount.plus_all, (each.counting.reads for each in locations)),
         sources=prepared.sources(),
         as_saved=call.options.rename is None
         and all(share.source.rename is None for share in arguments.shares),
+        **structs.asdict(job),
     )
 
 

@@ -155,10 +155,10 @@ class RankTotals(Message, frozen=True):
 
 
 class JobTotals(Message, frozen=True):
-    """The totals of reading over all ranks; rank `slowest_rank` took longest."""
+    """The totals of reading over all ranks, as in `LoadReport`."""
 
-    nbytes_read: int
-    nbytes_placed: int
+    job_nbytes_read: int
+    job_nbytes_placed: int
     slowest_rank: int
     slowest_s: float
 
@@ -273,12 +273,9 @@ def _check_fits(
 def total_reports(totals: Sequence[RankTotals]) -> JobTotals:
     """Return the totals of all ranks."""
     slowest, slowest_s = slowest_of([rank_totals.seconds for rank_totals in totals])
-    return JobTotals(
-        nbytes_read=sum(rank_totals.nbytes_read for rank_totals in totals),
-        nbytes_placed=sum(rank_totals.nbytes_placed for rank_totals in totals),
-        slowest_rank=slowest,
-        slowest_s=slowest_s,
-    )
+    nbytes_read = sum(rank_totals.nbytes_read for rank_totals in totals)
+    nbytes_placed = sum(rank_totals.nbytes_placed for rank_totals in totals)
+    return JobTotals(nbytes_read, nbytes_placed, slowest, slowest_s)
 
 
 def bits_of(selected: Sequence[str], names: Sequence[str]) -> bytes:

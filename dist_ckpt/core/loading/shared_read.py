@@ -81,7 +81,7 @@ class _ReadRequests(Message, frozen=True):
 
 
 class _SharedRequests(Message, frozen=True):
-    """True if ranks have requests in common, and all requests unless they are to be gathered."""
+    """True if ranks have requests in common, and all requests if they were short enough."""
 
     shares: bool
     wants: tuple[bytes, ...]

@@ -53,9 +53,9 @@ def _check_names(names: Collection[object]) -> None:
     folded: dict[str, str] = {}
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"attach: {name!r} is no name: give a text")
+            raise TypeError(f"attach: {name!r} is not a name: give a text")
         if not is_attached_name(name):
-            raise ValueError(f"attach: {name[:200]!r} is no name: give {_NAME}")
+            raise ValueError(f"attach: {name[:200]!r} is not a name: give {_NAME}")
         if (other := folded.setdefault(name.lower(), name)) != name:
             raise ValueError(
                 f"attach: {other!r} and {name!r} are one name on some file systems: rename one"
@@ -89,15 +89,15 @@ def _read(path: str, label: str, most: int) -> bytes:
         # Without O_NONBLOCK, opening a pipe waits for its writer.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
-        raise ValueError(f"{label}: there is no file {path}: write it before the save") from None
+        raise ValueError(f"{label}: {path} does not exist: write it before the save") from None
     except OSError as error:
         raise StorageError(f"{label}: {path} cannot be read: {error.strerror}") from error
     except ValueError:  # a zero byte
-        raise ValueError(f"{label}: {path!r} is no path: give that of a file") from None
+        raise ValueError(f"{label}: {path!r} is not a path: give that of a file") from None
     try:
         before = os.fstat(file)
         if not stat.S_ISREG(before.st_mode):
-            raise ValueError(f"{label}: {path} is no file: give one, or its bytes")
+            raise ValueError(f"{label}: {path} is not a file: give one, or its bytes")
         if before.st_size > most:
             raise _too_much(label)
         data = _all_of(file, before.st_size)

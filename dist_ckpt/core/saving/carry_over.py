@@ -162,8 +162,8 @@ def _checked(report: object, world_size: int) -> LoadReport:
         )
     if not report.as_saved:
         raise ValueError(
-            f"carry_over: {report.path} was loaded with a rename, so that what is left of it has "
-            f"other names than the state: load and save it once under the new names, then load that"
+            f"carry_over: {report.path} was loaded with a rename, so the rest of it has other "
+            f"names than the state: load and save it once under the new names, then load that"
         )
     if report.world_size != world_size:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Saves, background saves, averages, imports and rewrites all go through `Transaction`. The ranks of
 a group agree by exchanges, which spread the error of any rank to all. A single process uses a
-channel of its own.
+channel with one rank.
 """
 
 from __future__ import annotations

@@ -134,10 +134,10 @@ def test_a_slice_without_parentheses_and_all_of_a_tensor() -> None:
         (slice(0, 4, 2), ValueError, "a step of 2"),
         (slice(None, None, -1), ValueError, "a step of -1"),
         ((..., ...), ValueError, "one `...` only"),
-        ([0, 1], ValueError, r"\[0, 1\] is no index here"),
-        (None, ValueError, "None is no index here"),
-        (True, ValueError, "True is no index here"),
-        (1.0, ValueError, "1.0 is no index here"),
+        ([0, 1], ValueError, r"\[0, 1\] is not an index here"),
+        (None, ValueError, "None is not an index here"),
+        (True, ValueError, "True is not an index here"),
+        (1.0, ValueError, "1.0 is not an index here"),
     ],
 )
 def test_what_is_no_basic_index_is_refused(

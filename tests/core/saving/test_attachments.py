@@ -57,7 +57,7 @@ def test_what_is_attached_comes_back_alone_and_is_counted(tmp_path: Path) -> Non
         assert ck.report("report.json") == json.loads(ck.read_attached("report.json")) == REPORT
         with pytest.raises(KeyError, match=r"no attached 'gone'; there are list, log\.txt"):
             ck.read_attached("gone")
-        with pytest.raises(ValueError, match="'raw' is no strict JSON"):
+        with pytest.raises(ValueError, match="'raw' is not strict JSON"):
             ck.report("raw")
     assert file_of(tmp_path / "ck", "report.json").is_file()
     assert dc.verify(tmp_path / "ck").num_files == 6
@@ -95,19 +95,19 @@ def test_a_report_whose_count_of_parameters_is_not_ours_is_refused(tmp_path: Pat
     ("given", "error", "match"),
     [
         ([1], TypeError, "attach is a list: give a dict of names"),
-        ({"a/b": b""}, ValueError, "'a/b' is no name: give up to 100 letters"),
-        ({"..": b""}, ValueError, "'..' is no name"),
-        ({"": b""}, ValueError, "'' is no name"),
-        ({"a\n": b""}, ValueError, "is no name"),
-        ({"x" * 101: b""}, ValueError, "is no name"),
-        ({5: b""}, TypeError, "5 is no name"),
+        ({"a/b": b""}, ValueError, "'a/b' is not a name: give up to 100 letters"),
+        ({"..": b""}, ValueError, "'..' is not a name"),
+        ({"": b""}, ValueError, "'' is not a name"),
+        ({"a\n": b""}, ValueError, "is not a name"),
+        ({"x" * 101: b""}, ValueError, "is not a name"),
+        ({5: b""}, TypeError, "5 is not a name"),
         ({"A": b"", "a": b""}, ValueError, "'A' and 'a' are one name on some file systems"),
         ({"a": "text"}, TypeError, r"attach\['a'\] is a str: give a Path for a file, .encode\(\)"),
         ({"a": 5}, TypeError, r"attach\['a'\] is a int: give a Path"),
-        ({"a": Path("/gone/away")}, ValueError, "there is no file /gone/away"),
-        ({"a": Path("/dev/null")}, ValueError, "/dev/null is no file"),
-        ({"a": Path("/")}, ValueError, "/ is no file"),
-        ({"a": Path("a\0b")}, ValueError, r"attach\['a'\]: 'a\\x00b' is no path"),
+        ({"a": Path("/gone/away")}, ValueError, "/gone/away does not exist"),
+        ({"a": Path("/dev/null")}, ValueError, "/dev/null is not a file"),
+        ({"a": Path("/")}, ValueError, "/ is not a file"),
+        ({"a": Path("a\0b")}, ValueError, r"attach\['a'\]: 'a\\x00b' is not a path"),
         ({"a": {"b": [float("nan")]}}, ValueError, r"attach\['a'\]\['b'\]\[0\] is nan, which JSON"),
         ({"a": {"b": 1 << 64}}, ValueError, "which JSON does not have"),
         ({"a": {1: 2}}, TypeError, "has the key 1: keys in JSON are valid text"),
@@ -136,7 +136,7 @@ def test_a_pipe_is_not_waited_for_and_a_large_file_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is no file"):
+    with pytest.raises(ValueError, match="pipe is not a file"):
         read_attached({"a": tmp_path / "pipe"})
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
