@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from posixpath import dirname
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
@@ -89,14 +88,14 @@ class MemoryStorage:
             return _MemoryReadableFile(path, node.data, num_links)
 
     def rename(self, old: str, new: str) -> None:
-        assert dirname(old) == dirname(new), "a rename stays within its folder"
+        assert _parent_of(old) == _parent_of(new), "a rename stays within its folder"
         with self._lock:
             self._node(old)
             if new in self._nodes:
                 raise FileExistsError(new)
             for path in [p for p in self._nodes if p == old or p.startswith(old + "/")]:
                 self._nodes[new + path[len(old) :]] = self._nodes.pop(path)
-            self._touch(dirname(new))
+            self._touch(_parent_of(new))
 
     def link(self, old: str, new: str) -> None:
         with self._lock:
@@ -104,13 +103,13 @@ class MemoryStorage:
             if node.data is None:
                 raise StorageError(f"{new}: {old} is a folder: link a file")
             try:
-                self._folder(dirname(new))
+                self._folder(_parent_of(new))
             except NotADirectoryError as error:
                 raise StorageError(f"{new}: a part of the path is a file") from error
             if new in self._nodes:
                 raise FileExistsError(new)
             self._nodes[new] = node
-            self._touch(dirname(new))
+            self._touch(_parent_of(new))
 
     def remove(self, path: str) -> None:
         with self._lock:
@@ -118,7 +117,7 @@ class MemoryStorage:
             if any(p.startswith(path + "/") for p in self._nodes):
                 raise StorageError(f"{path}: the folder is not empty: list its contents")
             del self._nodes[path]
-            self._touch(dirname(path))
+            self._touch(_parent_of(path))
 
     def sync(self, folder: str) -> None:
         with self._lock:
@@ -144,17 +143,17 @@ class MemoryStorage:
     def _folder(self, path: str) -> None:
         above = path
         while above not in self._nodes:
-            above = dirname(above)
+            above = _parent_of(above)
         if self._nodes[above].data is not None:
             raise NotADirectoryError(path)
         self._node(path)
 
     def _add(self, path: str, data: bytearray | None) -> _FileNode:
-        self._folder(dirname(path))
+        self._folder(_parent_of(path))
         if path in self._nodes:
             raise FileExistsError(path)
         node = self._nodes[path] = _FileNode(data, self._clock())
-        self._touch(dirname(path))
+        self._touch(_parent_of(path))
         return node
 
     def _touch(self, folder: str) -> None:
@@ -207,3 +206,8 @@ class _MemoryReadableFile:
 
     def close(self) -> None:
         self._data = None
+
+
+def _parent_of(path: str) -> str:
+    # Not `posixpath.dirname`: of "//name" that is "//", which has itself as its folder.
+    return path.rpartition("/")[0] or "/"
