@@ -27,14 +27,14 @@ from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint
 from dist_ckpt.tools.inspect.summary import CheckpointSummary, summarize
 
-# Of longer texts the middle is left out: a page stays small whatever is in a checkpoint.
+# The middle of a longer text is left out, so a page stays small.
 MAX_CHARS = 300
-# So many lines of a configuration, or of anything else that is listed.
+# The most rows of a list, such as a configuration.
 MAX_ROWS = 300
 
 
 def bounded(text: str) -> str:
-    """Return a text on one line, without what steers a reader's eye, and not too long."""
+    """Return a text of bounded length on one line, without control characters."""
     if len(text) > MAX_CHARS:
         half = MAX_CHARS // 2
         text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
@@ -42,7 +42,7 @@ def bounded(text: str) -> str:
 
 
 def named_values(values: Mapping[str, object]) -> tuple[list[Json], int]:
-    """Return the values in nested mappings as pairs of texts, and how many more there are."""
+    """Return the values in nested mappings as pairs of texts, and the number of further ones."""
     pairs: list[Json] = [
         [bounded(name), bounded(value)] for name, value in leaves_of(values) if name
     ]
@@ -50,9 +50,9 @@ def named_values(values: Mapping[str, object]) -> tuple[list[Json], int]:
 
 
 def first_of(rows: Iterable[Json]) -> tuple[list[Json], int]:
-    """Return the first rows, and how many more there are."""
-    every = list(rows)
-    return every[:MAX_ROWS], max(len(every) - MAX_ROWS, 0)
+    """Return the first rows, and the number of further ones."""
+    rows = list(rows)
+    return rows[:MAX_ROWS], max(len(rows) - MAX_ROWS, 0)
 
 
 def utc(at: float) -> str:
@@ -60,14 +60,14 @@ def utc(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
-# What a report checks: nothing, or as `dist_ckpt.verify` does.
+# The check of a report: none, or a level of `dist_ckpt.verify`.
 Check = Literal["none", "quick", "full"]
 CHECKS: tuple[Check, ...] = ("none", "quick", "full")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check has found, or `why` there was none: it was not asked for, or it has failed."""
+    """The result of a check, or `why` there is none: it was not requested, or it failed."""
 
     report: VerifyReport | None = None
     why: str = ""
@@ -82,11 +82,11 @@ class CheckResult:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is wrong."""
+        """The problems that the check has found."""
         return () if self.report is None else self.report.problems
 
     def to_json(self) -> dict[str, Json]:
-        """Return it as a report has it: of many problems the first."""
+        """Return the JSON for a report, with the first problems."""
         notes = () if self.report is None else self.report.notes
         return {
             "result": self.result,
@@ -100,10 +100,10 @@ class CheckResult:
         }
 
 
-def checked(path: str, check: Check, progress: Progress | None) -> CheckResult:
-    """Check a checkpoint, or say why not."""
+def check_damage(path: str, check: Check, progress: Progress | None) -> CheckResult:
+    """Check a checkpoint for damage, unless `check` is "none"."""
     if check == "none":
-        return CheckResult(why="no check was asked for")
+        return CheckResult(why="no check was requested")
     level: Level = check
     try:
         return CheckResult(verify(path, level=level, progress=progress, opener=OPENER))
@@ -111,20 +111,22 @@ def checked(path: str, check: Check, progress: Progress | None) -> CheckResult:
         return CheckResult(why=str(error), has_failed=True)
 
 
-def _problem(one: Problem) -> Json:
+def _problem(problem: Problem) -> Json:
+    rows = problem.rows
     return {
-        "file": bounded(one.file),
-        "rank": one.rank,
-        "tensor": None if one.tensor is None else bounded(one.tensor),
-        "rows": None if one.rows is None else [one.rows.start, one.rows.stop],
-        "what": bounded(one.what),
+        "file": bounded(problem.file),
+        "rank": problem.rank,
+        "tensor": None if problem.tensor is None else bounded(problem.tensor),
+        "rows": None if rows is None else [rows.start, rows.stop],
+        "what": bounded(problem.what),
     }
 
 
-# A page with so many boxes is drawn in a moment; of one place so many are told apart.
+# A page with this many boxes is drawn in a moment.
 MAX_NODES = 1000
+# The most boxes in a box; the smallest of more share one.
 MAX_CHILDREN = 80
-# Deeper names are shown by their first parts and the rest in one.
+# The parts of a name that are deeper than this share one box.
 MAX_DEPTH = 24
 
 
@@ -145,15 +147,15 @@ class _SizeNode:
 
 
 def sizes_tree(tensors: Mapping[str, TensorInfo]) -> list[Json]:
-    """Return the boxes of a treemap, the root first; each has the number of its parent in the list.
+    """Return the boxes of a treemap, the root first; each has the index of its parent.
 
-    What is large is opened first, until there are `MAX_NODES`: a box that is not opened further
-    stands for all below it. Of many in one place the smallest share a box, whose `is_rest` is true.
-    `dtype` and `component` are those of most of its bytes. Tied names are left out.
+    Large boxes are opened first, until there are `MAX_NODES`. A box that is not opened contains all
+    below it. If a box has too many inner boxes, the smallest share one, with `is_rest`. `dtype` and
+    `component` are those of most of its bytes. Tied names are left out.
     """
     root = _tree(tensors)
     rows: list[Json] = [_row(root, None, is_rest=False)]
-    # By size, then in the order in which they came.
+    # By size, then by the order of insertion.
     closed = [(-root.nbytes, 0, root)]
     while closed and len(rows) < MAX_NODES:
         _, parent, node = heappop(closed)
@@ -178,9 +180,9 @@ def _tree(tensors: Mapping[str, TensorInfo]) -> _SizeNode:
 
 
 def _shown(node: _SizeNode) -> Iterator[tuple[_SizeNode, bool]]:
-    """Yield what is in a box, the largest first; what has one thing in it together with that."""
-    children = sorted(node.children.values(), key=lambda one: (-one.nbytes, one.name))
-    # A box for the rest is worth it for two at least.
+    """Yield the inner boxes, the largest first. A box with one inner box is joined with it."""
+    children = sorted(node.children.values(), key=lambda child: (-child.nbytes, child.name))
+    # A box for the rest has two inner boxes at least.
     most = MAX_CHILDREN if len(children) > MAX_CHILDREN + 1 else len(children)
     for child in children[:most]:
         yield _joined(child), False
@@ -192,7 +194,7 @@ def _joined(node: _SizeNode) -> _SizeNode:
     names = [node.name]
     while len(node.children) == 1:
         (inner,) = node.children.values()
-        if inner.num_tensors != node.num_tensors:  # it has a tensor of its own name as well
+        if inner.num_tensors != node.num_tensors:  # the box is also a tensor
             break
         node = inner
         names.append(node.name)
@@ -227,9 +229,9 @@ def _most(counts: Counter[str]) -> str:
     return bounded(max(counts, key=lambda name: (counts[name], name), default=""))
 
 
-# A screen has no more columns; then several ranks share one, which shows the most of theirs.
+# A screen has no more columns. If there are more ranks, a column shows the largest of several.
 MAX_COLUMNS = 1024
-# The components come first, by size; then all others as one.
+# The most components, by size; the others share a row.
 MAX_RANK_ROWS = 24
 
 VALUES = "values and attached files"
@@ -238,7 +240,7 @@ VALUES = "values and attached files"
 def rank_sizes(index: Index) -> dict[str, Json]:
     """Return the bytes of files by component and rank, and how even they are.
 
-    `imbalance` is the most that a rank stores by the mean of all ranks: 1.0 if all store the same;
+    `imbalance` is the most bytes of a rank, divided by the mean of all ranks: 1.0 is even. It is
     None if nothing is stored.
     """
     by_component = _bytes_by_rank(index)
@@ -270,18 +272,18 @@ _Sizes = dict[int, int]
 
 
 def _bytes_by_rank(index: Index) -> dict[str, _Sizes]:
-    found: dict[str, _Sizes] = defaultdict(lambda: defaultdict(int))
+    sizes: dict[str, _Sizes] = defaultdict(lambda: defaultdict(int))
     for file in index.files:
-        found[index.catalog.components[file.component].name][file.rank] += file.nbytes
+        sizes[index.catalog.components[file.component].name][file.rank] += file.nbytes
     for record in index.objects:
-        found[VALUES][filenames.parse_objects_file(record.name) or 0] += record.nbytes
+        sizes[VALUES][filenames.parse_objects_file(record.name) or 0] += record.nbytes
     for attached in index.attached:
-        found[VALUES][0] += attached.nbytes
-    return found
+        sizes[VALUES][0] += attached.nbytes
+    return sizes
 
 
 def _largest_rows(by_component: dict[str, _Sizes]) -> list[tuple[str, _Sizes]]:
-    ordered = sorted(by_component.items(), key=lambda one: (-sum(one[1].values()), one[0]))
+    ordered = sorted(by_component.items(), key=lambda item: (-sum(item[1].values()), item[0]))
     shown, rest = ordered[:MAX_RANK_ROWS], ordered[MAX_RANK_ROWS:]
     if rest:
         together: _Sizes = defaultdict(int)
@@ -306,26 +308,26 @@ def _rank_row(name: str, sizes: _Sizes, world_size: int, width: int) -> dict[str
 
 
 def _columns(sizes: _Sizes, world_size: int, width: int) -> list[int]:
-    """Return of each column's ranks the most that one stores."""
+    """Return the most bytes of a rank in each column."""
     columns = [0] * -(-world_size // width)
     for rank, nbytes in sizes.items():
         columns[rank // width] = max(columns[rank // width], nbytes)
     return columns
 
 
-# Of the tensors so many are listed.
+# The number of largest tensors in a report.
 NUM_LARGEST = 25
-# So many components are told apart in a table and a chart of dtypes.
+# The most components in a table and a chart of dtypes.
 MAX_COMPONENTS = 40
 
 
 def checkpoint_facts(
-    path: str, known: RunCheckpoint | None, check: Check, progress: Progress | None
+    path: str, info: RunCheckpoint | None, check: Check, progress: Progress | None
 ) -> dict[str, Json]:
-    """Return what there is to say of the checkpoint at `path`; `known` is what a run knows of it.
+    """Return the facts of the checkpoint at `path`, with those of the run in `info`.
 
-    One that is damaged so far that it cannot be opened has `unreadable`, which says why, and no
-    more than the result of the check. NotFoundError if there is none.
+    If it is too damaged to be opened, `unreadable` is the reason, and most facts are missing.
+    NotFoundError if it does not exist.
     """
     try:
         with checkpoint.open(path, opener=OPENER) as ck:
@@ -335,36 +337,36 @@ def checkpoint_facts(
         return {
             "about": "checkpoint",
             "unreadable": bounded(str(error)),
-            **_known(known),
-            "verification": checked(path, check, progress).to_json(),
+            **_run_facts(info),
+            "verification": check_damage(path, check, progress).to_json(),
         }
     verification = (
-        checked(path, check, progress)
+        check_damage(path, check, progress)
         if has_digests
-        else CheckResult(why="it is files of another system, which have no checksums")
+        else CheckResult(why="files of another system have no checksums")
     )
     return {
         "about": "checkpoint",
         "unreadable": None,
         **facts,
-        **_known(known),
+        **_run_facts(info),
         "verification": verification.to_json(),
     }
 
 
-def _known(one: RunCheckpoint | None) -> dict[str, Json]:
-    """Return what became known of it since: nothing of one that is not in a run."""
-    metrics = [] if one is None else sorted(one.metrics.items())
-    told = [] if one is None else [*one.protected_by, *["orphaned"] * one.is_orphaned]
+def _run_facts(info: RunCheckpoint | None) -> dict[str, Json]:
+    """Return the facts from annotations; they are empty for a checkpoint outside a run."""
+    metrics = [] if info is None else sorted(info.metrics.items())
+    notes = [] if info is None else [*info.protected_by, *["orphaned"] * info.is_orphaned]
     return {
         "metrics": [[bounded(name), as_json(value)] for name, value in metrics],
-        "notes": [bounded(text) for text in told],
+        "notes": [bounded(text) for text in notes],
     }
 
 
 def _facts_of(ck: Checkpoint) -> dict[str, Json]:
     summary = summarize(ck)
-    own = {fqn: info for fqn, info in ck.tensors.items() if info.alias_of is None}
+    tensors = {fqn: info for fqn, info in ck.tensors.items() if info.alias_of is None}
     return {
         "step": summary.step,
         "kind": summary.kind,
@@ -383,20 +385,20 @@ def _facts_of(ck: Checkpoint) -> dict[str, Json]:
         "num_parameters": summary.num_parameters,
         "num_trainable": summary.num_trainable,
         "tree": sizes_tree(ck.tensors),
-        **_by_component(own),
-        "largest": [*map(_tensor, _largest(own))],
+        **_by_component(tensors),
+        "largest": [*map(_tensor, _largest(tensors))],
         "ranks": rank_sizes(ck.index),
         **_saved_values(summary),
     }
 
 
-def _largest(own: Mapping[str, TensorInfo]) -> list[tuple[str, TensorInfo]]:
-    found = nlargest(NUM_LARGEST, own.items(), key=lambda one: (one[1].nbytes, one[0]))
-    return sorted(found, key=lambda one: (-one[1].nbytes, one[0]))
+def _largest(tensors: Mapping[str, TensorInfo]) -> list[tuple[str, TensorInfo]]:
+    largest = nlargest(NUM_LARGEST, tensors.items(), key=lambda item: (item[1].nbytes, item[0]))
+    return sorted(largest, key=lambda item: (-item[1].nbytes, item[0]))
 
 
-def _tensor(one: tuple[str, TensorInfo]) -> Json:
-    fqn, info = one
+def _tensor(item: tuple[str, TensorInfo]) -> Json:
+    fqn, info = item
     return {
         "name": bounded(fqn),
         "dtype": info.dtype,
@@ -406,24 +408,24 @@ def _tensor(one: tuple[str, TensorInfo]) -> Json:
     }
 
 
-def _by_component(own: Mapping[str, TensorInfo]) -> dict[str, Json]:
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+def _by_component(tensors: Mapping[str, TensorInfo]) -> dict[str, Json]:
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
     nums: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     num_of_dtypes: Counter[str] = Counter()
-    for info in own.values():
-        found[info.component][info.dtype] += info.nbytes
+    for info in tensors.values():
+        sizes[info.component][info.dtype] += info.nbytes
         nums[info.component] += 1
         dtypes[info.dtype] += info.nbytes
         num_of_dtypes[info.dtype] += 1
-    ordered = sorted(found, key=lambda name: (-found[name].total(), name))
+    ordered = sorted(sizes, key=lambda name: (-sizes[name].total(), name))
     return {
         "components": [
             {
                 "name": bounded(name),
-                "nbytes": found[name].total(),
+                "nbytes": sizes[name].total(),
                 "num_tensors": nums[name],
-                "dtypes": dict(found[name]),
+                "dtypes": dict(sizes[name]),
             }
             for name in ordered[:MAX_COMPONENTS]
         ],

@@ -1,4 +1,4 @@
-"""What a report says of a run, as JSON."""
+"""The facts of the report of a run, as JSON."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from dist_ckpt.tools.report.checkpoint_facts import (
     Check,
     CheckResult,
     bounded,
-    checked,
+    check_damage,
     first_of,
 )
 
-# Of a run the newest so many checkpoints are shown, of their metrics so many.
+# The limits of checkpoints, the newest, and of their metrics.
 MAX_CHECKPOINTS = 1000
 MAX_METRICS = 12
 
-# Makes what is called while a checkpoint is checked (bytes done, bytes in all), of its name.
+# Returns the progress callback of a check, from the name of the checkpoint.
 ProgressOf = Callable[[str], Progress | None]
 
 
 def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Json]:
-    """Return what there is to say of the run in `root`. NotFoundError without such a folder."""
+    """Return the facts of the run in `root`. NotFoundError if the folder does not exist."""
     storage, folder = open_storage(root)
     listing = list_run(storage, folder, now=time.time())
     shown = listing.checkpoints[-MAX_CHECKPOINTS:]
     times = save_times(listing.annotations)
-    rows = [_row(one, times, check, progress_of) for one in shown]
+    rows = [_row(info, times, check, progress_of) for info in shown]
     problems, _ = first_of(map(bounded, listing.problems))
     try:
         incarnations = _incarnations(listing)
     except (CorruptError, IncompatibleError):
-        incarnations = []  # `history_problem` says why
+        incarnations = []  # `history_problem` has the error
     return {
         "about": "run",
         "check": check,
         "num_checkpoints": len(listing.checkpoints),
         "num_left_out": len(listing.checkpoints) - len(shown),
-        "nbytes": sum(one.nbytes or 0 for one in listing.checkpoints),
+        "nbytes": sum(info.nbytes or 0 for info in listing.checkpoints),
         "checkpoints": list(rows),
-        "num_damaged": sum(one["result"] == "damaged" for one in rows),
+        "num_damaged": sum(row["result"] == "damaged" for row in rows),
         "incarnations": incarnations,
         **_metrics(shown),
         **_times(shown, times),
@@ -61,36 +61,36 @@ def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Jso
 
 
 def _row(
-    one: RunCheckpoint,
+    info: RunCheckpoint,
     times: Mapping[CheckpointKey, SaveTimes],
     check: Check,
     progress_of: ProgressOf,
 ) -> dict[str, Json]:
-    took = times.get(one.where) if one.where else None
-    if one.state in ("open", "abandoned"):
-        verification = CheckResult(why=f"it is not committed: {one.state}")
+    took = times.get(info.where) if info.where else None
+    if info.state in ("open", "abandoned"):
+        verification = CheckResult(why=f"it is not committed: {info.state}")
     else:
-        verification = checked(one.path, check, progress_of(one.name))
+        verification = check_damage(info.path, check, progress_of(info.name))
     problems = [problem.what for problem in verification.problems]
-    # Where the index cannot be read that is known without any check.
-    is_damaged = one.state == "damaged" or bool(problems)
+    # Damage of the index is known without a check.
+    is_damaged = info.state == "damaged" or bool(problems)
     return {
-        "name": bounded(one.name),
-        "step": one.step,
-        "state": one.state,
-        "nbytes": one.nbytes,
-        "world_size": one.world_size,
-        "num_tensors": one.num_tensors,
-        "saved_at": one.saved_at,
-        "metrics": {bounded(name): as_json(value) for name, value in sorted(one.metrics.items())},
-        "protected_by": [bounded(text) for text in one.protected_by],
-        "tags": [bounded(name) for name in one.tags],
-        "is_pinned": one.is_pinned,
-        "is_leased": bool(one.leases),
-        "is_verified": one.is_verified,
-        "is_orphaned": one.is_orphaned,
-        "is_being_replaced": one.is_being_replaced,
-        "problem": bounded(one.problem or (problems[0] if problems else "")),
+        "name": bounded(info.name),
+        "step": info.step,
+        "state": info.state,
+        "nbytes": info.nbytes,
+        "world_size": info.world_size,
+        "num_tensors": info.num_tensors,
+        "saved_at": info.saved_at,
+        "metrics": {bounded(name): as_json(value) for name, value in sorted(info.metrics.items())},
+        "protected_by": [bounded(text) for text in info.protected_by],
+        "tags": [bounded(name) for name in info.tags],
+        "is_pinned": info.is_pinned,
+        "is_leased": bool(info.leases),
+        "is_verified": info.is_verified,
+        "is_orphaned": info.is_orphaned,
+        "is_being_replaced": info.is_being_replaced,
+        "problem": bounded(info.problem or (problems[0] if problems else "")),
         "result": "damaged" if is_damaged else verification.result,
         "why": bounded(verification.why),
         "has_failed": verification.has_failed,
@@ -105,23 +105,23 @@ def _row(
 def _incarnations(listing: Listing) -> list[Json]:
     storage, root = open_storage(listing.root)
     history = read_history(storage, root, with_old=bool(listing.old_folders))
-    newest = sorted(history.incarnations.values(), key=lambda one: one.number)[-MAX_ROWS:]
+    newest = sorted(history.incarnations.values(), key=lambda record: record.number)[-MAX_ROWS:]
     return [
         {
-            "number": one.number,
-            "at": one.at,
-            "by": bounded(one.by),
-            "restored_step": None if one.restored is None else one.restored[0],
-            "why": bounded(one.why),
+            "number": record.number,
+            "at": record.at,
+            "by": bounded(record.by),
+            "restored_step": None if record.restored is None else record.restored[0],
+            "why": bounded(record.why),
         }
-        for one in newest
+        for record in newest
     ]
 
 
 def _metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
-    """Return of each metric the newest, lowest and highest value; of what is not orphaned."""
-    names = sorted({name for one in shown for name in one.metrics})
-    alive = [one for one in shown if one.where and not one.is_orphaned]
+    """Return the newest, lowest and highest value of each metric, without orphans."""
+    names = sorted({name for info in shown for name in info.metrics})
+    alive = [info for info in shown if info.where and not info.is_orphaned]
     return {
         "metrics": [_metric(name, alive) for name in names[:MAX_METRICS]],
         "num_more_metrics": max(len(names) - MAX_METRICS, 0),
@@ -129,33 +129,33 @@ def _metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
 
 
 def _metric(name: str, alive: list[RunCheckpoint]) -> Json:
-    found = [(one.metrics[name], one.step) for one in alive if name in one.metrics]
-    numbers = [(value, step) for value, step in found if not isnan(value)]
-    row: dict[str, Json] = {"name": bounded(name), "num_values": len(found)}
+    values = [(info.metrics[name], info.step) for info in alive if name in info.metrics]
+    numbers = [(value, step) for value, step in values if not isnan(value)]
+    row: dict[str, Json] = {"name": bounded(name), "num_values": len(values)}
     chosen = {
-        "newest": found[-1] if found else None,
-        "lowest": min(numbers, key=lambda one: one[0], default=None),
-        "highest": max(numbers, key=lambda one: one[0], default=None),
+        "newest": values[-1] if values else None,
+        "lowest": min(numbers, key=lambda item: item[0], default=None),
+        "highest": max(numbers, key=lambda item: item[0], default=None),
     }
-    for which, one in chosen.items():
-        row[which] = None if one is None else {"value": as_json(one[0]), "step": one[1]}
+    for kind, item in chosen.items():
+        row[kind] = None if item is None else {"value": as_json(item[0]), "step": item[1]}
     return row
 
 
 def _times(
     shown: tuple[RunCheckpoint, ...], times: Mapping[CheckpointKey, SaveTimes]
 ) -> dict[str, Json]:
-    """Return for how long the training stood still for saves, and which rank was slowest."""
-    known = {one.where: times[one.where] for one in shown if one.where and one.where in times}
-    stalls = {where: of.stalled_s for where, of in known.items() if of.stalled_s is not None}
+    """Return how long the training waited for saves, and the slowest ranks."""
+    timed = {info.where: times[info.where] for info in shown if info.where and info.where in times}
+    stalls = {where: of.stalled_s for where, of in timed.items() if of.stalled_s is not None}
     longest = max(stalls, key=stalls.__getitem__, default=None)
     slowest: dict[int, int] = {}
-    for of in known.values():
+    for of in timed.values():
         if of.slowest_rank is not None:
             slowest[of.slowest_rank] = slowest.get(of.slowest_rank, 0) + 1
-    ordered = sorted(slowest.items(), key=lambda one: (-one[1], one[0]))
+    ordered = sorted(slowest.items(), key=lambda item: (-item[1], item[0]))
     return {
-        "num_timed": len(known),
+        "num_timed": len(timed),
         "stalled_s": sum(stalls.values()) if stalls else None,
         "longest_stall": None
         if longest is None

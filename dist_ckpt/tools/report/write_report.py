@@ -36,43 +36,42 @@ def report_facts(
     check: Check = "quick",
     progress_of: ProgressOf = lambda _: None,
 ) -> dict[str, Any]:
-    """Return what there is to say of the checkpoint at `path`, or of the run in that folder.
+    """Return the facts of the checkpoint at `path`, or of the run in that folder.
 
-    It is JSON, `about` a "checkpoint" or a "run"; its size is bounded, however much is saved there.
-    `check` says how damage is looked for: "none", "quick" or "full", as `dist_ckpt.verify` does.
-    A damaged checkpoint is told of, and no error. Raises NotFoundError if nothing is there. One
-    process calls it, without torch; nothing is changed, but that a full check of a run's checkpoint
-    that finds nothing wrong is put down in the run.
+    They are JSON of bounded size; `about` is "checkpoint" or "run". `check` is "none", "quick" or
+    "full", as for `dist_ckpt.verify`. Damage is part of the facts, not an error. Raises
+    NotFoundError if the path does not exist. One process calls this, without torch. Nothing is
+    changed, except that the run records a full check of a checkpoint without damage.
     """
     if check not in CHECKS:
         raise ValueError(f'check={check!r}: give "none", "quick" or "full"')
-    place = os.fspath(resolve(path))
-    facts = _facts(place, check, progress_of)
-    return {"path": place, "made_at": time.time(), "made_by": __version__, **facts}
+    resolved = os.fspath(resolve(path))
+    facts = _facts(resolved, check, progress_of)
+    return {"path": resolved, "made_at": time.time(), "made_by": __version__, **facts}
 
 
-def _facts(place: str, check: Check, progress_of: ProgressOf) -> dict[str, Json]:
-    found = _listed(place)
-    if found is None:
-        return checkpoint_facts(place, None, check, progress_of("verify"))
-    if len(found) == 1 and found[0].path == open_storage(place)[1]:
-        return checkpoint_facts(place, found[0], check, progress_of("verify"))
-    return run_facts(place, check, progress_of)
+def _facts(path: str, check: Check, progress_of: ProgressOf) -> dict[str, Json]:
+    infos = _list_checkpoints(path)
+    if infos is None:
+        return checkpoint_facts(path, None, check, progress_of("verify"))
+    if len(infos) == 1 and infos[0].path == open_storage(path)[1]:
+        return checkpoint_facts(path, infos[0], check, progress_of("verify"))
+    return run_facts(path, check, progress_of)
 
 
-def _listed(place: str) -> tuple[RunCheckpoint, ...] | None:
-    """Return the checkpoints at a place; None if there are files of another system instead."""
+def _list_checkpoints(path: str) -> tuple[RunCheckpoint, ...] | None:
+    """Return the checkpoints at a path; None for files of another system."""
     try:
-        found = checkpoints(place)
+        infos = checkpoints(path)
     except NotFoundError:
-        if os.path.isfile(place):
+        if os.path.isfile(path):
             return None
         raise
-    return found or (None if _is_foreign(place) else ())
+    return infos or (None if _is_foreign(path) else ())
 
 
-def _is_foreign(place: str) -> bool:
-    names = os.listdir(place)
+def _is_foreign(path: str) -> bool:
+    names = os.listdir(path)
     return any(name.endswith(".safetensors") for name in names) or ".metadata" in names
 
 
@@ -84,14 +83,14 @@ def write_report(
     overwrite: bool = False,
     progress_of: ProgressOf = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the page about what `path` holds into `file`; return the facts that it is made of.
+    """Write the report of `path` into `file`; return its facts, as `report_facts`.
 
-    See `report_facts`. The page is one file of some 5 MB that loads nothing from anywhere. On
-    return it is durable; until it is whole, what was there stays. A file that is no report of ours
-    is replaced only with `overwrite`: ExistsError; a folder or a link never is: ValueError.
-    ModuleNotFoundError, with what to install, without the extra `report`.
+    The page is one file of about 5 MB that loads nothing from elsewhere. On return it is durable;
+    it replaces an old file only when it is complete. Raises ExistsError for a file that is not a
+    report, unless `overwrite`; ValueError for a folder or a link; ModuleNotFoundError, with what to
+    install, without the extra `report`.
     """
-    # Before what may take hours.
+    # Before the checks, which may take hours.
     replaces = check_target(file, overwrite=overwrite)
     libraries()
     facts = report_facts(path, check=check, progress_of=progress_of)
@@ -102,7 +101,7 @@ def write_report(
 
 
 def check_target(file: str | os.PathLike[str], *, overwrite: bool) -> bool:
-    """Say whether a page replaces what is at `file`. ValueError for a folder or a link.
+    """Return True if a page may replace `file`. ValueError for a folder or a link.
 
     ExistsError for another file without `overwrite`, NotFoundError without a folder for it.
     """
@@ -117,13 +116,13 @@ def check_target(file: str | os.PathLike[str], *, overwrite: bool) -> bool:
 
 def _is_ours(file: str) -> bool:
     try:
-        with open(file, "rb") as there:
-            return there.read(len(START)) == START
+        with open(file, "rb") as existing:
+            return existing.read(len(START)) == START
     except FileNotFoundError:
         return False
 
 
-# What a page of ours begins with: `write_report.py` replaces no other file unasked.
+# The start of each page: only such a file is replaced without `overwrite`.
 MARKER = "made by dist-ckpt report"
 START = f"<!doctype html>\n<!-- {MARKER} -->".encode()
 
@@ -154,10 +153,10 @@ def page_of(facts: Mapping[str, Json]) -> bytes:
 
 
 def libraries() -> tuple[Any, Callable[[], str]]:
-    """Return jinja2, and what returns plotly.js. ModuleNotFoundError, with what to install."""
+    """Return jinja2, and the function that returns plotly.js. ModuleNotFoundError."""
     try:
-        import jinja2  # noqa: PLC0415  (only who makes a page needs the extra)
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415  (only who makes a page needs it)
+        import jinja2  # noqa: PLC0415  (only a page needs the extra)
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415  (only a page needs the extra)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is not installed: {NEEDS}") from error
     return jinja2, get_plotlyjs
@@ -168,15 +167,15 @@ def _file(name: str) -> str:
 
 
 def _script(text: str) -> str:
-    """Return a script as a browser sees it when it takes its digest."""
+    """Return a script as a browser sees it when it computes the digest."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if "</script" in text.lower() or "<!--" in text:
-        raise ValueError("a script that the page is to hold would end in its middle")
+        raise ValueError("a script of the page has an end tag or a comment in its text")
     return text
 
 
 def _data(facts: Mapping[str, Json]) -> str:
-    """Return JSON that ends no element: in ASCII, without what HTML gives a meaning."""
+    """Return JSON that cannot end an element: in ASCII, without special characters of HTML."""
     text = json.dumps(facts, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
@@ -184,18 +183,18 @@ def _data(facts: Mapping[str, Json]) -> str:
 def _policy(*scripts: str) -> str:
     digests = (b64encode(sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    # plotly.js sets styles, and puts heat maps in as images.
+    # plotly.js sets styles, and inserts heat maps as images.
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
 
 
-# --- what templates call -------------------------------------------------------------------------
+# --- filters of the templates --------------------------------------------------------------------
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _seconds(value: float | None) -> str:
@@ -215,24 +214,29 @@ def _share(nbytes: int, whole: int) -> str:
 
 
 def _is_grouped(tree: list[Mapping[str, Json]]) -> bool:
-    """Say whether a box that holds no other stands for several tensors."""
-    opened = {node["parent"] for node in tree}
-    return any(node["num_tensors"] != 1 and i not in opened for i, node in enumerate(tree))
+    """Return True if a box without inner boxes has several tensors."""
+    parents = {node["parent"] for node in tree}
+    return any(node["num_tensors"] != 1 and i not in parents for i, node in enumerate(tree))
 
 
-def _notes(one: Mapping[str, Json]) -> list[Json]:
-    """Return what there is to know of a checkpoint of a run besides, in words."""
-    protections, why = one["protected_by"], one["why"]
+_NOTES = {
+    "is_orphaned": "orphaned",
+    "is_verified": "checked in full earlier",
+    "is_being_replaced": "being replaced",
+}
+
+
+def _notes(row: Mapping[str, Json]) -> list[Json]:
+    """Return the notes on a checkpoint of a run, as texts."""
+    protections, why = row["protected_by"], row["why"]
     assert isinstance(protections, list)
-    told = (("orphaned", "is_orphaned"), ("checked in full earlier", "is_verified"))
-    replaced = ["being replaced"] if one["is_being_replaced"] else []
-    notes = [text for text, is_so in told if one[is_so]]
-    tells = why and (one["has_failed"] or one["state"] != "committed")
-    return [*notes, *replaced, *protections, *([why] if tells else [])]
+    notes = [text for flag, text in _NOTES.items() if row[flag]]
+    has_problem = why and (row["has_failed"] or row["state"] != "committed")
+    return [*notes, *protections, *([why] if has_problem else [])]
 
 
 def _newest(checkpoints: list[Mapping[str, Json]]) -> Mapping[str, Json] | None:
-    alive = [one for one in checkpoints if one["step"] is not None and not one["is_orphaned"]]
+    alive = [row for row in checkpoints if row["step"] is not None and not row["is_orphaned"]]
     return alive[-1] if alive else None
 
 

@@ -398,7 +398,7 @@ def test_nothing_there_is_an_error_and_no_page(tmp_path: Path) -> None:
 
 
 def test_a_script_that_would_end_in_its_middle_is_refused() -> None:
-    with pytest.raises(ValueError, match="end in its middle"):
+    with pytest.raises(ValueError, match="has an end tag or a comment"):
         written._script("var a = '</SCRIPT>'")
 
 
