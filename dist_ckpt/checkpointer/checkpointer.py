@@ -384,8 +384,8 @@ def _check_only_one() -> None:
 
 def _open_roots() -> list[str]:
     """Return the roots of open checkpointers of this process, without those of its parent."""
-    own = [checkpointer for checkpointer in _checkpointers if checkpointer._pid == os.getpid()]
-    return [one._run.root for one in own if not one._is_closed and one._run is not None]
+    own = [each for each in _checkpointers if each._pid == os.getpid()]
+    return [each._run.root for each in own if not each._is_closed and each._run is not None]
 
 
 def _warn_of_open() -> None:
@@ -407,8 +407,8 @@ def _check_int(name: str, value: object) -> None:
 
 
 def _make_state(state: StateOrMaker) -> MutableState:
-    made = state() if callable(state) else state
-    if not isinstance(made, Mapping):  # otherwise a fresh run fails hours later, at its first save
-        kind = type(made).__name__
+    value = state() if callable(state) else state
+    if not isinstance(value, Mapping):  # otherwise a fresh run fails hours later, at its first save
+        kind = type(value).__name__
         raise TypeError(f"the state is a {kind}: give a mapping, or a function that returns one")
-    return made
+    return value

@@ -147,7 +147,7 @@ class MaintenanceThread:
         if (failed := self.counts.failed) is not None and failed[0] >= step:
             return failed[1]
         # A step that was restored from memory may be saved now.
-        if step > max(self._restored, 0) or any(one.step == step for one in self._queue.handles):
+        if step > max(self._restored, 0) or any(save.step == step for save in self._queue.handles):
             return None
         return self._find_earlier(step) or (
             f"the run has begun with step {step}, which is not durable, and no step was done since"
@@ -266,7 +266,7 @@ class MaintenanceThread:
     def _write_metrics(self) -> None:
         """Write the metrics of saved steps. Drop those of steps that were not saved."""
         with self._changed:
-            unsaved, waiting = self._queue.metrics, {one.step for one in self._queue.handles}
+            unsaved, waiting = self._queue.metrics, {save.step for save in self._queue.handles}
             settled = [step for step in unsaved if step <= self._newest_saved]
             due = {step: unsaved.pop(step) for step in settled if step not in waiting}
         for step, values in due.items():
@@ -281,7 +281,7 @@ class MaintenanceThread:
         if step > self._restored:
             return None
         alive = list_run(self._storage, self._root, now=time.time()).alive
-        return next((one.where for one in reversed(alive) if one.step == step), None)
+        return next((entry.where for entry in reversed(alive) if entry.step == step), None)
 
     def _prune(self) -> None:
         if self._keep is None:
