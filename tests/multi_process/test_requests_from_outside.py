@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.coordination import save_requests
+from fork_server import forked_python
 from ranks import Options, run_ranks, try_ranks
 
 NEVER = dc.every(minutes=600)
@@ -63,7 +63,7 @@ def wait_for(path: Path, *, num_requests: int = 0) -> None:
 def ask(root: Path, *options: str) -> tuple[int, str]:
     """Run the command once a start is recorded; return its exit code and what it printed."""
     wait_for(root / ".incarnations" / "1.json")
-    command = [sys.executable, "-m", "dist_ckpt", "request-save", str(root), *options]
+    command = [forked_python(), "-m", "dist_ckpt", "request-save", str(root), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr
 
