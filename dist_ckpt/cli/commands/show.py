@@ -92,4 +92,6 @@ def _size_lines(label: str, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
 def _config_lines(summary: CheckpointSummary) -> list[str]:
     if (problem := _config_problem(summary)) is not None:
         return [problem]
-    return [f"{name} = {value}" for name, value in leaves_of(summary.config or {})]
+    if summary.config is None:
+        return []
+    return [f"{name} = {value}" for name, value in leaves_of(summary.config)]
