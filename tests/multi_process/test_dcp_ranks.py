@@ -275,4 +275,4 @@ def stale(reader: Any, found: Any) -> Any:
 def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
     dc.save({"x": torch.ones(2)}, tmp_path / "a")
     for message in run_ranks(load_while_it_is_replaced, f"{tmp_path}/a", world_size=2):
-        assert "found different checkpoints" in message
+        assert "opened different checkpoints" in message
