@@ -70,7 +70,7 @@ LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dic
 
 
 def wrapped_child(module: nn.Module) -> str | None:
-    """Return a wrapper's attribute with its module; None if it has a `state_dict` of its own."""
+    """Return a wrapper's attribute with its module. None if its class defines `state_dict`."""
     if type(module).state_dict is not nn.Module.state_dict:
         return None
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
