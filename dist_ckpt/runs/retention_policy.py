@@ -1,6 +1,6 @@
 """Retention policies: `dc.keep.last(3) | dc.keep.best(2, min="val/loss")`, also as text.
 
-A policy is a plain value without state: what it keeps follows from the checkpoints that exist. A
+A policy is a plain value without state: it decides from the checkpoints that exist alone. A
 checkpoint is kept if any rule keeps it. The others may be removed.
 
     policy  = rule { "|" rule }

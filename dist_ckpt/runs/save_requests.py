@@ -66,8 +66,8 @@ def incarnation_to_ask(storage: Storage, root: str) -> int:
     """Return the number of the newest incarnation of a run, which gets the requests.
 
     NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
-    record of the newest incarnation cannot be read, IncompatibleError also if the root is to be
-    upgraded.
+    record of the newest incarnation cannot be read, IncompatibleError also if the root needs
+    an upgrade.
     """
     check_upgraded(storage, root)
     newest = newest_incarnation(storage, root)

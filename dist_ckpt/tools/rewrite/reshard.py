@@ -67,8 +67,8 @@ def reshard(
     the part that is written. `source` may be a selector, such as "runs/a@latest", or files of
     another system that `dc.load` reads; those have no digests to check.
     On return the target is complete and durable. `overwrite` replaces the checkpoint at `target`,
-    which may be the source itself, once the new one is durable. Raises ExistsError if something is
-    there; otherwise the errors of a load from `source` and a save to `target`, such as
+    which may be the source itself, once the new one is durable. Raises ExistsError if the
+    target exists; otherwise the errors of a load from `source` and a save to `target`, such as
     NotFoundError if the source was replaced or deleted meanwhile.
     """
     plan = plan_reshard(
