@@ -76,10 +76,10 @@ def test_a_loop_that_is_told_to_stop_goes_on_there(tmp_path: Path) -> None:
 def test_other_ranks_or_batches_are_refused_or_begin_the_epoch_anew(tmp_path: Path) -> None:
     train(tmp_path, "--stop", "8", ranks=2, code=1)
     (told,) = train(tmp_path)
-    assert "by 2 ranks, and 1 train now" in told["error"]
+    assert "by 2 ranks, but 1 train now" in told["error"]
     (anew,) = train(tmp_path, "--anew", "--stop", "2", code=75)
     (told,) = train(tmp_path, "--batch-size", "8")
-    assert "an epoch of 12 batches on each rank, and now it has 6" in told["error"]
+    assert "an epoch of 12 batches on each rank, but now it has 6" in told["error"]
     assert len(anew["seen"]) >= 8
 
 

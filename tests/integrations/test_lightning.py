@@ -133,7 +133,7 @@ def test_a_config_file_of_lightning_cli_can_name_the_callback() -> None:
 def test_other_batches_are_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", "--stop", "8", code=75)
     (told,) = train(tmp_path / "run", "--batch-size", "8")
-    assert "an epoch of 12 batches on each rank, and now it has 6" in told["error"]
+    assert "an epoch of 12 batches on each rank, but now it has 6" in told["error"]
 
 
 def test_a_checkpoint_of_lightning_beside_ours_is_refused(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_other_ranks_or_batches_would_lose_samples_and_are_refused(tmp_path: Pat
     (told,) = train(tmp_path / "run")
     assert "was trained on 2 ranks by 2 samples a batch" in told["error"]
     (told,) = train(tmp_path / "run", "--accumulate", "1", ranks=1)
-    assert "to be on 1 ranks by 2 samples a batch and 1 batches a step" in told["error"]
+    assert "and now on 1 ranks by 2 samples a batch and 1 batches a step" in told["error"]
 
 
 def test_what_would_train_from_the_start_in_silence_is_refused(tmp_path: Path) -> None:
