@@ -423,8 +423,8 @@ class AsyncSaver:
             )
         if not self._is_used.acquire(blocking=False):
             raise ValueError(
-                "this AsyncSaver is in a call already, of another thread, or one that this call "
-                "interrupts: save, restore and close it in one thread, and not in a signal handler"
+                "this AsyncSaver is in a call already, in another thread or below a signal "
+                "handler. Save, restore and close it in one thread, and not in a signal handler"
             )
         try:
             if self._is_closed:

@@ -261,8 +261,8 @@ class Checkpointer:
         _check_int("until", until)
         if self._is_in_loop:
             raise ValueError(
-                "this Checkpointer is in a loop of its steps already: end that first, by `break`, "
-                "and by close() of its iterator if a variable or a progress bar still has it"
+                "this Checkpointer is in a loop of its steps already. End that loop with `break`; "
+                "close() its iterator if a variable or a progress bar still has it"
             )
         self._is_in_loop = True
         try:

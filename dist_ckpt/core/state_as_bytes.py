@@ -86,9 +86,9 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
             parts.append(entry.fqn)
     if parts:
         raise ValueError(
-            f"{listed(parts)}: this rank holds a part of it, and the bytes of a state are one "
-            "rank's whole state: gather it first (a DTensor by full_tensor(), a model by "
-            "torch.distributed.checkpoint.state_dict with full_state_dict), or use dist_ckpt.save"
+            f"{listed(parts)}: this rank has only a part of it, and the bytes of a state are one "
+            "rank's whole state. Use dist_ckpt.save, or gather it first: a DTensor by "
+            "full_tensor(), a model by torch.distributed.checkpoint.state_dict with full_state_dict"
         )
     return replace(
         inventory,

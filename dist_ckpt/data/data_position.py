@@ -112,7 +112,7 @@ class DataPosition:
             if sampler.last_pass is not None or loader.next_iter_state is not None:
                 raise CheckpointError(
                     "the loader or its sampler was moved by other code than the loop over this "
-                    "DataPosition's loader: make it from the loader of the loop, give each loader "
+                    "DataPosition's loader. Make it from the loader of the loop, give each loader "
                     "a separate sampler, and load only through the DataPosition"
                 )
             return sampler.next_pass
@@ -149,8 +149,8 @@ def check_ranks(owner: object, saved_by: int, world_size: int) -> None:
         raise IncompatibleError(
             f"a {_name(owner)} saved by {saved_by} ranks, now there are {world_size}: its position "
             f"is that of one rank of {saved_by}, and samples would be lost or repeated. Save a "
-            "dc.DataPosition, which continues on any number; to load this checkpoint, put None in "
-            "its place to get the saved value, or exclude the name and restart the epoch"
+            "dc.DataPosition, which continues on any number. To load this checkpoint, pass None "
+            "instead to get the saved value, or exclude the name and restart the epoch"
         )
 
 

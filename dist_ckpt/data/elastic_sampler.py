@@ -104,7 +104,7 @@ class ElasticSampler(_Base):
         if epoch != self.epoch and 0 < self._start < self.length:
             raise ValueError(
                 f"set_epoch({epoch}) after a load that left epoch {self.epoch} at sample "
-                f"{self._start} of {self.length}: loop over range(sampler.epoch, epochs), or skip "
+                f"{self._start} of {self.length}. Loop over range(sampler.epoch, epochs), or skip "
                 f"the rest of that epoch with sampler.begin_at({epoch}, 0)"
             )
         self._has_set_epoch = True
@@ -187,7 +187,7 @@ def _world_size() -> int:
         return dist.get_world_size()
     if (launched := launched_world_size()) > 1:
         raise ValueError(
-            f"WORLD_SIZE is {launched}, but there is no process group: add "
+            f"WORLD_SIZE is {launched}, but the process group does not exist: add "
             "`torch.distributed.init_process_group()` before this line, or give `num_replicas` and "
             "`rank`"
         )

@@ -224,8 +224,8 @@ class AcceleratedRun:
             raise ValueError("loop over run.epochs(...), and in that over run.batches(loader)")
         if self._has_looped:
             raise ValueError(
-                "this epoch had a loop over run.batches(...) already, and a run has one place in "
-                "the data: loop over other loaders directly, or begin another epoch"
+                "this epoch had a loop over run.batches(...) already, and a run has one "
+                "position in the data. Loop over other loaders directly, or begin another epoch"
             )
         self._has_looped = self._is_in_batches = True
         try:

@@ -212,7 +212,7 @@ def _refuse_dcp(root: str) -> None:
         path = os.path.join(root, name)
         if re.fullmatch(r"step-\d+", name) and os.path.exists(os.path.join(path, ".metadata")):
             raise IncompatibleError(
-                f"{path} was saved by torchtitan's own manager, and cannot be resumed: convert it "
-                f"with dist-ckpt import --from dcp, give the result as initial_load_path, and "
+                f"{path} was saved by torchtitan's own manager, and cannot be resumed. Convert it "
+                f"with dist-ckpt import --from dcp, pass the result as initial_load_path, and "
                 f"another name as checkpoint.folder"
             )

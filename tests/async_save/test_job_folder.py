@@ -56,7 +56,7 @@ def test_a_job_that_is_no_folder_name_is_refused(job, tmp_path):
 
 @pytest.mark.parametrize("job", [5, None, b"job", Path("job")])
 def test_a_job_that_is_no_text_is_refused(job, tmp_path):
-    with pytest.raises(TypeError, match=r"job=.*: it names a folder, so pass a str of 1 to 64"):
+    with pytest.raises(TypeError, match=r"job=.*: it names a folder. Pass a str of 1 to 64"):
         JobFolder(job, roots=[str(tmp_path)])
 
 
@@ -133,7 +133,7 @@ def test_if_all_places_are_taken_the_last_one_is_named(how, tmp_path):
         (tmp_path / name).mkdir()
         take(base(tmp_path / name), how)
     roots = [str(tmp_path / name) for name in ("shm", "tmp")]
-    with pytest.raises(StorageError, match=f"/tmp: .*{REASONS[how]}.*let TMPDIR name"):
+    with pytest.raises(StorageError, match=f"/tmp: .*{REASONS[how]}.*set TMPDIR to"):
         JobFolder("job", roots=roots)
 
 

@@ -216,7 +216,7 @@ def test_a_loop_that_is_left_by_break_counts_its_step_though_its_iterator_is_sti
             train(state, step)
             if step == 4:
                 break
-        with pytest.raises(ValueError, match=r"close\(\) of its iterator"):
+        with pytest.raises(ValueError, match=r"close\(\) its iterator"):
             next(iter(ck.steps(state, until=9)))
     assert steps_at(tmp_path) == [4]
 

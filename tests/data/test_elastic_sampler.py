@@ -80,7 +80,7 @@ def test_no_sample_is_lost_or_doubled_while_ranks_change(
 def test_a_position_belongs_to_its_epoch() -> None:
     sampler = dc.ElasticSampler(range(10), 2, 0)
     sampler.begin_at(3, 4)
-    with pytest.raises(ValueError, match=r"left epoch 3 at sample 4 of 10: loop over range"):
+    with pytest.raises(ValueError, match=r"left epoch 3 at sample 4 of 10. Loop over range"):
         sampler.set_epoch(0)
     sampler.set_epoch(3)
     assert len([*sampler]) == 3
@@ -101,7 +101,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"had 10 samples .* has 11 now"):
         next(iter(sampler))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, but there is no process group"):
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, but the process group does not exist"):
         dc.ElasticSampler(data)
     assert len(dc.ElasticSampler(data, num_replicas=2, rank=1)) == 6
 

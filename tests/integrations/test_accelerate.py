@@ -107,7 +107,7 @@ def test_a_second_loop_over_batches_would_lose_its_place_and_is_refused(tmp_path
     with AcceleratedRun(accelerator, tmp_path, save=dc.every(steps=5)) as run:
         for _ in run.epochs(2):
             assert len([*run.batches(loader)]) == 2
-            with pytest.raises(ValueError, match="one place in the data"):
+            with pytest.raises(ValueError, match="one position in the data"):
                 next(run.batches(loader))
 
 

@@ -29,7 +29,7 @@ def each_for_itself(rank: int, root: str) -> Any:
     replica = distribute_tensor(full, mesh, [Replicate()], src_data_rank=None)
     file = Path(root) / "bytes"
     if rank == 1:
-        with pytest.raises(ValueError, match=r"^part: this rank holds a part of it"):
+        with pytest.raises(ValueError, match=r"^part: this rank has only a part of it"):
             dc.to_bytes({"part": sharded, "w": full})
         file.write_bytes(dc.to_bytes({"w": replica, "own": dc.PerRank(rank)}))
     torch.distributed.barrier()

@@ -76,8 +76,8 @@ def check_job(job: object) -> None:
     if not isinstance(job, str) or not _JOB.fullmatch(job):
         kind = ValueError if isinstance(job, str) else TypeError
         raise kind(
-            f"job={job!r}: it names a folder, so pass a str of 1 to 64 letters, digits, '.', '_' "
-            f"or '-', of which the first is a letter or digit"
+            f"job={job!r}: it names a folder. Pass a str of 1 to 64 letters, digits, '.', '_' "
+            f"or '-' that begins with a letter or digit"
         )
 
 
@@ -117,8 +117,8 @@ class JobFolder:
                 if error.errno not in _UNUSABLE or root == ordered[-1]:
                     raise StorageError(
                         f"no folder for the memory of background saves in {root}: "
-                        f"{error.strerror}; free space there, make it writable, or let TMPDIR "
-                        f"name a folder of your own"
+                        f"{error.strerror}. Free space there, make it writable, or set TMPDIR "
+                        f"to another folder"
                     ) from error
                 _log.warning(
                     "%s cannot hold the snapshots of background saves (%s): they are in memory "

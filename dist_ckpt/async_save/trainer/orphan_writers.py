@@ -110,7 +110,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
         return False
     raise ConflictError(
         f"{folder.path}: the lock of the writer of rank {folder.rank} belongs to {owner}, which is "
-        f"not a visible background writer (it may be in another container): stop "
+        f"not a visible background writer (it may be in another container). Stop "
         f"it, or use another root, or another AsyncSaver(job=...)",
         rank=folder.rank,
     )

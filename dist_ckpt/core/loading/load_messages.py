@@ -294,7 +294,7 @@ def _check_shared(sources: ResolvedSources, gone: Sequence[int]) -> None:
     if all(attempts.is_there(c.storage, c.path, c.attempt) for c in checkpoints):
         folders = " or ".join(checkpoint.folder for checkpoint in checkpoints)
         raise StorageError(
-            f"{folders} is not seen by {ranks_text(gone)}, though the coordinator sees it: "
+            f"{folders} is not visible on {ranks_text(gone)}, but it is on rank 0: "
             "the path is not on storage that all ranks share. Pass a path that is"
         )
 

@@ -233,8 +233,8 @@ class HostTransfer:
         """Raise SecondaryError if this rank waits for one whose link has ended."""
         if lost := self._gone and self._gone & self.awaited():
             raise SecondaryError(
-                f"rank {min(lost)} of this host has given up or is gone, and had not handed on "
-                "and taken all that is shared; look into that rank's log"
+                f"rank {min(lost)} of this host has failed or ended before it sent and received "
+                "all shared data; see that rank's log"
             )
 
     def _memory(self, rank: int, offset: int, part: SharedRangePart) -> memoryview:

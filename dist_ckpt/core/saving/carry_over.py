@@ -163,7 +163,7 @@ def _checked(report: object, world_size: int) -> LoadReport:
     if not report.as_saved:
         raise ValueError(
             f"carry_over: {report.path} was loaded with a rename, so the rest of it has other "
-            f"names than the state: load and save it once under the new names, then load that"
+            f"names than the state. Load and save it once under the new names, then load that"
         )
     if report.world_size != world_size:
         raise ValueError(

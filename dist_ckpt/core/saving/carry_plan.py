@@ -228,8 +228,7 @@ def _check_list(node: Node) -> None:
         missing = next(number for number, key in enumerate(node.keys) if number != key)
         raise ValueError(
             f"carry_over: {node.fqn} would be a {node.kind} without its item {missing}, and the "
-            f"others would move: leave out what would be carried on of it (exclude={node.fqn!r}), "
-            f"or load all of it"
+            f"others would move. Leave it out (exclude={node.fqn!r}), or load all of it"
         )
 
 

@@ -442,8 +442,8 @@ def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
         del dump[name]
     if (name := next(_sharded(dump, ""), None)) is not None:
         raise ValueError(
-            f"{name[1:]} is a DTensor that a callback or a hook added to the checkpoint: only the "
-            f"module and the optimizers may have them, so leave that callback out"
+            f"{name[1:]} is a DTensor that a callback or a hook added to the checkpoint. Only the "
+            f"module and the optimizers may have them: leave that callback out"
         )
     changed = {k: value for k, value in weights.items() if module_weights.get(k) is not value}
     return dump, {**module_weights, **changed} if changed else None

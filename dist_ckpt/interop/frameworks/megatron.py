@@ -44,7 +44,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     if buffer := next((name for name in nested.tensors if _BUFFERS.search(name)), None):
         raise IncompatibleError(
             f"{folder}: {buffer} is a buffer of the distributed optimizer, whose layout depends on "
-            f"the ranks: save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out "
+            f"the ranks. Save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out "
             f"(exclude='optim', on the command line --exclude optim)"
         )
     with opened(storage, f"{folder}/{COMMON}", _TABLE) as archive:

@@ -75,8 +75,8 @@ def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> 
         raise NotFoundError(f"{path}: the file does not exist; check the path") from None
     except CorruptError:
         raise IncompatibleError(
-            f"{path} is not a regular file: give the path of a file of torch.save, or for a folder "
-            f"the system that wrote it (see `dist-ckpt import --help`)"
+            f"{path} is not a regular file. Pass the path of a file of torch.save. For a folder, "
+            f"name the system that wrote it (see `dist-ckpt import --help`)"
         ) from None
     with closing(file):
         yield Archive(file, path, 0, file.nbytes, path, table)

@@ -413,7 +413,7 @@ def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     names = [e.name for e in entries if e.kind == "folder" and e.name[0] != "."]
     names = sorted(name for name in names if name not in NO_CHECKPOINTS)
     if not names:
-        raise NotFoundError(f"{folder}: there is no run in it. Check the path")
+        raise NotFoundError(f"{folder} has no run in it. Check the path")
     return [(storage, f"{folder.rstrip('/')}/{name}") for name in names]
 
 

@@ -319,7 +319,7 @@ def _check_files(
         if record.component in numbers and fqn not in dropped:
             raise ValueError(
                 f"{fqn} is stored in the same files as tensors of {listed(sorted(names))}, because "
-                f"the state has many top-level keys: load the part that you want, and save it"
+                f"the state has many top-level keys. Load the part that you want, and save it"
             )
 
 
