@@ -161,7 +161,9 @@ def needs_torch(label: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ModuleNotFoundError(f'{label} needs torch: pip install "dist-ckpt[torch]"') from None
+        raise ModuleNotFoundError(
+            f'{label} needs torch: pip install "dist-ckpt[torch]", or ".[torch]" in a clone'
+        ) from None
 
 
 def write_checkpoint(

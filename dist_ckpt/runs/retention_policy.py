@@ -267,7 +267,7 @@ def _count(value: object, name: str, least: int = 1) -> int:
         raise TypeError(f"{name}={value!r}: give a whole number")
     if value < least:
         raise ValueError(f"{name}={value}: give a number from {least} on")
-    if value > _MOST_STEPS:  # no step is above
+    if value > _MOST_STEPS:  # no step is above, and a float cannot hold all of them
         raise ValueError(f"{name} is too large: give a number up to 2**63 - 1")
     return value
 

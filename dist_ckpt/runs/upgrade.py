@@ -1,4 +1,4 @@
-"""Upgrade a root of dist_ckpt 0.1.0: `.old_folder` to `.annotations`, `.starts` to `.incarnations`.
+"""Upgrade a root of dist_ckpt 0.1.0: `.facts` to `.annotations`, `.starts` to `.incarnations`.
 
 It can die at any call and be repeated. Until its last removal the root has an old folder: nothing
 else writes there, and readers look into the old and the new ones. The folder of annotations is

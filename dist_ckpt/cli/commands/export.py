@@ -16,10 +16,10 @@ from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 
 def _plan_dcp(source: str, file: str, *, overwrite: bool, **options: Any) -> WritePlan[int]:
-    from dist_ckpt.interop.dcp.export import plan_export  # noqa: PLC0415  (it needs torch)
-
     if overwrite:
         raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
+    from dist_ckpt.interop.dcp.export import plan_export  # noqa: PLC0415  (it needs torch)
+
     return plan_export(source, file, **options)
 
 

@@ -2,6 +2,7 @@
 
 They include the tensors as a tree of sizes, grouped so that a page can show it, and the bytes of
 each rank's files by component.
+
 Names in a checkpoint are untrusted text of any length, so all texts are bounded and escaped.
 """
 
