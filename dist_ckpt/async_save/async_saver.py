@@ -280,8 +280,8 @@ class AsyncSaver:
         with self._exclusive():
             if self._job is None:
                 raise ValueError(
-                    "the job of the snapshots to restore is not known: make the saver with root=, "
-                    "the folder of the checkpoints, or with job="
+                    "this AsyncSaver has no job whose snapshots it could restore: create it with "
+                    "root=, the folder of the checkpoints, or with job="
                 )
             writer = self._job.writer
             writer.wait_for(lambda: not writer.unsettled, None)

@@ -304,8 +304,8 @@ class Checkpointer:
         _check_int("step", step)
         if step <= self._step:
             raise ValueError(
-                f"step {step} comes after step {self._step}: count optimizer steps, from "
-                f"{self._step + 1} on, and call poll() between them"
+                f"step {step} is not above the last step, {self._step}: count optimizer steps, "
+                f"from {self._step + 1} on, and call poll() between them"
             )
         if self._state is None and self._run is not None:
             raise ValueError(_RESTORE_FIRST)

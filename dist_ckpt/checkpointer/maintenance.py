@@ -61,7 +61,7 @@ class SaveCounts:
     `failed` is the last step whose save has finally failed, and the reason.
     """
 
-    durable: str = "nothing is durable yet"
+    durable: str = "none yet"
     num_failures: int = 0
     failed: tuple[int, str] | None = None
 
@@ -219,7 +219,7 @@ class MaintenanceThread:
 
     def report_failure(self, step: int | None, error: Exception) -> str:
         """Log a failed save and the newest durable one, and call `on_failure`. Return the text."""
-        text = f"step {step} is not saved: {error} Safe is: {self.counts.durable}"
+        text = f"step {step} is not saved: {error} Newest durable save: {self.counts.durable}"
         _log.warning("%s", text)
         if step is not None:
             self.counts.failed = step, text

@@ -64,8 +64,8 @@ def check_config_matches(
     ]
     if refused:
         raise IncompatibleError(
-            f"{path} was saved with another configuration, which must be the same: "
-            f"{listed(refused, '; ')}. Use that configuration, or another root"
+            f"{path} was saved with another configuration, and config_must_match= forbids that: "
+            f"{listed(refused, '; ')}. Use the saved configuration, or another root"
         )
     return listed(list(text.values()), "; ")
 
@@ -228,7 +228,8 @@ class Resume:
         for entry in later:
             if entry.state == "incompatible":
                 raise IncompatibleError(
-                    f"{entry.path}: {entry.problem}. It may be the newest, so no older one is used"
+                    f"{entry.path}: {entry.problem}. This checkpoint may be the newest, so the "
+                    f"run does not resume from an older one"
                 )
         damaged = [entry for entry in later if entry.state == "damaged"]
         return tuple(f"{entry.name} is damaged: {entry.problem}" for entry in damaged)
@@ -289,7 +290,7 @@ class Resume:
         if listing.candidates:
             raise CorruptError(
                 f"{self.root}: all checkpoints are damaged: {'; '.join(skipped)}. The state is "
-                f"filled in part: do not train on it"
+                f"partly filled: do not train on it"
             )
         return None, ""
 
@@ -308,8 +309,9 @@ class Resume:
             )
         except IncompatibleError as error:
             raise IncompatibleError(
-                f"{error}\nA run resumes with the state that it has saved. To begin another with "
-                f"this state: Checkpointer(ANOTHER_ROOT, init={point.path!r}, init_strict=False)",
+                f"{error}\nA run resumes only with a state like the saved one. To begin another "
+                f"run with this state: Checkpointer(ANOTHER_ROOT, init={point.path!r}, "
+                f"init_strict=False)",
                 rank=error.rank,
                 phase=error.phase,
             ) from error
@@ -321,8 +323,8 @@ class Resume:
             reason = "; ".join(listing.skipped) or "none is committed"
             kind = CorruptError if listing.skipped else NotFoundError
             raise kind(
-                f"{self.root}: no checkpoint to resume from: {reason}. A fresh run is not begun "
-                f"there: choose another root, or move away damaged checkpoints"
+                f"{self.root}: no checkpoint to resume from: {reason}. So no fresh run begins "
+                f"there: choose another root, or move damaged checkpoints away"
             )
         if init is None:
             return "no checkpoint to resume from"

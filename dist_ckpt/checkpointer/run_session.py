@@ -344,8 +344,8 @@ class RunSession:
                 self._save(boundary, step, make_state)
                 if saves.settle(inf) == FAILED:
                     raise CheckpointError(
-                        f"the last save, of step {step}, has failed twice: the log has the errors. "
-                        f"Older checkpoints are unchanged"
+                        f"the last save, of step {step}, has failed twice. Older checkpoints are "
+                        f"unchanged. The log has the errors"
                     )
             if step == saves.last:
                 self.requests.begin_save(step, is_last=True)
@@ -379,7 +379,9 @@ class RunSession:
             _log.error("a save has failed as well: %s", failure)
         if error is not None and maintenance is not None:
             durable = maintenance.counts.durable
-            _log.warning("the run ends with %s. Safe is: %s", type(error).__name__, durable)
+            _log.warning(
+                "the run ends with %s. Newest durable save: %s", type(error).__name__, durable
+            )
 
     def _release(self, error: BaseException | None) -> None:
         is_late = self.stopped is not None and not self.stopped.is_durable

@@ -129,7 +129,7 @@ def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
     storage, folder = open_storage(root)
     listing = list_run(storage, folder, now=time.time())
     if listing.history_problem:
-        _log.warning("which checkpoints are orphaned is not known: %s", listing.history_problem)
+        _log.warning("the orphaned checkpoints are unknown: %s", listing.history_problem)
     return listing.checkpoints
 
 

@@ -74,7 +74,7 @@ def _parse_rule(node: ast.expr, text: str) -> WrittenRule:
         word.arg: _constant(word.value, text) for word in node.keywords if word.arg is not None
     }
     if len(named) != len(node.keywords):
-        raise ValueError(f"{text!r}: a rule's values have one name each")
+        raise ValueError(f"{text!r}: write the values of a rule as value or name=value")
     return node.func.id, tuple(_constant(value, text) for value in node.args), named
 
 

@@ -89,7 +89,7 @@ def _latest(listing: Listing) -> RunCheckpoint:
     if not listing.alive:
         states = [f"{info.name} is {_why_not(info)}" for info in listing.checkpoints]
         why = listed(states) if states else "it has no checkpoint"
-        raise NotFoundError(f"{listing.root}: nothing here is the latest: {why}. Check the path")
+        raise NotFoundError(f"{listing.root}: no latest checkpoint: {why}. Check the path")
     warn_of_unreadable(listing)
     return listing.alive[-1]
 
@@ -98,7 +98,7 @@ def warn_of_unreadable(listing: Listing) -> None:
     """Log the checkpoints that cannot be selected because they cannot be read."""
     for info in listing.checkpoints:
         if info.state in ("damaged", "incompatible"):
-            _log.warning("%s is %s and is no candidate: %s", info.path, info.state, info.problem)
+            _log.warning("%s is %s and is ignored: %s", info.path, info.state, info.problem)
 
 
 def _why_not(info: RunCheckpoint) -> str:

@@ -96,7 +96,7 @@ def changes(
         yield f"{_label(gone)} is gone: {_why_gone(gone, before, after, keep)}"
     problem = after.listing.history_problem
     if problem and problem != before.listing.history_problem:
-        yield f"which checkpoints are orphaned is not known: {problem}"
+        yield f"the orphaned checkpoints are unknown: {problem}"
 
 
 def describe_incarnation(record: IncarnationRecord) -> str:

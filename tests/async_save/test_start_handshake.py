@@ -182,7 +182,7 @@ def test_a_save_is_no_failure_if_a_writer_died_when_others_had_committed_it(run,
         return bool(one.writer.unsettled)  # there is a writer, to write it
 
     assert run(rank) == [True, True]
-    assert "is committed according to other ranks" in caplog.text
+    assert "other ranks report that this save is committed" in caplog.text
 
 
 # --- busy --------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def test_who_is_to_stop_after_another_has_left_is_ended_by_an_error():
 
     outcomes = try_ranks(run, world_size=2, harness="threads")
     assert isinstance(outcomes[0].error, RankError)
-    assert "TERM asks the run to save and stop, and it cannot: rank 1" in str(outcomes[0].error)
+    assert "the run cannot save and stop, as TERM requests: rank 1" in str(outcomes[0].error)
     assert outcomes[1].error is None
 
 

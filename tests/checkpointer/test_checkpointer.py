@@ -243,7 +243,7 @@ def test_an_error_of_the_body_saves_nothing_and_says_what_is_safe(
         run(tmp_path, 9, dc.at(2) | dc.at_end, background=background, body=body)
     assert raised.value is error
     assert steps_at(tmp_path) == [2]
-    safe = f"Safe is: step 2, at {tmp_path}/step-00000002"
+    safe = f"Newest durable save: step 2, at {tmp_path}/step-00000002"
     assert f"the run ends with {type(error).__name__}. {safe}" in caplog.text
     caplog.clear()
     with pytest.raises(type(error)):
@@ -275,7 +275,7 @@ def test_a_loop_in_a_loop_is_an_error(tmp_path: Path) -> None:
     state = fresh()
     with checkpointer(tmp_path) as ck:
         for _ in ck.steps(state, until=1):
-            with pytest.raises(ValueError, match="in a loop of its steps"):
+            with pytest.raises(ValueError, match="another loop over the steps"):
                 next(iter(ck.steps(state, until=3)))
             train(state, 1)
     assert steps_at(tmp_path) == [1]
@@ -506,13 +506,15 @@ def test_steps_only_grow_and_each_is_saved_once(tmp_path: Path) -> None:
         ck.restore(state)
         with pytest.raises(TypeError, match=r"step=1\.5: give a whole number"):
             ck.step(1.5)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="step 0 comes after step 0"):
+        with pytest.raises(ValueError, match="step 0 is not above the last step, 0"):
             ck.save(0)
         train(state, 2)
         ck.step(2)
-        with pytest.raises(ValueError, match="step 2 comes after step 2: count optimizer steps"):
+        with pytest.raises(
+            ValueError, match="step 2 is not above the last step, 2: count optimizer steps"
+        ):
             ck.step(2)
-        with pytest.raises(ValueError, match="step 1 comes after step 2"):
+        with pytest.raises(ValueError, match="step 1 is not above the last step, 2"):
             ck.save(1)
         ck.save(2)
         with pytest.raises(ValueError, match="step 2 is saved already"):
@@ -522,7 +524,7 @@ def test_steps_only_grow_and_each_is_saved_once(tmp_path: Path) -> None:
         ck.save(3)  # a policy has: that is no error
         train(state, 5)
         ck.save(5)
-        with pytest.raises(ValueError, match="step 4 comes after step 5"):
+        with pytest.raises(ValueError, match="step 4 is not above the last step, 5"):
             ck.step(4)
     assert steps_at(tmp_path) == [2, 3, 5]
 

@@ -53,7 +53,7 @@ def test_an_error_of_the_training_is_raised_and_that_of_a_save_is_logged(
         run()
     # By whom it is told: by who waits for the save at the end, or before that by the keeper.
     assert "a save has failed as well: " in caplog.text or "step 2 is not saved: " in caplog.text
-    assert "the run ends with ArithmeticError. Safe is: step 1, " in caplog.text
+    assert "the run ends with ArithmeticError. Newest durable save: step 1, " in caplog.text
     assert steps_at(tmp_path) == [1]
 
 

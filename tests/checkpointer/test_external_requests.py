@@ -187,7 +187,7 @@ def test_a_run_that_ends_without_it_says_so(job: Job, is_taken: bool) -> None:
         job.requests.begin_save(7, is_last=False)
     job.requests.close(END, 5.0)
     answer = job.answer(request)
-    assert (answer.outcome, answer.why) == ("ended", f"{END}. Safe is: step 3")
+    assert (answer.outcome, answer.why) == ("ended", f"{END}. Newest durable save: step 3")
 
 
 def test_what_comes_after_the_last_step_is_answered_by_that(
@@ -400,7 +400,10 @@ def test_how_a_run_ends_without_the_save_is_told(
     assert answer is not None
     how = "and its last steps are not saved" if error is None else "with RuntimeError"
     assert answer.outcome == "ended"
-    assert f"the run has ended{',' if error is None else ''} {how}. Safe is: nothing" in answer.why
+    assert (
+        f"the run has ended{',' if error is None else ''} {how}. Newest durable save: none"
+        in answer.why
+    )
 
 
 def test_a_start_after_one_that_did_not_end_says_when_that_was_last_alive(

@@ -96,7 +96,8 @@ def test_a_save_that_fails_twice_is_told_once_with_what_is_safe(
     assert refusing.tried == [1, 2, 2, 3]
     assert steps_at(tmp_path) == [1, 3]
     assert [str(one) for one in failures] == ["call 3 is refused."]
-    line = f"step 2 is not saved: call 3 is refused. Safe is: step 1, at {tmp_path}/step-00000001"
+    newest = f"step 1, at {tmp_path}/step-00000001"
+    line = f"step 2 is not saved: call 3 is refused. Newest durable save: {newest}"
     assert caplog.text.count(line) == 1
 
 
@@ -190,7 +191,7 @@ def test_a_background_save_that_fails_is_told_and_tried_again(
         wait_for(is_saved)
     assert [type(one) for one in failures] == [ExistsError]
     assert steps_at(tmp_path) == [1, 2]
-    safe = f"Safe is: step 1, at {tmp_path}/step-00000001"
+    safe = f"Newest durable save: step 1, at {tmp_path}/step-00000001"
     assert len([one for one in caplog.messages if "is not saved" in one and safe in one]) == 1
 
 
@@ -199,7 +200,7 @@ def test_a_background_save_that_fails_is_raised_where_that_is_asked_for(
     on_failure: Any, max_failures: int, tmp_path: Path
 ) -> None:
     options = {"on_failure": on_failure, "max_failures": max_failures, "background": True}
-    with pytest.raises(ExistsError, match="Safe is: nothing is durable yet"):
+    with pytest.raises(ExistsError, match="Newest durable save: none yet"):
         train_into_a_file(tmp_path, **options)
 
 

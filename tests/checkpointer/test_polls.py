@@ -76,7 +76,7 @@ def test_a_poll_in_a_body_that_does_not_say_its_step_is_refused(tmp_path: Path) 
 
 def test_a_poll_of_a_step_long_done_is_refused(tmp_path: Path) -> None:
     for ck, state in body_of(tmp_path, 3):
-        with pytest.raises(ValueError, match="step 1 comes after step 2"):
+        with pytest.raises(ValueError, match="step 1 is not above the last step, 2"):
             ck.poll(1)
         train(state, 3)
 

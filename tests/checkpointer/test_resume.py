@@ -423,7 +423,7 @@ def test_one_of_a_newer_version_stops_a_resume(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     document["format"]["version"] = 99
     file.write_text(json.dumps(document))
-    with pytest.raises(IncompatibleError, match="may be the newest, so no older one is used"):
+    with pytest.raises(IncompatibleError, match="may be the newest, so the run does not resume"):
         restored(tmp_path)
 
 

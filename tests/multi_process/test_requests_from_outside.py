@@ -133,7 +133,7 @@ def test_a_request_between_the_last_step_and_the_end_is_answered(tmp_path: Path,
         return
     assert answer[0] == 1
     assert "not saved, ended: the run has ended, and its last steps are not saved" in answer[1]
-    assert "Safe is: nothing is durable yet" in answer[1]
+    assert "Newest durable save: none yet" in answer[1]
 
 
 def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
     code, out = asked.result(timeout=60)
     assert code == 1
     assert "not saved, failed: step " in out
-    assert "Safe is: nothing is durable yet" in out
+    assert "Newest durable save: none yet" in out
 
 
 def test_a_dead_job_answers_nothing_and_the_next_one_does_not_obey(tmp_path: Path) -> None:

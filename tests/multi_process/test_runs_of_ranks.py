@@ -479,7 +479,7 @@ def fail_on_one(rank: int, root: str, kind: str) -> tuple[str, str, float, list[
                     raise error
     except BaseException as failure:  # noqa: BLE001 - what became of this rank
         name, caught = type(failure).__name__, str(failure)
-    return name, caught, time.monotonic() - began, told.of("Safe is: ")
+    return name, caught, time.monotonic() - began, told.of("Newest durable save: ")
 
 
 def wait_until_durable(root: str, step: int) -> None:
@@ -497,7 +497,7 @@ def test_an_error_of_one_rank_waits_for_nobody_and_the_others_are_told(
     assert seconds < SOON_S
     assert other == "RankError"
     assert "rank 1" in text
-    assert any("Safe is: step 2, at" in line for line in told)
+    assert any("Newest durable save: step 2, at" in line for line in told)
     assert steps_at(root) == [2]
 
 

@@ -166,9 +166,7 @@ def test_a_start_that_cannot_be_read_is_told_once() -> None:
     damaged = {**run.storage.tree(), f"{ROOT}/.incarnations/2.json": b"{}"}
     run.storage = MemoryStorage(damaged)
     (told,) = run.told()
-    assert told.startswith(
-        "which checkpoints are orphaned is not known: /runs/.incarnations/2.json: "
-    )
+    assert told.startswith("the orphaned checkpoints are unknown: /runs/.incarnations/2.json: ")
     look = observe_run(run.storage, ROOT)
     assert (look.newest, kept_by(look, None)) == (None, {})
     run.remove(5)

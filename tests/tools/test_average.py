@@ -294,7 +294,7 @@ def test_sources_that_make_no_average_are_refused(two, tmp_path):
         ([first, tmp_path / "gone"], {}, dc.NotFoundError, "gone"),
         (first, {"last": 0}, ValueError, "only .*/1 to average"),
         (tmp_path / "run", {}, ValueError, "give last=n or best=n"),
-        (tmp_path / "run", {"best": 2}, ValueError, "say which is best"),
+        (tmp_path / "run", {"best": 2}, ValueError, "needs a metric"),
         (tmp_path / "run", {"best": 2, "max": "f1"}, dc.NotFoundError, "metric 'f1'"),
         (tmp_path / "run", {"last": True}, TypeError, "last=True"),
     ):

@@ -119,8 +119,8 @@ class Job:
                     _remove(folder)
                 else:
                     _log.warning(
-                        "%s: a snapshot stays in memory, as it may be the only copy: %s. A later "
-                        "run of the job may restore and save it; else remove that folder",
+                        "%s: a snapshot stays in memory, as it may be the only copy: %s. Start "
+                        "the job again to restore the snapshot, or remove that folder",
                         *(folder.path, name),
                     )
         self.folder.discard()

@@ -194,7 +194,7 @@ def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
     mistaken = [order for order in writer.failed if order.snapshot in start.committed]
     for order in mistaken:
         order.is_reported = True
-        _log.warning("a background save is committed according to other ranks: %s", order.failure)
+        _log.warning("other ranks report that this save is committed: %s", order.failure)
     if start.failed:
         _raise(start.failed, writer)
     if mistaken:

@@ -336,8 +336,8 @@ class WriterHandle:
             if not isinstance(answer, answer_type):
                 self.kill()
                 raise RankError(
-                    f"the background writer of rank {self._hello.rank} gives no answer: it is "
-                    f"replaced; save again",
+                    f"the background writer of rank {self._hello.rank} does not answer and was "
+                    f"killed: save again, which starts another one",
                     rank=self._hello.rank,
                 )
             return answer

@@ -336,7 +336,7 @@ class BarrierRounds:
             return False
         match = _DECISION.fullmatch(text)
         if match is None:
-            raise RankError(f"the decision of a round is {text[:200]!r}: not one of dist_ckpt")
+            raise RankError(f"the decision of a round is {text[:200]!r}: invalid")
         if match[1]:
             self._remove_last_round()
         else:
@@ -345,9 +345,9 @@ class BarrierRounds:
             self._is_over = match[2] == "closed"
             if self._is_over and self._proposal is not None and self._proposal.stops:
                 raise RankError(  # otherwise the signal would be lost forever
-                    f"{self._proposal.why} asks the run to save and stop, and it cannot: "
-                    f"{text.removeprefix('closed: ')}. It has ended, by an error or by `break`; "
-                    f"older checkpoints are unchanged"
+                    f"the run cannot save and stop, as {self._proposal.why} requests: "
+                    f"{text.removeprefix('closed: ')}. The run has ended, by an error or by "
+                    f"`break`; older checkpoints are unchanged"
                 )
         with self._changed:
             self._barrier.learn(int(match[1]) if match[1] else None)

@@ -363,7 +363,7 @@ class ExternalRequests:
             rest, reason = [*self._states.saving, *self._states.open], self._states.end_reason
         for request_id in rest:
             durable = self._maintenance.counts.durable
-            self._answer(request_id, "ended", f"{reason}. Safe is: {durable}")
+            self._answer(request_id, "ended", f"{reason}. Newest durable save: {durable}")
 
     def _answer(
         self, request_id: str, outcome: Outcome, why: str, saved: CheckpointKey | None = None

@@ -140,14 +140,14 @@ def _describe(
         )
     if kind not in request.kinds:
         raise IncompatibleError(
-            f"{path} is of the kind {kind!r}, and the table has {listed(request.kinds)}: add it"
+            f"{path} has the kind {kind!r}, but the table has only {listed(request.kinds)}: add it"
         )
     catalog = opened.catalog
     names = [*catalog.tensors, *catalog.aliases, *catalog.values]
     if not any(name.startswith(f"{request.component}.") for name in names):
         components = dict.fromkeys(name.partition(".")[0] for name in names if "." in name)
         raise IncompatibleError(
-            f"{path} holds nothing of {request.component!r}: give as component= one of "
+            f"{path} has no component {request.component!r}: give component= one of "
             f"{listed([*components])}"
         )
     counts = count_parameters(catalog, opened.value, request.component)

@@ -109,8 +109,8 @@ def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
             share = SourceShare(number, key, replace(source, path=path))
             if share in shares:
                 raise ValueError(
-                    f"{path} is given twice{f' for {key!r}' if key else ''}, and nothing would be "
-                    "taken the second time: remove one"
+                    f"{path} is given twice{f' for {key!r}' if key else ''}, and the second would "
+                    "fill nothing: remove one"
                 )
             shares.append(share)
     return tuple(numbers), tuple(shares)

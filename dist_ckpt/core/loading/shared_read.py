@@ -263,7 +263,7 @@ def receive(
             reading.check(part.file, read, blocks)
     except CorruptError as error:
         raise RankError(
-            f"what rank {fetcher} has read and sent arrived damaged: {error}. Look at the "
+            f"data that rank {fetcher} read and sent has arrived damaged: {error}. Check the "
             "network and the memory of both hosts, then try again",
             rank=fetcher,
         ) from error

@@ -388,9 +388,9 @@ class SharedReadGroup:
         apart = [rank for rank in range(len(failed_links)) if self.wants[rank].host in hosts]
         if alone := {*unlinked, *apart}:
             _log.warning(
-                "%s cannot share memory with the ranks of the same host name: what several of "
-                "them want is fetched more than once. If they are on several hosts, give each host "
-                "a name of its own (DIST_CKPT_HOST)",
+                "%s cannot share memory with the ranks of the same host name, so their common data "
+                "is read more than once. If they are on several hosts, give each host a different "
+                "name (DIST_CKPT_HOST)",
                 ranks_text(alone),
             )
         return UnreachableRanks(

@@ -72,15 +72,19 @@ class ShardingConfig:
 
     def _check_zero(self) -> None:
         if type(self.zero_stage) is not int or type(self.flat) is not bool:
-            raise TypeError(f"zero_stage={self.zero_stage!r}, flat={self.flat!r}: an int, a bool")
+            raise TypeError(
+                f"zero_stage={self.zero_stage!r}, flat={self.flat!r}: give an int and a bool"
+            )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={self.zero_stage}: there are stages 1, 2 and 3")
         if self.zero_stage and (len(self.mesh) > 1 or self.rules or self.default):
-            raise ValueError("ZeRO partitions over all ranks: give it a mesh of one axis, no rules")
+            raise ValueError(
+                "ZeRO partitions over all ranks: give a mesh of one axis, and no rules"
+            )
         if self.flat and not self.zero_stage:
             raise ValueError("flat=True needs ZeRO: give zero_stage 1, 2 or 3")
         if self.shapes and not self.flat:
-            raise ValueError("shapes are for flat=True; other parts have their own shapes")
+            raise ValueError("shapes= is only for flat=True: leave it out")
 
     # --- constructors ---
 

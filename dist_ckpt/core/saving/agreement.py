@@ -258,8 +258,8 @@ def _check_metadata(requests: Sequence[SaveRequest]) -> None:
     if len(by_digest := distinct(request.metadata for request in requests)) > 1:
         groups = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
         raise ValueError(
-            f"the ranks call save with different metadata=, config= or kind=: that of {groups}. "
-            f"Every rank must pass the same."
+            f"the ranks call save with different metadata=, config= or kind=: the metadata of "
+            f"{groups}. Every rank must pass the same."
         )
 
 
@@ -272,8 +272,8 @@ def _check_attached(requests: Sequence[SaveRequest]) -> None:
         differing = sorted(name for name in names if attached.get(name) != first.get(name))
         if attached and differing:
             raise ValueError(
-                f"rank {rank} attaches another {differing[0]!r} than rank 0: give attach= on rank "
-                f"0 alone, or the same on every rank"
+                f"rank {rank} attaches a different {differing[0]!r} than rank 0: give attach= only "
+                f"on rank 0, or the same on every rank"
             )
 
 

@@ -75,8 +75,8 @@ def _bytes_of(value: object, label: str, most: int) -> bytes:
 
 def _too_much(label: str) -> ValueError:
     return ValueError(
-        f"{label}: what is attached comes to more than {MAX_ATTACHED_NBYTES} bytes: attach less, "
-        f"or save it as tensors of the state"
+        f"{label}: the attachments have more than {MAX_ATTACHED_NBYTES} bytes together: attach "
+        f"less, or save the data as tensors of the state"
     )
 
 

@@ -156,9 +156,8 @@ def _checked(report: object, world_size: int) -> LoadReport:
     if len(report.sources) > 1:
         paths = " and ".join(source.path for source in report.sources)
         raise ValueError(
-            f"carry_over: {paths} were loaded together: "
-            f"load from one after the other, and give the report of that whose rest is to come "
-            f"along"
+            f"carry_over: {paths} were loaded together, but the rest of only one checkpoint can "
+            f"be carried over: load each with a separate call, and give the report of that one"
         )
     if not report.as_saved:
         raise ValueError(
@@ -167,14 +166,14 @@ def _checked(report: object, world_size: int) -> LoadReport:
         )
     if report.world_size != world_size:
         raise ValueError(
-            f"carry_over: {report.world_size} ranks have loaded {report.path}, and {world_size} "
-            f"save: give the same group to both"
+            f"carry_over: {report.world_size} ranks have loaded {report.path}, but {world_size} "
+            f"save: pass the same group= to both calls"
         )
     return report
 
 
 def _find(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
-    remedy = "load again, and give carry_over= the report of that"
+    remedy = "load again, and pass the new report as carry_over="
     try:
         attempt, index = find(storage, loaded.path)
     except NotFoundError as error:

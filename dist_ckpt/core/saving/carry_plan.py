@@ -214,8 +214,8 @@ def _merge(live: Node, carried: Node | None) -> Node:
     if is_mapping(live.kind) != is_mapping(carried.kind):
         example = join(live.fqn, carried.keys[0])
         raise ValueError(
-            f"carry_over: {live.fqn} is a {live.kind} in the state, and was saved as a "
-            f"{carried.kind}: leave out what would be carried on in it (exclude={example!r})"
+            f"carry_over: {live.fqn} is a {live.kind} in the state, but was saved as a "
+            f"{carried.kind}: exclude its remaining names (exclude={example!r})"
         )
     live_keys = {str(key) for key in live.keys}
     more = (key for key in carried.keys if str(key) not in live_keys)
@@ -282,8 +282,8 @@ def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
     ]
     if of_ranks and live.world_size == source.world_size and now and then and now != then:
         raise ValueError(
-            f"carry_over: {listed(of_ranks)} belongs to the ranks of the mesh {then}, and this one "
-            f"is {now}: exclude it (exclude={of_ranks[0]!r})"
+            f"carry_over: {listed(of_ranks)} belongs to the ranks of the mesh {then}, but the mesh "
+            f"of this save is {now}: exclude the name (exclude={of_ranks[0]!r})"
         )
 
 

@@ -55,10 +55,11 @@ class AverageOptions:
 
     def _check_count(self, *, of_run: bool) -> None:
         if not of_run and (self.last is not None or self.best is not None):
-            raise ValueError("last= and best= choose from a run: give its folder, not a list")
+            raise ValueError("last= and best= select from one run: give its folder, not a list")
         if of_run and (self.last is None) == (self.best is None):
             raise ValueError(
-                "for a run give last=n or best=n (n <= 0 for all), else a list of checkpoints"
+                "one source is a run: give last=n or best=n (n <= 0 for all), or give a list of "
+                "checkpoints"
             )
         for name, value in (("last", self.last), ("best", self.best)):
             if value is not None and type(value) is not int:
@@ -66,11 +67,11 @@ class AverageOptions:
 
     def _check_metric(self) -> None:
         if self.best is None and (self.min is not None or self.max is not None):
-            raise ValueError("min= and max= say which are the best: give best=n too")
+            raise ValueError("min= and max= need best=: give best=n too")
         if self.best is None:
             return
         if (self.min is None) == (self.max is None):
-            raise ValueError('best=: say which is best, min="val/loss" or max="accuracy"')
+            raise ValueError('best= needs a metric: give min="val/loss" or max="accuracy"')
         name = self.max if self.min is None else self.min
         if not isinstance(name, str) or not name:
             raise TypeError(f"{name!r} is not the name of a metric: give a text")
@@ -82,7 +83,7 @@ class AverageOptions:
             _check_number(self.decay, "decay")
             if not 0 < self.decay < 1:
                 raise ValueError(
-                    f"decay={self.decay}: give a number above 0 and below 1, nothing for a "
+                    f"decay={self.decay}: give a number above 0 and below 1, or leave it out for a "
                     f"uniform average"
                 )
         if self.weights is None:

@@ -128,7 +128,7 @@ def test_a_rank_that_gives_up_before_it_is_accepted_is_a_fallout(meeting):
     low, high = (links_of(meeting, n) for n in (0, 3))
     high.connect([0])
     high.close()
-    with pytest.raises(SecondaryError, match="given up or is gone"):
+    with pytest.raises(SecondaryError, match="has failed or died"):
         low.accept([3])
     low.close()
 

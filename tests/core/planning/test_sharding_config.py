@@ -216,7 +216,7 @@ def test_a_file_that_is_not_there_or_no_text_is_an_error_that_names_it(tmp_path:
         ({"mesh": {"dp": 2}, "flat": True}, ValueError, "give zero_stage"),
         ({"mesh": GRID, "zero_stage": 1}, ValueError, "a mesh of one axis"),
         ({"mesh": {"dp": 2}, "default": {"dp": 0}, "zero_stage": 1}, ValueError, "no rules"),
-        ({"mesh": {"dp": 2}, "shapes": {"w": (2,)}}, ValueError, "shapes are for flat=True"),
+        ({"mesh": {"dp": 2}, "shapes": {"w": (2,)}}, ValueError, "shapes= is only for flat=True"),
         (
             {"mesh": {"dp": 2}, "zero_stage": 3, "flat": True, "shapes": {"w": (-1,)}},
             TypeError,

@@ -452,11 +452,11 @@ def test_a_source_that_was_replaced_or_deleted_is_not_carried_on() -> None:
     report = part_of(storage)
     save_on_threads(storage, [state(2)], A, overwrite=True)
     with pytest.raises(
-        NotFoundError, match=r"/runs/a was replaced: .* load again, and give carry_over"
+        NotFoundError, match=r"/runs/a was replaced: .* load again, and pass the new report"
     ):
         save_on_threads(storage, [head(3)], B, carry_over=report)
     removal.delete(storage, A)
-    with pytest.raises(NotFoundError, match="load again, and give carry_over"):
+    with pytest.raises(NotFoundError, match="load again, and pass the new report"):
         save_on_threads(storage, [head(3)], B, carry_over=report)
     with pytest.raises(NotFoundError):
         find(storage, B)

@@ -93,7 +93,7 @@ class _GoneAtTheEnd(MemoryStorage):
 
 
 def test_a_folder_that_goes_away_before_its_sync_is_a_conflict() -> None:
-    with pytest.raises(ConflictError, match=f"^{FOLDER}: its folder is gone.*try again"):
+    with pytest.raises(ConflictError, match=f"^{FOLDER}: the folder is gone.*try again"):
         write_all(_GoneAtTheEnd({FOLDER: None}), FOLDER, files_of(tensors()), threads=1)
 
 
@@ -200,7 +200,7 @@ def test_an_objects_file_of_another_size_is_a_storage_error() -> None:
 
 
 def test_a_folder_that_is_gone_means_the_attempt_was_given_up() -> None:
-    with pytest.raises(ConflictError, match="was given up"):
+    with pytest.raises(ConflictError, match="was abandoned"):
         write_all(MemoryStorage(), "/gone", files_of(tensors()), threads=1)
 
 

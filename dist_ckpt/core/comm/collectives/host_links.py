@@ -105,7 +105,7 @@ class HostLinks:
             except ConnectionError:
                 link.close()
                 raise SecondaryError(
-                    "a rank of this host has given up or is gone before anything was shared: read "
+                    "a rank of this host has failed or died before any data was shared: read "
                     "the logs of the host's other ranks"
                 ) from None
             missing.discard(rank)

@@ -114,8 +114,8 @@ class KeyClient:
             except ConnectionError as error:
                 if attempt == GREETINGS:
                     raise ConnectionError(
-                        f"{self._name} does not let this process in: it belongs to another job or "
-                        f"start ({error})"
+                        f"{self._name} refuses the token of this process: it belongs to another "
+                        f"job, or to another start of this one ({error})"
                     ) from error
             except BaseException:
                 self.close()

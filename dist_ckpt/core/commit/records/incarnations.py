@@ -103,8 +103,8 @@ class Incarnation(Message, frozen=True):
             raise ConflictError(
                 f"{self.root}: incarnation {newest.number} of this run, {newest.by}, has taken "
                 f"over at {utc(newest.at)}, and this is incarnation {self.number}: it saves and "
-                f"removes nothing more here. End this job; if it shall continue, start it "
-                f"again{alive}"
+                f"removes nothing more here. End this job; to continue the run with it, start "
+                f"it again{alive}"
             )
 
     def next_attempt(self, highest: int, path: str) -> int:
@@ -117,7 +117,7 @@ class Incarnation(Message, frozen=True):
             raise ConflictError(
                 f"{path}: incarnation {highest // ATTEMPTS_PER_INCARNATION} of this run saves "
                 f"here, and this is incarnation {self.number}: it saves nothing more here. End "
-                f"this job; if it shall continue, start it again"
+                f"this job; to continue the run with it, start it again"
             )
         if highest == last:
             raise StorageError(

@@ -143,8 +143,8 @@ class Lease:
         _protect(self.subject, LEASE, {self.id: self.ttl_s})
         if monotonic() - began >= self.ttl_s:
             raise StorageError(
-                f"{self.subject.path}: to take the lease took longer than the {self.ttl_s:g} s for "
-                f"which it lasts: give a longer ttl_s"
+                f"{self.subject.path}: the lease lasts {self.ttl_s:g} s, and writing it took "
+                f"longer: give a longer ttl_s"
             )
 
     def release(self) -> None:

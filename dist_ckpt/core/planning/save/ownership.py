@@ -36,7 +36,7 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     holding = [share for share in shares if share.view != Parts(())]
     if not holding:
         everyone = ranks_text(rank for share in shares for rank in share.ranks)
-        raise ValueError(f"no rank holds any of it, but the states of {everyone} have it")
+        raise ValueError(f"the states of {everyone} name it, but no rank holds a part of it")
     views: dict[View, list[int]] = {}
     for share in holding:
         views.setdefault(share.view, []).extend(share.ranks)
@@ -85,8 +85,8 @@ def _present(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
         remaining = tuple(rank for rank in on_mesh if rank in present)
         if not remaining:
             raise ValueError(
-                f"[{layout.cell(number)}] is on {ranks_text(on_mesh)} of the mesh, whose state "
-                f"does not hold the tensor; that of {ranks_text(present)} does"
+                f"by the mesh, [{layout.cell(number)}] is on {ranks_text(on_mesh)}. But only the "
+                f"state of {ranks_text(present)} has the tensor"
             )
         holders.append(remaining)
     return Layout(layout.cut, tuple(holders))
@@ -138,7 +138,7 @@ def _tiled(cells: _RanksByCell, shape: Shape) -> Layout:
     elif boxes:
         _check_boxes(boxes, cells, shape)
     else:
-        raise ValueError(f"the parts of {_all_ranks(cells, cells)} hold no element of it")
+        raise ValueError(f"its parts on {_all_ranks(cells, cells)} are all empty")
     return layout_of_cells({cell: cells[cell] for cell in flat or boxes})
 
 
@@ -257,13 +257,13 @@ def _sizes(
         if size != shapes[rank][dim]:
             raise ValueError(
                 f"dimension {dim} is {size} on rank {first} and {shapes[rank][dim]} on rank "
-                f"{rank}, which hold the same part of it by the ShardingConfig"
+                f"{rank}, but by the ShardingConfig both hold the same part of it"
             )
     for position in positions:
         if position not in sizes:
             names = ", ".join(mesh.names[axis] for axis, _ in strides)
             raise ValueError(
-                f"no rank holds a part of dimension {dim} that rank {mesh.ranks[position]} would "
-                f"hold, which {names} cuts; it is on {ranks_text(shapes)}"
+                f"{names} cuts dimension {dim}, but the part of rank {mesh.ranks[position]} is on "
+                f"no rank; the tensor is on {ranks_text(shapes)}"
             )
     return [sizes[position][0] for position in positions]

@@ -295,5 +295,5 @@ def exists_error(path: str) -> ConflictError:
 
 def _gone_error(path: str) -> ConflictError:
     return ConflictError(
-        f"{path}: its folder is gone, as this attempt was given up and removed; try again"
+        f"{path}: the folder is gone, as this attempt was abandoned and removed; try again"
     )

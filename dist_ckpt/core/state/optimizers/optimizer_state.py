@@ -137,9 +137,10 @@ def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
     kind = next((type(p).__name__ for p in parameters if type(p) not in PLAIN), None)
     if kind is not None:
         raise TypeError(
-            f"{fqn}: state_dict() of {_class(optimizer)} is not in torch's form, so its parameters "
-            f"have no names, and here they are {kind}s. Let it return torch's form, in which "
-            "'state' is by the numbers in 'param_groups', or save the inner optimizer instead"
+            f"{fqn}: state_dict() of {_class(optimizer)} is not in torch's form, so its state has "
+            f"no parameter names, and its parameters are {kind}s. Return torch's form there "
+            f"('state' has the numbers in 'param_groups' as keys), or save the inner optimizer "
+            f"instead"
         )
 
 

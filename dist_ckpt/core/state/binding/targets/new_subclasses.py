@@ -188,8 +188,9 @@ def _wanted(
         box = inner_cut(cut, tuple(part.shape), is_table=tuple(part.shape) == shape)
         if box is None or box.shape != shape:
             raise IncompatibleError(
-                f"{name}: of its {attribute!r} of shape {shape} this rank would need "
-                f"{tuple(part.shape)}, and the position of that part is unknown: {_REMEDY}"
+                f"{name}: this rank needs a part of shape {tuple(part.shape)} of its "
+                f"{attribute!r}, which has shape {shape}. The position of the part is unknown: "
+                f"{_REMEDY}"
             )
         if is_wrapper_subclass(wholes[attribute]):
             inner[attribute] = _wanted(saved, targets, child, hint, wholes[attribute], box)
