@@ -604,7 +604,7 @@ def test_a_load_from_a_folder_without_its_id_reads_the_storage(root, folder, cap
     report, state = load(root / "ck")
     assert kept.step_in([state]) == 7
     assert report.nbytes_from_memory == 0
-    assert told(caplog, "does not have the content that dist_ckpt writes") == (content is not None)
+    assert told(caplog, "is not what dist_ckpt writes there") == (content is not None)
 
 
 def test_a_load_leaves_no_trace_where_no_job_is(root):

@@ -275,7 +275,7 @@ def test_a_loop_in_a_loop_is_an_error(tmp_path: Path) -> None:
     state = fresh()
     with checkpointer(tmp_path) as ck:
         for _ in ck.steps(state, until=1):
-            with pytest.raises(ValueError, match="another loop over the steps"):
+            with pytest.raises(ValueError, match="in a loop of its steps"):
                 next(iter(ck.steps(state, until=3)))
             train(state, 1)
     assert steps_at(tmp_path) == [1]
