@@ -32,8 +32,8 @@ def compare(
 ) -> None:
     """Compare several runs, such as those of a sweep.
 
-    PATHS are folders of runs, or one folder that contains them. Below the table are the values of
-    the configurations that differ.
+    PATHS are folders of runs, or one folder that contains them. Configuration values that differ
+    are printed below the table.
 
     \b
     dist-ckpt compare sweep --min val/loss

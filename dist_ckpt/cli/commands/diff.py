@@ -31,10 +31,10 @@ def diff(  # noqa: PLR0913 - those of dc.diff
     exclude: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Show the differences of the checkpoints A and B.
+    """Show the differences between the checkpoints A and B.
 
-    It compares configuration, names, dtypes and shapes, and with --values also the values. The
-    numbers of ranks that saved A and B do not matter. Exit code 0 if they are equal, 1 if not.
+    The command compares configurations, names, dtypes and shapes; with --values also the values.
+    The layouts do not matter. Exit code 0 if A and B are equal, 1 if not.
 
     \b
     dist-ckpt diff runs/a@1000 runs/a@latest

@@ -21,7 +21,7 @@ from dist_ckpt.tools.inspect.estimate import estimate as compute
     "source",
     type=shared_options.PATH,
     required=True,
-    help="A checkpoint like those of the job.",
+    help="A checkpoint with the same state as the job.",
 )
 @click.option(
     "--world-size",
@@ -55,8 +55,8 @@ def estimate(  # noqa: PLR0913 - those of dc.estimate
 ) -> None:
     """Estimate size, time and space of the checkpoints of a future job.
 
-    For policies with metrics it assumes the worst case: the best checkpoints are the oldest. Exit
-    code 1 if the folder does not have the space now.
+    For retention policies with metrics the estimate assumes the worst case: the best checkpoints
+    are the oldest. Exit code 1 if the folder does not have enough space now.
 
     \b
     dist-ckpt estimate --from runs/a@latest --world-size 64 --rate 2GB

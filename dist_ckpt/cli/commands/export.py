@@ -61,7 +61,7 @@ _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
     "[default: model for hf, all for torch]",
 )
 @click.option("--dtype", help="hf: convert floating-point tensors to this dtype, such as bf16.")
-@click.option("--max-shard-size", help="hf: most data in a file, such as 500MiB.  [default: 5GB]")
+@click.option("--max-shard-size", help="hf: maximum data per file, such as 500MiB.  [default: 5GB]")
 @shared_options.selected
 @click.option(
     "--reflink", is_flag=True, help="hf: share data blocks with SOURCE if the file system can."

@@ -36,8 +36,8 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
     """Remove the files that dead and aborted saves left in PATH.
 
     PATH is a run's folder, or one checkpoint. Committed checkpoints and files of other programs
-    stay. A running save writes all the time, so that --grace protects it. The removed files are of
-    no use, so gc does not ask for confirmation.
+    stay. A running save writes all the time, so --grace protects it. gc does not ask for
+    confirmation, as nothing can load the removed files.
 
     \b
     dist-ckpt gc runs/a

@@ -63,7 +63,7 @@ def import_(  # noqa: PLR0913 - the options of the command
 
     \b
     dcp         a folder of torch.distributed.checkpoint
-    hf          a folder of Hugging Face, or a safetensors file
+    hf          a Hugging Face folder, or a safetensors file
     torch       a file of torch.save
     lightning   a checkpoint of Lightning
     accelerate  a folder of accelerate's save_state

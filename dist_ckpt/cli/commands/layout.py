@@ -19,7 +19,7 @@ from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
 @shared_options.selected
 @shared_options.json
 def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> None:
-    """Show the shard files, their ranks, and how even the ranks are.
+    """Show the shard files, their ranks, and the balance between ranks.
 
     With a glob, also show the shards of the matching tensors in each file. '*' selects all tensors.
 

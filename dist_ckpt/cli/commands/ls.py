@@ -29,9 +29,9 @@ def ls(path: str, *, as_json: bool) -> None:
     """List the checkpoints in a folder.
 
     PATH is a run's folder, or one checkpoint. STATE is "committed", or why the checkpoint cannot be
-    loaded. "open" means that a save is running, or was left by a crash: "dist-ckpt gc" removes it
-    then. The table shows the first few metrics; --json prints all. "orphaned" means that the run
-    was resumed from an earlier step.
+    loaded. "open" means that a save is running or has crashed; "dist-ckpt gc" removes crashed
+    saves. "orphaned" means that the run later resumed from an earlier step. The table shows the
+    first few metrics; --json prints all.
 
     \b
     dist-ckpt ls runs/a

@@ -28,7 +28,7 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
     prune and rm do not remove a pinned checkpoint; only "rm --force" does.
 
     \b
-    dist-ckpt pin runs/a@12000 --why "the one of the paper"
+    dist-ckpt pin runs/a@12000 --why "results of the paper"
     dist-ckpt pin runs/a@12000 --remove
     """  # noqa: D301 - click knows the backspace
     if remove and why:

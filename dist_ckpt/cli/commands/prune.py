@@ -31,7 +31,7 @@ def prune(
     \b
     last(3)                       the newest three
     best(2, min="val/loss")       the best two by a metric, and two not measured yet
-    every(steps=10000)            the nearest to each multiple; or hours=
+    every(steps=10000)            the one nearest to each multiple; or hours=
     within(days=7)                those saved in the week before the newest
 
     \b

@@ -1,4 +1,4 @@
-"""The command `reshard`: write a checkpoint again, for another number of ranks."""
+"""The command `reshard`: rewrite a checkpoint for another number of ranks."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint again, for another number of ranks.
+    """Rewrite a checkpoint for another number of ranks.
 
-    Not needed for a load: dist_ckpt.load reshards itself. Use it if many jobs load the same layout.
+    A load does not need this: dist_ckpt.load reshards by itself. Use it if many jobs load the same
+    layout.
 
     \b
     dist-ckpt reshard run/step-00001000 run-8 --world-size 8

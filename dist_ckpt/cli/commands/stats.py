@@ -21,8 +21,8 @@ def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_j
     """Show statistics of the values of each tensor.
 
     min, max, mean and rms are of the finite values. Zeros, nan and infinities are counted. All data
-    is read and checked, a part at a time. Exit code 1 if there is a nan or an infinity. Leave out
-    tensors that must have some, such as masks.
+    is read and checked, a part at a time. Exit code 1 if there is a nan or an infinity. Exclude
+    tensors that contain infinities on purpose, such as masks.
 
     \b
     dist-ckpt stats runs/a@latest -g model

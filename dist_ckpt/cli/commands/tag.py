@@ -25,7 +25,7 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
     """Give the checkpoint PATH the tag NAME.
 
     A tag protects a checkpoint as a pin does. Every command takes the selector "runs/a@tag:NAME".
-    Only one checkpoint of a run has a tag: it moves from the old checkpoint to the new one.
+    A tag is on one checkpoint of a run only: a second call moves it.
 
     \b
     dist-ckpt tag runs/a@min:val/loss release

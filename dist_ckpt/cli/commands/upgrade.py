@@ -26,8 +26,8 @@ def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
     Checkpoints do not change. Before the upgrade, ROOT can be read, but nothing can be saved or
     removed there.
 
-    End the jobs of 0.1.0 first. If one of them seems to use ROOT, upgrade asks for confirmation. If
-    it is interrupted, run it again. Afterwards 0.1.0 cannot read the records.
+    End the jobs of 0.1.0 first. If a job seems to use ROOT, upgrade asks for confirmation. If the
+    upgrade is interrupted, run it again. Afterwards 0.1.0 cannot read the records.
 
     \b
     dist-ckpt upgrade runs/a --dry-run

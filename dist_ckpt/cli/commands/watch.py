@@ -55,9 +55,9 @@ MOST_OF_TIME = 0.2
 def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_json: bool) -> None:
     """Follow the run in ROOT: new, open, protected and removed checkpoints.
 
-    On a terminal it shows the current checkpoints. Otherwise it prints one line for each change,
-    and with --json one document for each time that something has changed. It waits for a folder
-    that does not exist yet. It never changes the run. Ctrl-C ends it.
+    On a terminal it shows the current checkpoints. Otherwise it prints one line for each change.
+    With --json it prints a document when there are changes. It waits for a folder that does not
+    exist yet. It never changes the run. Ctrl-C ends it.
 
     \b
     dist-ckpt watch runs/a --keep "last(3) | best(2, min='val/loss')"
