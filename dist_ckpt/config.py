@@ -1,4 +1,4 @@
-"""Deadlines, threads and limits: options from the environment, which no front door takes."""
+"""Deadlines, threads and limits. They come from environment variables only, not from arguments."""
 
 from __future__ import annotations
 

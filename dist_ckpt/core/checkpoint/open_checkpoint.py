@@ -80,7 +80,8 @@ class Opener:
 
     `open` opens a path; the storage may be a view of another system's files. `resolve` returns the
     path of the checkpoint that a selector names, and any other path unchanged. If a stack is given
-    and the run keeps records, it takes a lease that the stack ends. `memory` has files in memory.
+    and the run keeps records, `resolve` takes a lease, which ends when the stack closes. `memory`
+    has files in memory.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 A dtype without a code is stored as U8, with a last dimension of its size. Its real name is in the
 shard file's `__metadata__`. Elements are whole bytes; smaller ones are stored packed, by the tensor
-that contains them. A new dtype is also added in `shard_io/memory/host_array.py`.
+that contains them. `docs/architecture.md` lists the other tables that a new dtype needs.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ def load(
     """Fill a state from the checkpoint at `path`. Collective: every rank of `group` calls this.
 
     `path` names a checkpoint, or a selector such as "runs/a@latest" or "runs/a@min:val/loss". Rank
-    0 resolves a selector for all ranks, and takes a lease on the checkpoint where a run keeps
-    records. `path` may also be a safetensors file, or a Hugging Face folder of them: they load as
-    the state of a model, `{"model": model}`, and have no digests.
+    0 resolves a selector for all ranks, and takes a lease on the checkpoint if its root is the
+    folder of a run. A plain path is not leased. `path` may also be a safetensors file, or a Hugging
+    Face folder of them: they load as the state of a model, `{"model": model}`, and have no digests.
 
     `path` may also be several sources. A list: a name is taken from the first source that has it. A
     mapping from keys of the state, or dotted names below them, to a source or a list; state outside

@@ -52,7 +52,7 @@ MAX_MIRRORED_CHARS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """The options of `save`. Call `check` when an error can reach all ranks.
+    """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
 
     `link_unchanged` is one or several patterns on names of tensors. The last three are internal:
     the incarnation of the run, its boundary, and whether the save is urgent. An urgent background
@@ -175,13 +175,14 @@ def save(
     Tensors whose names match the globs in `link_unchanged` get separate files. The first two saves
     of this group write an unchanged tensor, such as frozen weights. Later saves link to these
     files, if the storage has hard links and the older checkpoint is complete; otherwise they write.
-    A file has at most 8 names, and is read back within 8 saves before it gets another.
+    At most 8 checkpoints share a file. At least every 8 saves a file is read back and checked.
 
-    `carry_over` is the report of a `dc.load` of the same group that left something out. Names that
-    were not restored, and are not in the state now, are taken from its checkpoint, without those
-    that `exclude` matches. Names that were restored and are no longer in the state are not taken.
-    Whole files are linked if the world size is the same; all else is copied and checked. Raises
-    NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is damaged.
+    `carry_over` is the report of a `dc.load` of the same group that did not restore everything.
+    Names that were not restored, and are not in the state now, are taken from its checkpoint,
+    without those that `exclude` matches. Names that were restored and are no longer in the state
+    are not taken. Whole files are linked if the world size is the same; all else is copied and
+    checked. Raises NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is
+    damaged.
 
     Raises ValueError or TypeError for a state that cannot be saved, for differences between ranks,
     and for a pattern that matches nothing. Raises ExistsError, ConflictError, StorageError, and

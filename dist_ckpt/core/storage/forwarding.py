@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ForwardingStorage:
-    """Forwards every call to `inner`, through `make_call` except `close`; `act` makes the call.
+    """Forwards every call to `inner`. All but `close` go through `make_call`, which runs `act`.
 
     Calls of files go through `read`, `write`, `finish` and `close` first, with the file's path.
     """

@@ -150,8 +150,8 @@ class Channel(Protocol):
         (KeyboardInterrupt, SystemExit) is raised unchanged where it happened.
 
         The coordinator sends an error once it has ended its own work. In an operation's first
-        exchange it waits for all ranks. A rank that still works finds the answer afterwards,
-        whatever its own result. The coordinator raises the error when the other live ranks have
+        exchange it waits for all ranks. A slow rank raises this error when it ends its own work,
+        even if that succeeded. The coordinator raises the error when the other live ranks have
         received it, or after a while.
 
         Raises RankError if a rank dies, has left the operation, never enters it, or is in another

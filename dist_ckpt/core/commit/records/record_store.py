@@ -76,8 +76,8 @@ class StoredAnnotation:
     """An annotation in its file, which was created at `modified_at` by the storage's clock.
 
     `by` names its writer. `problem` is why it cannot be read; then only its name and path count.
-    `is_old`: it is in the folder of dist_ckpt 0.1.0. Such a folder prevents writes to the new one,
-    so old annotations are the newer ones.
+    `is_old`: it is in the folder of dist_ckpt 0.1.0. While that folder exists nothing writes to
+    the new one, so an old annotation is the most recent one.
     """
 
     step: int

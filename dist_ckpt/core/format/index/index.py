@@ -1,7 +1,7 @@
 """The index as values: what makes a checkpoint. `index_json.py` encodes it as one JSON document.
 
-A checkpoint exists if and only if its index exists. In an attempt that was given up, the document
-has the state "abandoned" instead. `docs/format.md` has the fields.
+A checkpoint exists if and only if its index has the state "committed". An abandoned attempt has an
+index with the state "abandoned" and no contents. `docs/format.md` has the fields.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def _runs(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
 
 
 # Work on small shards is all Python, and threads that alternate wait as long as they work. So a
-# thread gets this many rows at once. More gain nothing if all is in the page cache, and keep the
-# disk waiting otherwise.
+# thread gets this many rows at once. A larger number does not help reads from the page cache,
+# and slows reads from the disk.
 MAX_ROWS = 16
 
 # The bytes that one thread reads before it gets more work. That takes 0.1 ms of Python, for which

@@ -4,9 +4,9 @@ An unchanged tensor gives the same bytes in each save: one header, with one dige
 earlier committed save of this process is linked if the live tensors give its header, and the file
 still has it.
 
-Two successive saves never share a file: a link is made to the save before the last one, if that
-exists. A file has at most `MAX_SHARED` names; then it is written again. So a bad sector damages
-only some of the checkpoints, which the digests identify.
+Two successive saves never share a file: save n links to files of save n-2, never of n-1. A file has
+at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of the
+checkpoints, which the digests identify.
 """
 
 from __future__ import annotations
