@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from dist_ckpt.runs import retention_policy as keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
     from dist_ckpt.runs.prune import delete
+    from dist_ckpt.runs.run import Run
     from dist_ckpt.tools.average.average import average
     from dist_ckpt.tools.inspect.diff import (
         Comparison,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
         diff,
     )
     from dist_ckpt.tools.inspect.estimate import Estimate, estimate
-    from dist_ckpt.tools.inspect.run import Run
     from dist_ckpt.tools.inspect.shard_layout import (
         CheckpointLayout,
         FileContents,
@@ -111,7 +111,7 @@ _MODULES = {
     "backup": "tools.rewrite.copying",
     "strip": "tools.rewrite.strip",
     "average": "tools.average.average",
-    "Run": "tools.inspect.run",
+    "Run": "runs.run",
     "delete": "runs.prune",
     "checkpoints": "runs.listing",
     "RunCheckpoint": "runs.listing",

@@ -29,7 +29,7 @@ from dist_ckpt.runs.annotations import put_metrics, put_saved
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.prune import metrics_of, prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy
-from dist_ckpt.tools.inspect.run import is_complete
+from dist_ckpt.runs.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")
 

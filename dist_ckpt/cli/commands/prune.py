@@ -11,7 +11,7 @@ from dist_ckpt.cli.results import PruneResult, PruneRow
 from dist_ckpt.reports import size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.prune import Decision
-from dist_ckpt.tools.inspect.run import Run
+from dist_ckpt.runs.run import Run
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`dc.Run`: read-only view of a run's checkpoints, for evaluation jobs and tools."""
+"""`dc.Run`: find, lease, measure, pin, tag and prune a run's checkpoints from any process."""
 
 from __future__ import annotations
 
