@@ -1,11 +1,17 @@
 """`dc.to_bytes`, `dc.from_bytes`, `dc.load_bytes`: the whole state of one rank as bytes.
 
-The bytes are the files of a small checkpoint. A load opens them like any other checkpoint.
+The bytes are the files of a small checkpoint, in one safetensors file: the index and the objects
+files are in its header. First in `__metadata__` are these documents, then it is a shard file: see
+`docs/format.md`. A load opens the files like those of any other checkpoint.
 """
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
+from binascii import Error, a2b_base64
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from math import prod
@@ -16,11 +22,12 @@ from msgspec.structs import replace
 
 from dist_ckpt.core.comm.process_group import ranks_on_this_host, single_process_session
 from dist_ckpt.core.commit.commit_protocol import check_receipts
-from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.strict_json import corrupt_error
+from dist_ckpt.core.format.shard_file import ALIGNMENT, MAX_HEADER_NBYTES
+from dist_ckpt.core.format.strict_json import check_version, corrupt_error
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.mesh import cells_of
@@ -30,7 +37,6 @@ from dist_ckpt.core.planning.selection import Cast
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.saving.local_save_state import objects_files
-from dist_ckpt.core.shard_io.write import state_bytes
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_shard_files
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import MutableState, State
@@ -38,6 +44,31 @@ from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.reports import LoadReport
+
+# The name of the attempt, which has no folder.
+_ATTEMPT = "a1-0000000000000000"
+
+# The component of all tensors, and the stem of its file.
+_COMPONENT = _STEM = "state"
+
+_LABEL = "the bytes of a state"
+
+_START = '{"__metadata__":{'
+_INDEX, _OBJECTS, _PER_RANK = "dist_ckpt_index", "dist_ckpt_objects", "dist_ckpt_per_rank"
+# The rest of the header of a state without tensors, which has no shard file.
+_NO_SHARDS = '"format":"pt"}}'
+
+# How an index begins: each of these fields is in it once.
+_INDEX_START = (
+    '{"format":{"version":1,"requires":[]},"state":"committed",'
+    f'"attempt":"{_ATTEMPT}","step":null,"world_size":1,'
+)
+
+_OBJECTS_FILES = {
+    _OBJECTS: filenames.OBJECTS,
+    _PER_RANK: filenames.objects_file(0),
+}
+_DECODER = json.JSONDecoder()
 
 
 def to_bytes(state: State) -> bytes:
@@ -93,7 +124,7 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
     return replace(
         inventory,
         mesh=(),
-        components=(state_bytes.COMPONENT,) if inventory.tensors else (),
+        components=(_COMPONENT,) if inventory.tensors else (),
         views=(Whole(),) if inventory.tensors else (),
         tensors=tuple(replace(entry, view=0, component=0) for entry in inventory.tensors),
     )
@@ -121,7 +152,7 @@ def _header(
     receipts += [(name, len(data), 0, document_digest(data)) for name, data in objects.items()]
     shard_files, objects_records = check_receipts(plan.catalog, [Receipt(tuple(receipts), (), 0.0)])
     index = Index(
-        attempt=state_bytes.ATTEMPT,
+        attempt=_ATTEMPT,
         step=None,
         catalog=plan.catalog,
         files=shard_files,
@@ -131,8 +162,8 @@ def _header(
         saved_at=0.0,
     )
     header = b"".join(headers[file.name] for file in files)
-    documents = state_bytes.EncodedDocuments(index_json.encode(index), objects, header)
-    return state_bytes.encode_header(documents)
+    documents = EncodedDocuments(index_json.encode(index), objects, header)
+    return encode_header(documents)
 
 
 class _DataWriter:
@@ -175,7 +206,7 @@ class _DataWriter:
 
 # The path of the checkpoint in messages.
 _PATH = "/bytes"
-_FOLDER = f"{_PATH}/{state_bytes.ATTEMPT}"
+_FOLDER = f"{_PATH}/{_ATTEMPT}"
 
 
 def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
@@ -234,15 +265,106 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
 
 
 def _files_in(view: memoryview) -> ReadOnlyFiles:
-    documents, start = state_bytes.decode(view)
+    documents, start = decode_documents(view)
     files: dict[str, Callable[[], ReadableFile]] = {
         name: partial(FileOfBytes, data) for name, data in documents.objects.items()
     }
     files[filenames.INDEX] = partial(FileOfBytes, documents.index)
     if documents.header:
-        name = filenames.shard_file(state_bytes.STEM, 0)
+        name = filenames.shard_file(_STEM, 0)
         files[name] = partial(FileOfBytes, documents.header, view[start:])
     elif start < len(view):
-        raise corrupt_error(state_bytes.LABEL, "data, but no tensors")
+        raise corrupt_error(_LABEL, "data, but no tensors")
     remedy = "the bytes of a state are only read: save to a folder"
     return ReadOnlyFiles(_FOLDER, files, remedy)
+
+
+# --- the format: documents in a safetensors header ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDocuments:
+    """The encoded documents of a checkpoint by one rank. `header` is b"" without a shard file."""
+
+    index: bytes
+    objects: dict[str, bytes]
+    header: bytes
+
+
+def encode_header(documents: EncodedDocuments) -> bytes:
+    """Return all before the tensors' data. ValueError if it is longer than safetensors reads."""
+    fields = [f'"{_INDEX}":{_json_text(documents.index.decode("utf-8"))}']
+    for field, name in _OBJECTS_FILES.items():
+        encoded = b64encode(documents.objects.get(name, b"")).decode("ascii")
+        fields.append(f'"{field}":"{encoded}"')
+    rest = documents.header[8:].rstrip(b" ").decode("utf-8").removeprefix(_START) or _NO_SHARDS
+    text = ",".join([_START + fields[0], *fields[1:], rest]).encode("utf-8")
+    room = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+    if room > MAX_HEADER_NBYTES:
+        raise ValueError(
+            f"names, plain data and per-rank values need a header of {room} bytes, more than the "
+            f"{MAX_HEADER_NBYTES} that safetensors reads: store large data as tensors, or use "
+            "dist_ckpt.save"
+        )
+    return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def decode_documents(data: memoryview) -> tuple[EncodedDocuments, int]:
+    """Return the documents in the bytes of a state, and the offset of the tensors' data.
+
+    CorruptError unless `encode_header` wrote them, IncompatibleError for other formats or newer
+    versions. The index is valid on return; objects and header are not checked against it.
+    """
+    header = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or header > min(len(data), 8 + MAX_HEADER_NBYTES):
+        raise corrupt_error(_LABEL, f"{len(data)} bytes are too few for a header")
+    raw = bytes(data[:header])
+    try:
+        documents = _documents(raw[8:].decode("utf-8").rstrip(" "))
+    except (ValueError, Error, RecursionError) as error:
+        raise corrupt_error(_LABEL, f"its header is not as dist_ckpt writes it: {error}") from None
+    # Each header has exactly one form, so it cannot contain anything that is not checked.
+    if encode_header(documents) != raw:
+        raise corrupt_error(_LABEL, "its header is not as dist_ckpt writes it")
+    return documents, header
+
+
+def _documents(text: str) -> EncodedDocuments:
+    start = f'{_START}"{_INDEX}":"'
+    if not text.startswith(start):
+        raise IncompatibleError(
+            f"{_LABEL}: not made by dist_ckpt.to_bytes; open a safetensors file with safetensors, "
+            "and a checkpoint's folder with dist_ckpt.open"
+        )
+    index_text, at = _DECODER.raw_decode(text, len(start) - 1)
+    objects = {}
+    for field, name in _OBJECTS_FILES.items():
+        before = f',"{field}":"'
+        stop = text.find('"', at + len(before))
+        if not text.startswith(before, at) or stop < 0:
+            raise ValueError(f"no {field}")
+        if encoded := a2b_base64(text[at + len(before) : stop], strict_mode=True):
+            objects[name] = encoded
+        at = stop + 1
+    index = index_text.encode("utf-8")
+    # A few bytes can list a million ranks: check the start before anything is built.
+    if not index_text.startswith(_INDEX_START):
+        check_version(strict_json.parse(index, f"{_LABEL}, index"), f"{_LABEL}, index")
+        raise ValueError("its index is not that of one rank")
+    decoded = index_json.decode(index, label=f"{_LABEL}, index")
+    assert isinstance(decoded, Index), "its state is committed"
+    rest = text[at:].removeprefix(",")
+    if not decoded.files:
+        if rest != _NO_SHARDS:
+            raise ValueError("it has shards that the index does not list")
+        return EncodedDocuments(index, objects, b"")
+    # If the index has a wrong size, the header's digest detects it.
+    room = decoded.files[0].header_nbytes - 8
+    inner = f"{_START}{rest}".encode()
+    if not len(inner) <= room <= len(inner) + 2 * ALIGNMENT:
+        raise ValueError(f"{len(inner)} bytes where the index says {room}")
+    return EncodedDocuments(index, objects, room.to_bytes(8, "little") + inner.ljust(room))
+
+
+def _json_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
