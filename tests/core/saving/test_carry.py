@@ -391,7 +391,7 @@ def test_ranks_must_carry_on_the_same() -> None:
     for outcome in saved_by(lambda _: storage, [head(2), head(2)], [report, None]):
         assert isinstance(outcome.error, CheckpointError)  # in another phase
     for outcome in saved_by(lambda _: storage, [head(2)], [report]):
-        assert "2 ranks have loaded /runs/a, and 1 save" in str(outcome.error)
+        assert "2 ranks have loaded /runs/a, but 1 save" in str(outcome.error)
     with pytest.raises(NotFoundError):
         find(storage, B)
 
