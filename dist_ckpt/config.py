@@ -55,7 +55,7 @@ def _refuse_old_names(config: type[_T]) -> type[_T]:
 @_refuse_old_names
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Deadlines and sizes. Raises ValueError for a value that makes no sense.
+    """Deadlines and sizes. Raises ValueError for an invalid value.
 
     `heartbeat_timeout_s`: a rank whose heartbeat stops for this long is dead. `join_timeout_s`: how
     long the first rank in a save or load waits for the others. After `join_warning_s` it logs a

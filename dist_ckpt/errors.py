@@ -1,7 +1,7 @@
 """The errors of dist_ckpt, grouped by what the caller does next.
 
-Wrong arguments raise `ValueError` and `TypeError`. All that can happen to a checkpoint is a
-`CheckpointError`, whose message has the facts and ends with the next step.
+Wrong arguments raise `ValueError` and `TypeError`. Errors about checkpoints are `CheckpointError`s:
+the message gives the facts, and ends with the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CheckpointError(Exception):
 
 
 class NotFoundError(CheckpointError):
-    """No committed checkpoint is here: choose another path or step."""
+    """The path has no committed checkpoint: choose another path or step."""
 
 
 class ExistsError(CheckpointError):

@@ -118,20 +118,21 @@ class AsyncSaver:
     writer continues if the trainer is killed. It ends with its container, Slurm step or cgroup.
 
     `root` is the folder of the checkpoints. It is created if needed, with a file `DIST_CKPT_ROOT`
-    that distinguishes it from a later folder of the same name. The memory belongs to a job: the
-    default one of the user and the root, or `job`. ConflictError if two living processes are the
-    same rank of one job on one host, or if a process has two open savers. A later run of the job
-    finds the snapshots of an earlier one. Its writers may first finish, for `drain_timeout_s`; then
-    they are ended. Without `root` and `job`, the root is the parent folder of the first save.
+    that distinguishes it from a later folder of the same name. The memory belongs to a job. `job`
+    names the job; by default the user and the root identify it. Raises ConflictError if two living
+    processes are the same rank of one job on one host, or if a process has two open savers. A later
+    run of the job finds the snapshots of an earlier run. The earlier writers may first finish, for
+    `drain_timeout_s`; then they are ended. Without `root` and `job`, the root is the parent folder
+    of the first save.
 
-    `when_busy` is for a `save` while both arenas are still written: "wait" for one, "skip" this
-    save, or "supersede" the save that no writer has begun (without one, wait). `max_bytes_per_s`
-    limits each writer.
+    `when_busy` decides what a `save` does while both arenas are still in use: "wait" for an arena,
+    "skip" this save, or "supersede" the save that no writer has begun (if there is none, wait).
+    `max_bytes_per_s` limits each writer.
 
-    Collective: every rank of `group` makes one, with the same `root`, `job` and `when_busy`, and
-    calls `save` and `restore` alike. Use it in one thread at a time, in the process that made it.
-    Without `close` it ends with its last reference: staged saves are still written, but a failure
-    is only logged.
+    Collective: every rank of `group` creates a saver with the same `root`, `job` and `when_busy`,
+    and calls `save` and `restore` alike. Use a saver in one thread at a time, in the process that
+    created it. Without `close` the saver ends with its last reference: staged saves are still
+    written, but a failure is only logged.
     """
 
     @refuse_old_parameters(settle_s="drain_timeout_s")
@@ -249,15 +250,15 @@ class AsyncSaver:
         """Fill a state from the newest snapshot in memory; return its step. Collective.
 
         This run or an earlier one of this job staged the snapshot completely on all ranks, and the
-        writers digested it. Either it is the checkpoint that is committed at its path. Or it was
-        never committed, because its run died or the storage failed, and its path has no checkpoint
-        or one that it would overwrite. It is not used if a later step was committed in the same
-        folder since, or if it is orphaned by a later incarnation. Another number of ranks may have
-        saved it. Files that are not in the memory of this host are read from the storage.
+        writers digested it. The snapshot is the committed checkpoint at its path. Or it was never
+        committed, because its run died or the storage failed; then its path has no checkpoint, or
+        one that the save would overwrite. A snapshot is not used if a later step was committed in
+        the same folder since, or if a later incarnation orphaned it. Another number of ranks may
+        have saved it. Files that are not in the memory of this host are read from the storage.
 
-        Without such a snapshot, as after a reboot, it returns None and changes nothing: load the
-        newest checkpoint then. `restored` is the report, with the number of bytes from memory. If
-        it is not None, the save was restored, even if it has no step to return.
+        Without such a snapshot, as after a reboot, returns None and changes nothing: load the
+        newest checkpoint then. `restored` is the report, with the number of bytes from memory. A
+        report means that a snapshot was restored, even if its save had no step to return.
 
         Options and errors are those of `dc.load`. All data is verified.
         """

@@ -47,14 +47,16 @@ class Checkpointer:
                 ck.metrics(step, {"train/loss": loss})
 
     A step is a completed optimizer step. Its checkpoint is `root/step-00000500`. `state` is a state
-    as for `dc.save`, or a function without arguments that returns it. Every rank of `group` makes a
-    checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and `steps`
-    alike, in the main thread. A process has one at a time. With `root=None` nothing is saved.
+    as for `dc.save`, or a function without arguments that returns it. Every rank of `group` creates
+    a checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and `steps`
+    alike, in the main thread. A process can have one open checkpointer. With `root=None` nothing is
+    saved.
 
-    `save` is the policy: steps count on every rank, minutes by rank 0's clock, signals on any rank.
-    Saves outside of the step policy happen at a boundary, a `step` or `poll`. All ranks agree on it
-    without a collective, and without a wait if nothing is due. `keep` is the retention policy; None
-    keeps all checkpoints. Rank 0 prunes after a commit, in the background.
+    `save` is the save policy. Its minutes are counted by rank 0's clock; a signal may come to any
+    rank. Saves by time, by a signal or by a request happen at a boundary, a call of `step` or
+    `poll`. All ranks agree on the boundary without a collective, and do not wait if no save is due.
+    `keep` is the retention policy; None keeps all checkpoints. Rank 0 prunes after a commit, in the
+    background.
 
     `init` is the source of a fresh run, as for `dc.load`: a path, a selector, a `dc.Source`, a list
     or a mapping of them. `init_strict` is its `strict`. If the run has a checkpoint, `init` is
@@ -72,9 +74,9 @@ class Checkpointer:
     with the newest durable checkpoint, and tried again. `on_failure` is "warn", "raise", or a
     function that is called too. After more than `max_failures` in a row, the error is raised on all
     ranks in any case. `on_commit` is called with each new checkpoint, on rank 0, in a separate
-    thread; so is `on_failure` for background saves. After a signal the run saves and stops. It has
-    `stop_within_s` seconds from the signal on. This save does not wait for older saves, and
-    supersedes one that has not begun.
+    thread. For background saves, that thread also calls `on_failure`. After a signal the run saves
+    and stops, within `stop_within_s` seconds from the signal on. This save does not wait for older
+    saves, and supersedes a save that has not begun.
     """
 
     @refuse_old_parameters(
@@ -150,9 +152,9 @@ class Checkpointer:
         The restore point is the newest checkpoint that is not orphaned, or a newer save in memory.
         With `at`, such as "@8000", it is the checkpoint of that step, and later ones are orphaned.
         Collective. Only damaged checkpoints are skipped; the log has the reason. Raises the errors
-        of `dc.load`. NotFoundError with `must_exist` and no checkpoint, IncompatibleError for a
-        configuration that must match, CorruptError if all checkpoints are damaged. After an error
-        the state may be filled in part.
+        of `dc.load`. Also raises NotFoundError if `must_exist` and the run has no checkpoint,
+        IncompatibleError for a configuration that differs but must match, and CorruptError if all
+        checkpoints are damaged. After an error the state may be partly filled.
         """
         if (run := self._open_run()) is None:
             return None
@@ -166,11 +168,12 @@ class Checkpointer:
     # --- boundaries ------------------------------------------------------------------------------
 
     def step(self, step: int, state: StateOrMaker | None = None) -> None:
-        """Count a completed optimizer step, and save it if that is due. Every rank calls it alike.
+        """Count a completed optimizer step, and save if a save is due. Every rank calls it alike.
 
-        Steps must increase, and may skip numbers. `state`: None for that of `restore`. It costs a
-        few microseconds if nothing is due, else as much as `dc.AsyncSaver.save`. Raises its errors
-        for an invalid state. RankError if a rank is lost or calls something else.
+        Steps must increase, and may skip numbers. `state` is by default the state of `restore`. The
+        call takes a few microseconds if no save is due, else as long as `dc.AsyncSaver.save`.
+        Raises the errors of `dc.AsyncSaver.save` for an invalid state, and RankError if a rank is
+        lost or makes another call.
         """
         self._count(step, state)
         if (run := self._open_run()) is not None:
@@ -180,11 +183,12 @@ class Checkpointer:
     def poll(self, step: int | None = None) -> None:
         """Check for save requests between two steps, as in a long evaluation. All ranks call it.
 
-        After a request, the state is saved as that of `step`, by default the last one. A new `step`
-        is counted, as by `step`. The body of a loop over `steps` must pass it: `poll(step)` after
-        the optimizer step, and `poll(step - 1)` before, as between the parts of a batch. Before it,
-        nothing else in the state may have changed: a data loader or generator would continue after
-        these parts. ValueError without it.
+        If a save is requested, the state is saved as the state of `step`, by default the last step.
+        A new `step` is counted, as by the method `step`. In the body of a loop over `steps`, pass
+        `poll(step)` after the optimizer step, and `poll(step - 1)` before it, as between the parts
+        of a batch. With `poll(step - 1)` no other part of the state may have changed yet: after a
+        resume, a data loader or generator would continue behind these parts. Raises ValueError if
+        the body of the loop does not pass `step`.
         """
         if step is None and self._loop_step not in (None, self._step):
             raise ValueError(
@@ -197,10 +201,10 @@ class Checkpointer:
             self._arrive(run, "poll", self._step)
 
     def save(self, step: int, state: StateOrMaker | None = None) -> None:
-        """Save a step, also if no policy does. Every rank calls it alike.
+        """Save a step, even if no save is due. Every rank calls it alike.
 
-        `step` is the last one or a newer one. A step that a policy has saved is not saved again.
-        ValueError if this method has saved it.
+        `step` is the last step or a newer one. A step that the policy has saved is not saved again.
+        Raises ValueError if this method has already saved the step.
         """
         if step == self._last_saved_by_call and step:
             raise ValueError(f"step {step} is saved already: save each step once")
@@ -229,9 +233,9 @@ class Checkpointer:
     def backup(self, step: int | None = None, *, overwrite: bool = False) -> str | None:
         """Back up the checkpoint of a step, by default the newest durable one: see `dc.backup`.
 
-        Collective. Rank 0 does it while the others wait. All return the path, in `root/backup`:
-        `keep` and later incarnations never change it. It waits for a running save of `step`. None
-        with `root=None`.
+        Collective. Rank 0 writes the backup while the other ranks wait. All return its path, in
+        `root/backup`: `keep` and later incarnations never change the backup. A running save of
+        `step` is waited for. Returns None if `root=None`.
         """
         if step is not None:
             _check_int("step", step)
@@ -240,7 +244,7 @@ class Checkpointer:
 
     @property
     def stopped(self) -> TrainingStopped | None:
-        """The reason to end the run now, and the exit code with which a scheduler restarts it."""
+        """The reason to end the run now, with its exit code; None while the run may continue."""
         return None if self._run is None else self._run.stopped
 
     @property

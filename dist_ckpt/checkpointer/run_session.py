@@ -213,10 +213,11 @@ MakeState = Callable[[], MutableState]
 class TrainingStopped:
     """The reason and the step at which a run stopped. `is_durable`: the step is durable.
 
-    Otherwise it is staged in memory. The writers outlive the job and write it, and a later
-    incarnation on these hosts resumes from it, unless the writers were killed before they digested
-    it. This does not hold for saves in the foreground, and if it failed before it was staged. Exit
-    with `exit_code`, so that a scheduler that is configured for it restarts the job.
+    If it is False, the step is staged in memory. The writers outlive the job and write the step. A
+    later incarnation on these hosts resumes from the step, unless the writers were killed before
+    they digested it. A save in the foreground, or one that failed before it was staged, leaves
+    nothing in memory. Exit with `exit_code`, so that a scheduler that is configured for this code
+    restarts the job.
     """
 
     why: str

@@ -1,1 +1,1 @@
-"""Save and load one checkpoint: what `dc.save` and `dc.load` need. It knows no run and no tool."""
+"""Save and load one checkpoint: what `dc.save` and `dc.load` need. No runs, no tools."""

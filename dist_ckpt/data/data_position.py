@@ -40,7 +40,7 @@ class DataPosition:
     `ElasticSampler`, and the number of samples of the epoch that all ranks together have received.
     It counts samples that the loop has received, not those that workers have fetched.
 
-    After a load, the next pass over the loader begins behind these samples, in the same epoch,
+    After a load, the next pass over the loader begins after these samples, in the same epoch,
     which is `sampler.epoch`. The number of ranks, the batch size and the number of workers may
     differ. No sample is lost or repeated, except in the last row (see `ElasticSampler`) and by the
     loader's own `drop_last`. After the loop over an epoch, the position is the beginning of the

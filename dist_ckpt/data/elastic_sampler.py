@@ -27,7 +27,7 @@ MAX_EPOCH = 1 << 62
 
 
 class ElasticSampler(_Base):
-    """Torch's `DistributedSampler`, in the same order, that can begin anywhere in an epoch.
+    """A sampler with the order of torch's `DistributedSampler` that can begin anywhere in an epoch.
 
     An epoch is one order of all samples, by `seed + epoch` if `shuffle`. After the first `consumed`
     samples, rank r of `num_replicas` gets every `num_replicas`-th sample, from the r-th on. All
@@ -80,7 +80,7 @@ class ElasticSampler(_Base):
         return self.epoch + 1, 0
 
     def begin_at(self, epoch: int, consumed: int) -> None:
-        """Let the next pass begin in `epoch` behind its first `consumed` samples, of all ranks.
+        """Let the next pass begin in `epoch` after its first `consumed` samples, of all ranks.
 
         Later passes are complete. It is for a loop that counts by itself: after each batch
         `consumed += batch_size * num_replicas`. `DataPosition` counts for a `StatefulDataLoader`.

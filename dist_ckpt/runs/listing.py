@@ -38,9 +38,9 @@ class RunCheckpoint:
 
     `state` is "committed", or why it cannot be opened; then `problem` says more, and the fields of
     the index are None. `saved_at` is in seconds since 1970. `save_id` is the id of the save; copies
-    have the same. `metrics` are the newest values, which may be nan. `pin` is why it is pinned,
-    None if it is not. `leases` are the owners of its leases. `protected_by` is all that keeps it
-    from removal, as texts. `is_verified`: all of it was read and checked. `is_orphaned`: a later
+    have the same. `metrics` are the newest values, which may be nan. `pin` is the reason of its
+    pin; None if it has no pin. `leases` are the owners of its leases. `protected_by` lists its
+    protections as texts. `is_verified`: all of it was read and checked. `is_orphaned`: a later
     incarnation of its run resumed from an earlier step, so nothing resumes from it any more.
     `is_being_replaced`: a save over it is in progress, or died.
     """
@@ -120,7 +120,7 @@ class Listing:
 
 
 def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
-    """Return the checkpoints in a folder by step; of a checkpoint, only itself.
+    """Return the checkpoints in a folder by step. The path of a checkpoint lists only that one.
 
     Those without a step, or not committed, come first, by name. Other files are ignored. This
     host's clock says which leases have expired. One process calls it, and nothing is changed.

@@ -31,11 +31,10 @@ _POLL_S = 2.0
 class Run:
     """The checkpoints of a run in a folder, which need not exist yet. Needs no torch or ranks.
 
-    It installs no handlers and keeps nothing open: any process may use it, also while the run
-    continues. `which` is a step, or a selector: "@latest", "@12000", "@min:val/loss",
-    "@max:accuracy", "@tag:release". A checkpoint that has no step, or is not committed, cannot be
-    leased, pinned, tagged or measured.
-    Threads may share it.
+    It installs no handlers and keeps no file open: any process may use it, also while the run
+    continues. Threads may share it. `which` is a step, or a selector: "@latest", "@12000",
+    "@min:val/loss", "@max:accuracy", "@tag:release". A checkpoint that has no step, or is not
+    committed, cannot be leased, pinned, tagged or measured.
     """
 
     if not TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Run:
         leases.pin(self._subject(which), _text(why, "why"))
 
     def unpin(self, which: int | str) -> None:
-        """Remove the pin of a checkpoint; fine if it has none."""
+        """Remove the pin of a checkpoint. A missing pin is no error."""
         leases.unpin(self._subject(which))
 
     def tag(self, which: int | str, name: str) -> None:

@@ -75,8 +75,8 @@ class Checkpoint:
     """A committed checkpoint. Its contents are read on demand, and checked.
 
     `ck["model.w"][rows, cols]` reads the blocks of these elements. Files stay open between reads:
-    close the checkpoint, or use it in a `with`. Otherwise there is a ResourceWarning, as for a file
-    of Python. Threads may share it; they take turns.
+    close the checkpoint, or use it in a `with`. A checkpoint that is not closed causes a
+    ResourceWarning. Threads may share a checkpoint; their reads take turns.
     """
 
     def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
@@ -166,7 +166,7 @@ class Checkpoint:
 
     @property
     def num_trainable(self) -> int | None:
-        """How many of these elements required a gradient in the save."""
+        """The number of elements of its parameters that required a gradient at the save."""
         return None if self._counts is None else self._counts.num_trainable
 
     @cached_property

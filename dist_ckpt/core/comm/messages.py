@@ -49,7 +49,7 @@ class Failure(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
-            raise ValueError("an error of a class that this version of dist_ckpt does not know")
+            raise ValueError("an error of a class that this version of dist_ckpt does not have")
 
 
 _KINDS: Mapping[str, type[Exception]] = {

@@ -121,7 +121,7 @@ def load(
     `include` and `exclude` are globs on both sides, and each must match a name. `rename` maps saved
     names to names in the state; `*` matches any text, `{name}` text without dots. With
     `include_frozen=False` parameters that require no gradient stay unchanged. An empty mapping or
-    None in the state takes what was saved there.
+    None in the state is replaced by the saved values.
 
     `cast`: True, or patterns of names. These tensors of the state take values of another floating
     dtype, and of any dtype that loses nothing, such as int32 into int64. Values are converted block

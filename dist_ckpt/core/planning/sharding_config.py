@@ -31,8 +31,8 @@ class ShardingConfig:
     `mesh` has axis names and sizes, slowest axis first: ranks are row-major in it. `rules` map a
     pattern on a parameter's name, without its component, to {mesh axis: tensor dimension}. Patterns
     are `fnmatchcase` (`*` also matches dots); an axis that is not named replicates. Two axes on one
-    dimension nest in the order of the mesh. `default` is for names that no rule matches, as far as
-    the tensor has the dimensions. Two rules that match a name and differ are an error.
+    dimension nest in the order of the mesh. `default` is the rule for all other names, without the
+    dimensions that a tensor lacks. Two rules that match a name and differ are an error.
 
     A rule also applies to tensors of the same shape that belong to the parameter (optimizer state).
     Others, and tensors without dimensions, are replicas. On a save the parts may be uneven: the
@@ -44,7 +44,7 @@ class ShardingConfig:
     one-dimensional tensor except a module's buffers. A tensor that all ranks hold whole has its own
     shape there.
 
-    Raises ValueError or TypeError for arguments that make no sense.
+    Raises ValueError or TypeError for invalid arguments.
     """
 
     mesh: Mapping[str, int]

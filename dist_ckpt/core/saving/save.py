@@ -160,9 +160,9 @@ def save(
     every rank. If it raises, it raises on all ranks: there is no new checkpoint, and older ones are
     unchanged. A save does not change the state, and runs no step of an optimizer.
 
-    `sharding`: how plain local tensors are parts of global ones. `overwrite`: replace an existing
-    checkpoint, once the new one is durable. `metadata`: plain data, stored with the checkpoint.
-    `include` and `exclude` are globs on the names of the state; each must match a name.
+    `sharding` declares plain local tensors as parts of global ones. `overwrite` replaces an
+    existing checkpoint, once the new one is durable. `metadata` is plain data, stored with the
+    checkpoint. `include` and `exclude` are globs on the names of the state; each must match a name.
     `include_frozen=False` leaves out parameters that require no gradient. Use the same three
     options to load such a checkpoint.
 

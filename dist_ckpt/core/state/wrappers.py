@@ -31,7 +31,7 @@ OnReshard = Literal["error", "drop"] | Callable[[Mapping[Any, Any], Any], object
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """The box of a tensor of `global_shape` that begins at `offset` and is held in `tensor`."""
+    """A box of a global tensor: `tensor` is its part that begins at `offset` in `global_shape`."""
 
     tensor: Tensor
     global_shape: Shape
@@ -56,9 +56,9 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatShard:
-    """The elements from `start` on of a row-major tensor of `global_shape`, held in `tensor`.
+    """A range of a global tensor: `tensor` has the elements of `global_shape` from `start` on.
 
-    Only the elements of `tensor` in row-major order matter, not its shape.
+    Elements are counted in row-major order. The shape of `tensor` itself does not matter.
     """
 
     tensor: Tensor
@@ -81,9 +81,10 @@ class FlatShard:
 class PerRank:
     """A value that belongs to one rank, or to all ranks with the same `key`.
 
-    Without a key it belongs to the rank. Ranks with equal keys must have equal values. A load
-    replaces `value`, or calls its `load_state_dict` if it has one. The template's `on_reshard`
-    decides what happens if the keys differ from the saved ones.
+    Without a key the value belongs to the rank. Ranks with equal keys must have equal values. A
+    load replaces `value`, or calls its `load_state_dict` if it has one. If the keys differ from the
+    saved ones, the `on_reshard` of the loaded state decides: "error" raises, "drop" leaves the
+    value unchanged, and a function `f(values_by_key, key)` returns the value of a key.
     """
 
     value: object
@@ -155,7 +156,7 @@ class _Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """An optimizer with `names` for its parameters, for those that no module names.
+    """An optimizer with names for its parameters, if no module of the state has these parameters.
 
     `names` is a name for each parameter, in the order of the groups, or a mapping from name to
     parameter such as `dict(model.named_parameters())`.

@@ -86,9 +86,9 @@ def average(
     record which are trainable, or to choose others, give `include` and `exclude`: patterns on the
     names of floating-point tensors. All other contents come from the newest source: buffers,
     integers, frozen parameters, optimizer state, values, metadata, per-rank values. The newest has
-    the highest step; for equal steps, or if one source has no step, it was saved last. Its step,
-    world size and layout are those of the average, but not its annotations, such as metrics, and
-    its attached files.
+    the highest step; for equal steps, or if one source has no step, it was saved last. The average
+    has the step, world size and layout of the newest, but neither its annotations, such as metrics,
+    nor its attached files.
 
     The average is uniform; or `weights` has a number for each source, in their order (for a run,
     oldest first); or, with `decay` d, a source with k newer ones has the weight d**k. That is an

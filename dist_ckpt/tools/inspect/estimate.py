@@ -30,10 +30,11 @@ _TEST_PART = 8 << 20
 class Estimate:
     """The cost of a run's checkpoints in bytes and seconds; unknown fields are None.
 
-    `nbytes` is the size of one checkpoint; of `world_size` ranks the fullest writes `nbytes_rank`.
-    The run makes `num_saves`, of which `num_kept` remain at the end. At most `num_at_once` exist at
-    a time, with the one being written, and take `nbytes_peak`. A save takes `save_s` at `rate`, in
-    bytes a second of all ranks together. `nbytes_free` is free at `folder` now.
+    `nbytes` is the size of one checkpoint, and `nbytes_rank` the largest share of one of its
+    `world_size` ranks. The run makes `num_saves` checkpoints; `num_kept` of them remain at the end.
+    At most `num_at_once` checkpoints exist at a time, including the one being written; these take
+    `nbytes_peak`. A save takes `save_s` at `rate`, the bytes per second of all ranks together.
+    `nbytes_free` is the free space at `folder` now.
     """
 
     path: str

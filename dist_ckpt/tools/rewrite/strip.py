@@ -60,12 +60,12 @@ def strip(
 ) -> SaveReport:
     """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
 
-    The rest becomes a new attempt with a new save id, as it has less than the save. Shard files are
-    hard links where the storage supports them, otherwise checked copies. The new attempt gets the
-    metrics, the pin and the tags, but not the verifications and leases. On return it is durable,
-    and the old attempt is removed. If this raises, the checkpoint is unchanged, unless the error
-    says otherwise. One process calls this. After an interrupt or a crash call it again: that also
-    moves a remaining pin and tags. `progress` counts copied bytes; it may be called from other
+    The rest becomes a new attempt with a new save id, as its content differs from the save. Shard
+    files are hard links where the storage supports them, otherwise checked copies. The new attempt
+    gets the metrics, the pin and the tags, but not the verifications and leases. On return it is
+    durable, and the old attempt is removed. If this raises, the checkpoint is unchanged, unless the
+    error says otherwise. One process calls this. After an interrupt or a crash call it again: that
+    also moves a remaining pin and tags. `progress` counts copied bytes; it may be called from other
     threads, one call at a time.
 
     Raises ConflictError if the checkpoint is pinned, tagged or leased, unless `force`. With `force`
