@@ -27,7 +27,11 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import Inventory, TensorRequest
-from dist_ckpt.core.planning.save.save_planner import find_local_cells, items_of, replica_groups_of
+from dist_ckpt.core.planning.save.save_planner import (
+    files_of_rank,
+    find_local_cells,
+    replica_groups_of,
+)
 from dist_ckpt.core.runtime import typed_msgpack
 
 T = TypeVar("T")
@@ -165,7 +169,7 @@ def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int)
         "peak MiB": peak,
         "index kB": len(data) / 1e3,
         "open ms": _ms(lambda: index_json.decode(data)),
-        "items ms": _ms(lambda: items_of(plan, rank)),
+        "items ms": _ms(lambda: files_of_rank(plan, rank)),
         "held ms": _ms(lambda: find_local_cells(inventory, rank, plan)),
         "groups ms": _ms(lambda: replica_groups_of(plan, rank)),
     }

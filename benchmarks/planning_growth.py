@@ -39,8 +39,8 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.ownership import RankView, merge_ownership
 from dist_ckpt.core.planning.save.save_planner import (
-    items_of,
-    items_of_ranks,
+    files_of_rank,
+    files_of_ranks,
     plan_save,
     replica_groups_of,
 )
@@ -85,14 +85,14 @@ def _items(job: simulated.Job) -> Work:
     plan = plan_save(
         [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
-    return lambda: items_of(plan, job.world_size // 2)
+    return lambda: files_of_rank(plan, job.world_size // 2)
 
 
 def _all_items(job: simulated.Job) -> Work:
     plan = plan_save(
         [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
-    return lambda: sum(1 for _ in items_of_ranks(plan.catalog))
+    return lambda: sum(1 for _ in files_of_ranks(plan.catalog))
 
 
 def _groups(job: simulated.Job) -> Work:

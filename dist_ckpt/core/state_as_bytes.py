@@ -32,7 +32,7 @@ from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
-from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
+from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
 from dist_ckpt.core.planning.selection import Cast
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.gc_pause import paused_collector
@@ -89,7 +89,7 @@ def to_bytes(state: State) -> bytes:
         )
         plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
     local.synchronize()
-    files, objects = items_of(plan, 0), objects_files(plan, local, 0, {})
+    files, objects = files_of_rank(plan, 0), objects_files(plan, local, 0, {})
     # The length of digests and headers does not depend on the data, so it is computed first.
     blank = {file.name: _blank_header(file) for file in files}
     start = len(_header(plan, files, objects, blank))

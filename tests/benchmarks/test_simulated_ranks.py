@@ -20,7 +20,11 @@ from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import Inventory, MeshPlaced
 from dist_ckpt.core.planning.plan import Shard as PlannedShard
-from dist_ckpt.core.planning.save.save_planner import items_of, items_of_ranks, replica_groups_of
+from dist_ckpt.core.planning.save.save_planner import (
+    files_of_rank,
+    files_of_ranks,
+    replica_groups_of,
+)
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.state.inventory_builder import build_inventory
 
@@ -80,7 +84,7 @@ def test_the_coordinator_commits_what_simulated_ranks_save(job: str) -> None:
 @pytest.mark.parametrize("job", JOBS)
 def test_the_files_of_all_ranks_are_those_that_each_rank_derives(job: str) -> None:
     plan = SimulatedSave(JOBS[job]()).run()
-    assert list(items_of_ranks(plan.catalog)) == [items_of(plan, rank) for rank in range(32)]
+    assert list(files_of_ranks(plan.catalog)) == [files_of_rank(plan, rank) for rank in range(32)]
 
 
 def test_a_save_with_the_same_layout_takes_two_exchanges_and_no_collective() -> None:
@@ -123,7 +127,7 @@ def test_small_replicas_beside_large_shards_are_read_from_few_files() -> None:
     assert len(steps) == 200
     holders = {
         file.name
-        for files in items_of_ranks(plan.catalog)
+        for files in files_of_ranks(plan.catalog)
         for file in files
         for item in file.items
         if item.fqn in steps

@@ -223,7 +223,7 @@ def test_damaged_data_is_told_by_name() -> None:
 def test_what_is_not_whole_here_or_has_no_data_is_refused_by_name() -> None:
     part, other = (dc.LocalShard(torch.ones(2), (4,), (at,)) for at in (0, 2))
     with pytest.raises(
-        ValueError, match=r"^part, deep\.part: this rank holds a part .*full_tensor"
+        ValueError, match=r"^part, deep\.part: this rank has only a part .*full_tensor"
     ):
         dc.to_bytes({"a": torch.ones(1), "part": part, "deep": {"part": other}})
     whole = dc.LocalShard(torch.ones(4), (4,), (0,))

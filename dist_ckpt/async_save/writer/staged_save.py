@@ -18,7 +18,7 @@ from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
-from dist_ckpt.core.planning.save.save_planner import items_of
+from dist_ckpt.core.planning.save.save_planner import files_of_rank
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
 from dist_ckpt.core.saving.transaction import IndexFields
@@ -207,7 +207,7 @@ class StagedSave:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
         self.plan, self.text = plan(self.details.bodies)
         self.staging = Staging(followed, check)
-        plans = items_of(self.plan, snapshot.rank)
+        plans = files_of_rank(self.plan, snapshot.rank)
         self._files = files_of(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False

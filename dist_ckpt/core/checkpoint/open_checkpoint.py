@@ -25,7 +25,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.save.save_planner import items_of_ranks
+from dist_ckpt.core.planning.save.save_planner import files_of_ranks
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
@@ -391,7 +391,7 @@ class OpenCheckpoint:
     def _windows_of_files(
         self, names: Collection[str], window_nbytes: int
     ) -> Iterator[tuple[TensorRequest, ...]]:
-        for files in items_of_ranks(self.catalog):
+        for files in files_of_ranks(self.catalog):
             chosen = (
                 replace(file, items=tuple(item for item in file.items if item.fqn in names))
                 for file in files

@@ -119,7 +119,7 @@ class Inventory(Message, frozen=True):
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]  # fqns of tensors that are numpy arrays
     parameters: tuple[tuple[int, int, bool], ...] = ()  # (first, count, trainable) in `tensors`
-    reused: tuple[str, ...] = ()  # fqns of tensors with files that later saves can link
+    linkable: tuple[str, ...] = ()  # fqns of tensors with files that later saves can link
 
 
 # --- saving ----------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Inventory(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The rank that stores each cell and value, for all ranks. `items_of` derives a rank's part."""
+    """The rank that stores each cell and value. `files_of_rank` derives the part of one rank."""
 
     catalog: Catalog
     unsplit_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored
@@ -136,7 +136,7 @@ class SavePlan:
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
-    reused: frozenset[int] = frozenset()  # components with files that later saves can link
+    linkable: frozenset[int] = frozenset()  # components with files that later saves can link
 
 
 class BatchPart(NamedTuple):
@@ -166,7 +166,7 @@ class FilePlan:
     items: tuple[StoredShard, ...]
     block_nbytes: int
     batches: tuple[Batch, ...]
-    is_reused: bool = False  # later saves can link it, so it contains no step
+    is_linkable: bool = False  # later saves can link it, so it contains no step
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class CellOverlap:
 
     stored: Cell
     source: RegionPiece  # the piece of the stored cell that contains the box
-    part: int  # the number of the requested cell
+    requested_number: int  # the number of the requested cell
     target: RegionPiece  # the piece of the requested cell that contains the box
     common: Region
     run: ElementRange | None  # the box in the stored cell's memory
@@ -219,18 +219,27 @@ class CellOverlap:
     def of(
         stored: Cell,
         source: RegionPiece,
-        part: int,
-        wanted: Cell,
+        requested_number: int,
+        requested: Cell,
         target: RegionPiece,
         common: Region,
     ) -> CellOverlap:
-        """Return the overlap of pieces of a stored cell and of requested cell `part`."""
+        """Return the overlap of pieces of a stored cell and of a requested one."""
         run, target_run = run_of(common, source), run_of(common, target)
         if run is None or target_run is None:
-            return CellOverlap(stored, source, part, target, common, None, 0, is_whole=False)
-        is_whole = stored == wanted and common.numel == wanted.numel
+            return CellOverlap(
+                stored, source, requested_number, target, common, None, 0, is_whole=False
+            )
+        is_whole = stored == requested and common.numel == requested.numel
         return CellOverlap(
-            stored, source, part, target, common, run, target_run.start - run.start, is_whole
+            stored,
+            source,
+            requested_number,
+            target,
+            common,
+            run,
+            target_run.start - run.start,
+            is_whole,
         )
 
 

@@ -15,8 +15,8 @@ from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, Save
 from dist_ckpt.core.planning.save.save_planner import (
     CellNumbers,
     Origin,
+    files_of_rank,
     find_local_cells,
-    items_of,
     numbered,
     origin_of,
     plan_save,
@@ -61,7 +61,7 @@ class RankPlan:
     @staticmethod
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
         """Select the part of one rank."""
-        files = items_of(plan, rank)
+        files = files_of_rank(plan, rank)
         cells = numbered(find_local_cells(inventory, rank, plan))
         origins = tuple(
             tuple(origin_of(cells, item.fqn, item.cell) for item in file.items) for file in files

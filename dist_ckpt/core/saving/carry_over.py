@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
-from dist_ckpt.core.planning.save.save_planner import items_of
+from dist_ckpt.core.planning.save.save_planner import files_of_rank
 from dist_ckpt.core.planning.selection import Selection, selection_of
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool
@@ -244,7 +244,7 @@ class CarryOver:
     ) -> tuple[FileReceipt, ...]:
         if self.plan.copied is None:
             return ()
-        plans = items_of(self.plan.copied, ranks.channel.rank)
+        plans = files_of_rank(self.plan.copied, ranks.channel.rank)
         with self.source.opened(storage, slots=ranks.slots) as source:
             windows = Windows(
                 plans, read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)

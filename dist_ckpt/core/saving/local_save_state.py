@@ -90,7 +90,7 @@ class LocalSaveState:
         if matched is None or not matched.is_for(patterns, self.inventory):
             matched = self._cache.link_patterns = LinkPatterns.of(patterns, self.inventory)
         self.unmatched = (*self.unmatched, *matched.unmatched)
-        self.inventory = structs.replace(self.inventory, reused=matched.names)
+        self.inventory = structs.replace(self.inventory, linkable=matched.names)
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:

@@ -31,7 +31,7 @@ from dist_ckpt.core.planning.plan import (
     TensorEntry,
     View,
 )
-from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
+from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
@@ -113,7 +113,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
     receipts = []
     for rank, name in enumerate(names):
         written: list[FileReceipt] = []
-        for file in items_of(plan, rank):
+        for file in files_of_rank(plan, rank):
             header = _header_of(file)
             segments = [_segment(chunks[item.fqn, item.cell], item.span) for item in file.items]
             files[file.name] = partial(_open, storage, name, header, segments)

@@ -33,7 +33,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt
-from dist_ckpt.core.planning.save.save_planner import cells_of_ranks, items_of_ranks
+from dist_ckpt.core.planning.save.save_planner import cells_of_ranks, files_of_ranks
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
@@ -419,7 +419,7 @@ def assign_files(
     """
     writers = _writers(_costs(index, averaged, num_sources), world_size)
     assignments = []
-    for number, plans in enumerate(items_of_ranks(index.catalog)):
+    for number, plans in enumerate(files_of_ranks(index.catalog)):
         local_plans = tuple(plan for plan in plans if writers[plan.name] == rank)
         local_objects = tuple(
             record

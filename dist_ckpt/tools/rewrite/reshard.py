@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
-from dist_ckpt.core.planning.save.save_planner import items_of_ranks, stored_nbytes
+from dist_ckpt.core.planning.save.save_planner import files_of_ranks, stored_nbytes
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharded_views import plan_stored
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
@@ -238,7 +238,7 @@ class _Reshard:
     def files(self) -> dict[str, int]:
         """Return the names and sizes of the files to write."""
         sizes: dict[str, int] = {}
-        for rank, plans in enumerate(items_of_ranks(self._plan.catalog)):
+        for rank, plans in enumerate(files_of_ranks(self._plan.catalog)):
             sizes |= {plan.name: plan.nbytes for plan in plans}
             sizes |= {name: len(data) for name, data in self._documents(rank).items()}
         return sizes
@@ -262,7 +262,7 @@ class _Reshard:
     def _write(self, folder: str, progress: Progress | None) -> list[Receipt]:
         tell = CopyProgress(sum(stored_nbytes(self._plan.catalog).values()), progress)
         receipts = []
-        for rank, files in enumerate(items_of_ranks(self._plan.catalog)):
+        for rank, files in enumerate(files_of_ranks(self._plan.catalog)):
             start = time.monotonic()
             done = self._write_rank(folder, files, rank, tell)
             receipts.append(Receipt(done, (), time.monotonic() - start))

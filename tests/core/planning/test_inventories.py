@@ -17,8 +17,8 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.planning.save.save_planner import (
+    files_of_rank,
     find_local_cells,
-    items_of,
     plan_save,
     replica_groups_of,
 )
@@ -141,7 +141,7 @@ def test_files_are_called_after_components_where_the_name_allows_it() -> None:
         Component("c00", "c00"),
         Component("a/b", "c01"),
     )
-    assert [file.name for file in items_of(plan, 0)] == [
+    assert [file.name for file in files_of_rank(plan, 0)] == [
         "model-00000.safetensors",
         "c02-00000.safetensors",
         "c00-00000.safetensors",
@@ -153,7 +153,7 @@ def test_too_many_components_are_one() -> None:
     assert len(with_components(*(f"part{n}" for n in range(16))).catalog.components) == 16
     plan = with_components(*(f"part{n}" for n in range(17)))
     assert plan.catalog.components == (Component("state", "state"),)
-    assert len(items_of(plan, 0)[0].items) == 17
+    assert len(files_of_rank(plan, 0)[0].items) == 17
 
 
 # --- disagreements ---------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save import balance
 from dist_ckpt.core.planning.save.save_planner import (
+    files_of_rank,
     find_local_cells,
-    items_of,
     numbered,
     origin_of,
     plan_save,
@@ -100,7 +100,7 @@ def test_a_plan_does_not_depend_on_the_order_of_inventories(
     assert again == plan
     assert list(again.catalog.tensors) == list(plan.catalog.tensors)
     for rank in range(WORLD):
-        assert items_of(again, rank) == items_of(plan, rank)
+        assert files_of_rank(again, rank) == files_of_rank(plan, rank)
 
 
 @examples()
@@ -137,7 +137,7 @@ def test_the_files_have_the_sizes_that_the_catalog_tells(
     } == {
         file.name: file.nbytes - file.header.nbytes
         for rank in range(WORLD)
-        for file in items_of(plan, rank)
+        for file in files_of_rank(plan, rank)
     }
 
 
@@ -147,7 +147,9 @@ def test_flat_parts_of_one_tensor_on_all_ranks_are_one_layout() -> None:
         part = Parts((ElementRange(4 * rank, 4 * rank + 4),))
         inventories.append(inventory_of({"model.w": of_view(part, [rank], (3, 4))}, rank))
     plan = plan_save(bodies(inventories), 3)
-    assert [str(item.cell) for r in range(3) for f in items_of(plan, r) for item in f.items] == [
+    assert [
+        str(item.cell) for r in range(3) for f in files_of_rank(plan, r) for item in f.items
+    ] == [
         "flat 0:4",
         "flat 4:8",
         "flat 8:12",
@@ -170,7 +172,7 @@ def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:
     )
     assert len(plan.catalog.per_rank["r"]) == world
     for rank in (0, 1000, 4095):
-        for file in items_of(plan, rank):
+        for file in files_of_rank(plan, rank):
             assert stored_nbytes(plan.catalog)[0, rank] == file.nbytes - file.header.nbytes
 
 
@@ -181,7 +183,7 @@ def test_what_a_rank_without_parts_says_of_the_dtype_does_not_count() -> None:
     lacking = replace(lacking, tensors=(replace(lacking.tensors[0], dtype="float64"),))
     plan = plan_save(bodies([lacking, holding]), 2)
     assert plan.catalog.tensors["model.w"].dtype == "float32"
-    assert not items_of(plan, 0)
+    assert not files_of_rank(plan, 0)
 
 
 def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:

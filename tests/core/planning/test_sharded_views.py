@@ -21,7 +21,7 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.planning.save.balance import evenly
-from dist_ckpt.core.planning.save.save_planner import items_of, plan_save
+from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
 from dist_ckpt.core.planning.sharded_views import target_view, target_views
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from tilings import inventory_of
@@ -161,7 +161,7 @@ def test_a_reshard_plan_stores_each_tensor_once() -> None:
         inventory = replace(inventory_of({}, 0), views=table, tensors=entries)
         world = config.world_size
         plan = plan_save([(inventory, tuple(range(world)))], world)
-        items = [i for rank in range(world) for f in items_of(plan, rank) for i in f.items]
+        items = [i for rank in range(world) for f in files_of_rank(plan, rank) for i in f.items]
         assert sum(item.cell.numel for item in items) == sum(prod(e.shape) for e in entries)
         assert Region.whole((8, 2)).numel == sum(
             item.cell.numel for item in items if item.fqn == "model.a.weight"

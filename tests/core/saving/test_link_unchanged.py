@@ -290,7 +290,7 @@ def test_a_pattern_that_matches_nothing_is_refused_by_name(tmp_path: Path) -> No
     assert [one.stem for one in dc.open(tmp_path / "ck").index.catalog.components] == ["model"]
 
 
-def test_of_a_tied_tensor_the_one_that_has_the_data_is_reused(tmp_path: Path) -> None:
+def test_of_a_tied_tensor_the_one_that_has_the_data_is_linked(tmp_path: Path) -> None:
     weight = torch.ones(3)
     tied = {"model": {"a": weight, "b": weight, "c": torch.zeros(3)}}
     dc.save(tied, tmp_path / "ck", link_unchanged="model.b")

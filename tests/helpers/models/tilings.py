@@ -36,8 +36,8 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.planning.save.save_planner import (
+    files_of_rank,
     find_local_cells,
-    items_of,
     plan_save,
     stored_nbytes,
 )
@@ -234,7 +234,7 @@ def save(tilings: Mapping[str, Tiling], world_size: int) -> tuple[SavePlan, File
     files: dict[tuple[int, int], dict[tuple[str, Cell], list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         held = find_local_cells(inventory, rank, plan)
-        for file in items_of(plan, rank):
+        for file in files_of_rank(plan, rank):
             parsed = filenames.parse_shard_file(file.name)
             assert parsed is not None
             assert parsed[1] == rank
@@ -280,7 +280,7 @@ def load(
             shape = shapes[item.fqn]
             memory = stored[match.source.start : match.source.start + match.source.region.numel]
             sources = dict(zip(elements_of(match.source.region, shape), memory, strict=True))
-            target = targets[item.fqn, match.part]
+            target = targets[item.fqn, match.requested_number]
             places = {e: n for n, e in enumerate(elements_of(match.target.region, shape))}
             copied = elements_of(match.common, shape)
             if match.is_whole:

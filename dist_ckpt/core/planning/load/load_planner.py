@@ -105,7 +105,7 @@ def _matches(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
 ) -> Iterator[tuple[int, CellOverlap]]:
     sources: dict[int, tuple[RegionPiece, ...]] = {}
-    for part, cell in enumerate(cells):
+    for requested_number, cell in enumerate(cells):
         for target in pieces(cell, shape):
             if target.region.numel == 0:
                 continue
@@ -119,7 +119,10 @@ def _matches(
                     if source.region != target.region:
                         common = source.region.intersect(target.region)
                     if common is not None:
-                        yield number, CellOverlap.of(stored, source, part, cell, target, common)
+                        yield (
+                            number,
+                            CellOverlap.of(stored, source, requested_number, cell, target, common),
+                        )
 
 
 def _candidates(cut: Cut, shape: Shape) -> _Candidates:

@@ -213,18 +213,18 @@ def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
     return tuple(Component(name, stems.get(name, name)) for name in used)
 
 
-def merged_reused(bodies: Sequence[InventoryBody]) -> frozenset[str]:
-    """Return the tensors that some rank has in `reused`: separate files, to be linked later."""
-    return frozenset(fqn for body in bodies for fqn in body.inventory.reused)
+def merged_linkable(bodies: Sequence[InventoryBody]) -> frozenset[str]:
+    """Return the tensors that some rank has in `linkable`: separate files, to be linked later."""
+    return frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
 
 
-def with_reused_parts(
-    components: tuple[Component, ...], records: dict[str, TensorRecord], reused: frozenset[str]
+def with_linkable_parts(
+    components: tuple[Component, ...], records: dict[str, TensorRecord], linkable: frozenset[str]
 ) -> tuple[tuple[Component, ...], frozenset[int]]:
-    """Move reused tensors, in `records` too, into new components; return all, and the reused."""
-    fqns = [fqn for fqn in records if fqn in reused]
+    """Move linkable tensors, in `records` too, to new components; return all, and the linkable."""
+    fqns = [fqn for fqn in records if fqn in linkable]
     whole = {records[fqn].component for fqn in fqns} - {
-        record.component for fqn, record in records.items() if fqn not in reused
+        record.component for fqn, record in records.items() if fqn not in linkable
     }
     split = sorted({records[fqn].component for fqn in fqns} - whole)
     parts = {old: len(components) + n for n, old in enumerate(split)}

@@ -38,14 +38,14 @@ from dist_ckpt.core.planning.save.inventories import (
     inventory_bodies,
     key_holders,
     kind_problems,
+    merged_linkable,
     merged_mesh,
     merged_names,
     merged_numpy,
     merged_parameters,
-    merged_reused,
     merged_tree,
     value_holders,
-    with_reused_parts,
+    with_linkable_parts,
     without_aliases,
 )
 from dist_ckpt.core.planning.save.ownership import RankView, differing, merge_ownership
@@ -103,7 +103,7 @@ def plan_save(
             component=numbers.get(tensor.component, 0),
         )
         records[fqn] = alike.setdefault(record, record)
-    components, parts = with_reused_parts(components, records, merged_reused(bodies))
+    components, parts = with_linkable_parts(components, records, merged_linkable(bodies))
     values, keys = value_holders(bodies), key_holders(bodies)
     trained = merged_parameters(bodies)
     catalog = Catalog(
@@ -122,7 +122,7 @@ def plan_save(
     return SavePlan(catalog, split, values, keys, tree, names, numpy, parts)
 
 
-def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
+def files_of_rank(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     """Return the shard files that a rank writes, by component; empty if it stores nothing."""
     catalog = plan.catalog
     local_cells = [_cells_on(layout, rank) for layout in catalog.layouts]
@@ -133,13 +133,13 @@ def items_of(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
     return tuple(
-        _file_plan(catalog, number, rank, cells[number], is_reused=number in plan.reused)
+        _file_plan(catalog, number, rank, cells[number], is_linkable=number in plan.linkable)
         for number in sorted(cells)
     )
 
 
-def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
-    """Yield `items_of` for each rank. To call `items_of` for every rank would be quadratic."""
+def files_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
+    """Yield `files_of_rank` for each rank. To call that for every rank would be quadratic."""
     for rank, cells in enumerate(cells_of_ranks(catalog)):
         yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
@@ -148,36 +148,38 @@ def items_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
 _StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
 
 # Component, layout and rotation of a tensor: they determine the file of each cell.
-_Turn = tuple[int, int, int]
+_FilesKey = tuple[int, int, int]
 
 
 def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
     """Yield the cells that each rank stores, one rank after another."""
-    turns: dict[_Turn, list[tuple[str, TensorRecord]]] = {}
+    tensors_by_key: dict[_FilesKey, list[tuple[str, TensorRecord]]] = {}
     for fqn, record in catalog.tensors.items():
-        turn = record.component, record.layout, record.rotation
-        turns.setdefault(turn, []).append((fqn, record))
-    stored: dict[int, list[tuple[_Turn, int]]] = {}
-    for turn in turns:
-        layout = catalog.layouts[turn[1]]
+        files_key = record.component, record.layout, record.rotation
+        tensors_by_key.setdefault(files_key, []).append((fqn, record))
+    stored: dict[int, list[tuple[_FilesKey, int]]] = {}
+    for files_key in tensors_by_key:
+        layout = catalog.layouts[files_key[1]]
         for number in range(layout.cut.num_cells):
-            stored.setdefault(layout.holder(number, turn[2]), []).append((turn, number))
+            stored.setdefault(layout.holder(number, files_key[2]), []).append((files_key, number))
     for rank in range(catalog.world_size):
         cells: _StoredCells = {}
-        for turn, number in stored.get(rank, ()):
-            cell = catalog.layouts[turn[1]].cell(number)
-            tensors = ((fqn, record.dtype, record.shape, cell) for fqn, record in turns[turn])
-            cells.setdefault(turn[0], []).extend(tensors)
+        for files_key, number in stored.get(rank, ()):
+            cell = catalog.layouts[files_key[1]].cell(number)
+            tensors = (
+                (fqn, record.dtype, record.shape, cell) for fqn, record in tensors_by_key[files_key]
+            )
+            cells.setdefault(files_key[0], []).extend(tensors)
         yield cells
 
 
 def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
     """Return the bytes of the shards in each file of a save, by component and rank."""
     numels = [cell_numels(layout.cut) for layout in catalog.layouts]
-    itemsizes: dict[_Turn, int] = {}
+    itemsizes: dict[_FilesKey, int] = {}
     for record, count in catalog.counts():
-        turn = record.component, record.layout, record.rotation
-        itemsizes[turn] = itemsizes.get(turn, 0) + count * DTYPES[record.dtype].itemsize
+        files_key = record.component, record.layout, record.rotation
+        itemsizes[files_key] = itemsizes.get(files_key, 0) + count * DTYPES[record.dtype].itemsize
     nbytes: dict[tuple[int, int], int] = {}
     for (component, number, rotation), itemsize in itemsizes.items():
         layout = catalog.layouts[number]
@@ -367,7 +369,7 @@ def _file_plan(
     rank: int,
     cells: Sequence[tuple[str, str, Shape, Cell]],
     *,
-    is_reused: bool = False,
+    is_linkable: bool = False,
 ) -> FilePlan:
     component = catalog.components[number]
     shards = arrange(cells)
@@ -385,7 +387,7 @@ def _file_plan(
         items=shards,
         block_nbytes=BLOCK_NBYTES,
         batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
-        is_reused=is_reused,
+        is_linkable=is_linkable,
     )
 
 

@@ -214,7 +214,7 @@ class BlockReader:
         """Return the target of an item, and record it as touched."""
         assert self.targets is not None, "without targets, blocks are only checked"
         self.touched.add(item.fqn)
-        return self.targets[item.fqn, item.match.part]
+        return self.targets[item.fqn, item.match.requested_number]
 
 
 def _fits_chunk(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:

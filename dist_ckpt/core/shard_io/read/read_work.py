@@ -150,7 +150,10 @@ def needs_of(
     """Yield the blocks of a file that items need, in the file's order."""
 
     def has_memory(item: ReadItem) -> bool:
-        return targets is not None and targets[item.fqn, item.match.part].memory() is not None
+        return (
+            targets is not None
+            and targets[item.fqn, item.match.requested_number].memory() is not None
+        )
 
     for number, wanted in by_shard(file, items):
         yield from requested_blocks(

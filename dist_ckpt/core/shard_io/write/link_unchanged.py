@@ -101,7 +101,7 @@ def write_or_link(
 ) -> SavedPart:
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
     linkable = earlier.names()
-    tried = [n for n, plan in enumerate(files.plans) if plan.is_reused and plan.name in linkable]
+    tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
     wanted: tuple[FileReceipt, ...] = ()
     if tried:
         digested = _only(files, tried)
@@ -123,7 +123,7 @@ def write_or_link(
         sync_names(storage, folder)
     unwritten = tuple(receipt for receipt in wanted if receipt[0] in checked)
     receipts = (*unwritten, *written)
-    names = {plan.name for plan in files.plans if plan.is_reused}
+    names = {plan.name for plan in files.plans if plan.is_linkable}
     saved = SavedFiles(folder, {r[0]: r for r in receipts if r[0] in names}, checked)
     return SavedPart(receipts, IoCount(len(unwritten), sum(r[1] for r in unwritten)), saved)
 

@@ -239,7 +239,7 @@ class _FileWrite:
     def _finish(self) -> FileReceipt:
         """Write the header, make the file durable and check its size."""
         plan = self.plan
-        step = None if plan.is_reused else self._step
+        step = None if plan.is_linkable else self._step
         header = plan.header.fill(step, "".join(self._digests))
         if self._header is not None:
             self._header[:] = header
