@@ -392,7 +392,7 @@ class SimulatedSave:
 
     def index(self) -> bytes:
         """Return the index of the last save."""
-        attempt, _ = attempts.find(self.storage, self.path)
+        attempt, _ = attempts.find_checkpoint(self.storage, self.path)
         data = self.storage.tree()[f"{self.path}/{attempt}/{filenames.INDEX}"]
         assert data is not None
         return data

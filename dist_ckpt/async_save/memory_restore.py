@@ -257,7 +257,7 @@ def _uncommitted_attempt(
     """Return the attempt by which a save would be the checkpoint. None if it is committed."""
     save = candidate.save
     try:
-        committed, index = attempts.find(storage, save.path)
+        committed, index = attempts.find_checkpoint(storage, save.path)
     except NotFoundError:
         if candidate.was_committed:
             raise _UnusableError("it was committed, and is deleted by now") from None
@@ -295,7 +295,7 @@ def _find_newer(
 
     def is_newer(path: str) -> bool:
         with suppress(NotFoundError, CorruptError, IncompatibleError):
-            attempt, index = attempts.find(storage, path)
+            attempt, index = attempts.find_checkpoint(storage, path)
             is_later = index.step is not None and index.step > step and index.saved_at > began_at
             return is_later and not _is_orphaned(history, index.step, attempt)
         return False

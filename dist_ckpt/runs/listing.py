@@ -181,7 +181,7 @@ def _read(storage: Storage, path: str) -> RunCheckpoint | None:
         return None
     name = path.rpartition("/")[2]
     try:
-        attempt, index = attempts.find(storage, path)
+        attempt, index = attempts.find_checkpoint(storage, path)
     except CorruptError as error:
         return RunCheckpoint(name, path, "damaged", problem=str(error))
     except IncompatibleError as error:

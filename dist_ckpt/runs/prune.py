@@ -96,7 +96,7 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
 
 def _where(storage: Storage, path: str) -> CheckpointKey | None:
     try:
-        attempt, index = attempts.find(storage, path)
+        attempt, index = attempts.find_checkpoint(storage, path)
     except (CorruptError, IncompatibleError, NotFoundError):
         return None
     return None if index.step is None else (index.step, attempt)
@@ -114,7 +114,7 @@ def _protections_of(
     }
     if not subjects:
         return ()
-    protections = protections_of(annotations, removal.now_at(storage, root))
+    protections = protections_of(annotations, removal.read_storage_clock(storage, root))
     return tuple(text for where in sorted(subjects) for text in protections.of(where))
 
 
@@ -215,7 +215,7 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
     gone = {where: stored for where, stored in by_checkpoint.items() if where[1] not in existing}
     if not gone:
         return
-    now = removal.now_at(storage, root)
+    now = removal.read_storage_clock(storage, root)
     for where, stored in sorted(gone.items()):
         intended = {
             value
@@ -314,7 +314,7 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     listing = list_run(storage, root, now=time.time())
     refuse_old(listing.root, listing.old_folders)
     if not dry_run and any(annotation.name.kind == LEASE for annotation in listing.annotations):
-        listing = list_run(storage, root, now=removal.now_at(storage, root))
+        listing = list_run(storage, root, now=removal.read_storage_clock(storage, root))
     if listing.root != root:
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dist_ckpt.core.commit.attempts import ROUNDS, entries_at, new_id, read_document
+from dist_ckpt.core.commit.attempts import MAX_TRIES, entries_at, new_id, read_document
 from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
@@ -88,7 +88,7 @@ def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
     incarnation = incarnation_to_ask(storage, root)
     request = RequestRecord(new_id(), incarnation, stops, this_process(), time.time())
     folder = f"{root}/{REQUESTS}"
-    for _ in range(ROUNDS):
+    for _ in range(MAX_TRIES):
         make_record_folders(storage, root, folder)
         with suppress(FileNotFoundError):  # another process removed the folder
             put_record(storage, folder, request_file(request.id), encode_record(request))

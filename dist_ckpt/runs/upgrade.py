@@ -216,7 +216,7 @@ def _alive(
     }
     if not liveness and not any(stored.name.kind == LEASE for stored in annotations):
         return []
-    now = time.time() if dry_run else removal.now_at(storage, root)
+    now = time.time() if dry_run else removal.read_storage_clock(storage, root)
     by = {record.number: record.by for record in incarnations}
     jobs = [
         f"incarnation {number}, {by.get(number, 'of no record')}, was alive at {utc(at)}"

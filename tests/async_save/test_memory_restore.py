@@ -234,7 +234,7 @@ def test_the_index_of_a_save_in_memory_has_what_is_attached(root, folder):
         (save,) = found.saves.values()
         index = decode(rebuild_index(save, saved.attempt))
     assert isinstance(index, Index)
-    assert index.attached == attempts.find(*open_storage(saved.path))[1].attached
+    assert index.attached == attempts.find_checkpoint(*open_storage(saved.path))[1].attached
     assert [one.name for one in index.attached] == ["a.json"]
     remove(saved)
     _, states = kept.restore(folder, 2)

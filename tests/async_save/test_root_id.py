@@ -15,7 +15,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id, make_root_id
-from dist_ckpt.core.commit.attempts import is_there
+from dist_ckpt.core.commit.attempts import has_folder
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.removal import collect
 from dist_ckpt.core.format.filenames import ROOT_ID
@@ -176,7 +176,7 @@ def claims_that_a_power_cut_forgets(disk: CrashStorage, root: str) -> list[str]:
     disk.mark("claimed")
     after = [(str(point), left) for point, left in states(disk.log, since="claimed")]
     assert after
-    return [point for point, left in after if not is_there(left, claimed.path, claimed.attempt)]
+    return [point for point, left in after if not has_folder(left, claimed.path, claimed.attempt)]
 
 
 def test_after_a_power_cut_the_folders_of_a_claim_are_there() -> None:

@@ -26,7 +26,7 @@ def test_a_source_that_is_replaced_is_told_from_one_that_is_damaged(
 ) -> None:
     state = {"model": {"w": torch.ones(5)}, "epoch": [1]}
     dc.save(state, tmp_path / "source")
-    real_find = attempts.find
+    real_find = attempts.find_checkpoint
 
     def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
         found = real_find(storage, path)
@@ -34,7 +34,7 @@ def test_a_source_that_is_replaced_is_told_from_one_that_is_damaged(
         dc.save(state, tmp_path / "source", overwrite=True)
         return found
 
-    monkeypatch.setattr(attempts, "find", find)
+    monkeypatch.setattr(attempts, "find_checkpoint", find)
     with pytest.raises(dc.NotFoundError, match="was replaced or deleted while it was read"):
         export(tmp_path / "source", tmp_path / "target")
     assert [one.name for one in tmp_path.iterdir()] == ["source"]

@@ -13,7 +13,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.saving.save import SaveOptions
@@ -87,13 +87,13 @@ def test_a_writer_of_an_older_start_that_wakes_up_late_commits_nothing(
     options = Options(environ=CALM)
     ended = try_ranks(save_as_the_first_start, root, job, world_size=WORLD_SIZE, options=options)
     assert [one.signal for one in ended] == [signal.SIGKILL] * WORLD_SIZE, ended
-    where = 1, find(*open_storage(folder_of(root, 1)))[0]
+    where = 1, find_checkpoint(*open_storage(folder_of(root, 1)))[0]
     started(root, where)
     os.kill(writer_of(job, 0), signal.SIGCONT)
     for rank in range(WORLD_SIZE):
         await_end(job, rank)
     with pytest.raises(dc.NotFoundError):
-        find(*open_storage(folder_of(root, 2)))
+        find_checkpoint(*open_storage(folder_of(root, 2)))
     # What it has staged is complete in memory, and newer; but it is orphaned.
     assert len(JobFolder(job).present()) == WORLD_SIZE
     for restored, found, attempt in run_ranks(
@@ -108,7 +108,7 @@ def refused(rank: int, root: str, job: str) -> tuple[str, str]:
     saver = dc.AsyncSaver(job=job)
     save(saver, state, root, 1, Incarnation(root, 1)).result(RESULT_S)
     if rank == 0:
-        started(root, (1, find(*open_storage(folder_of(root, 1)))[0]))
+        started(root, (1, find_checkpoint(*open_storage(folder_of(root, 1)))[0]))
     error = save(saver, state, root, 2, Incarnation(root, 1)).exception(RESULT_S)
     saver.close()
     return type(error).__name__, str(error)

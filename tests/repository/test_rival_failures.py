@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt import FlatShard, LocalShard, PerRank
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
@@ -101,7 +101,7 @@ def test_swallowed_write_error__one_failed_write_in_a_thread_fails_the_save_on_a
         assert "rank 1" in str(error)
         assert "no space left" in str(error)
     with pytest.raises(NotFoundError):
-        find(storage, PATH)
+        find_checkpoint(storage, PATH)
 
 
 def test_mixed_per_rank_state__unequal_values_are_refused_by_key_and_ranks(storage):
@@ -258,4 +258,4 @@ def test_swallowed_write_error__a_file_that_storage_lost_is_missed_before_the_co
         assert isinstance(error, StorageError)
         assert "w1-00001.safetensors is missing" in str(error)
     with pytest.raises(NotFoundError):
-        find(storage, PATH)
+        find_checkpoint(storage, PATH)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, collect_all
 from dist_ckpt.core.storage import Storage
@@ -190,7 +190,7 @@ def backed_up(disk: CrashStorage, storage: Storage) -> None:
     disk.make_folder(ROOT)
     disk.sync("/")
     index = save(disk, 1)
-    put_metrics(disk, ROOT, (1, find(disk, PATH)[0]), {"loss": 0.5})
+    put_metrics(disk, ROOT, (1, find_checkpoint(disk, PATH)[0]), {"loss": 0.5})
     assert index.step == 1
     disk.mark("saved")
     kept(storage)

@@ -10,7 +10,7 @@ import pytest
 
 import dist_ckpt as dc
 import ranks
-from dist_ckpt.core.commit.attempts import find, list_attempts
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.commit.records.leases import CheckpointRef, tag
 from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
@@ -75,9 +75,9 @@ def left_at(storage: Storage, path: str = PATH) -> str:
 
 
 def test_the_rest_stays_in_the_same_files_and_nothing_of_the_component_is_left(root: Path) -> None:
-    before, (old, index) = inodes(root / "s1"), find(LocalStorage(), f"{root}/s1")
+    before, (old, index) = inodes(root / "s1"), find_checkpoint(LocalStorage(), f"{root}/s1")
     report = dc.strip(f"{root}@1", "optim")
-    after, (new, stripped) = inodes(root / "s1"), find(LocalStorage(), f"{root}/s1")
+    after, (new, stripped) = inodes(root / "s1"), find_checkpoint(LocalStorage(), f"{root}/s1")
     assert list_attempts(LocalStorage(), f"{root}/s1") == [new]
     assert new > old
     assert after.keys() == before.keys() - {"optim-00000.safetensors"}
@@ -329,7 +329,7 @@ def test_a_save_over_it_just_before_the_claim_is_not_stripped_unseen(
 
 def made(disk: Storage) -> None:
     save(disk, 1)
-    put_metrics(disk, ROOT, (1, find(disk, PATH)[0]), {"loss": 0.5})
+    put_metrics(disk, ROOT, (1, find_checkpoint(disk, PATH)[0]), {"loss": 0.5})
 
 
 @pytest.mark.parametrize("wrap", [lambda disk: disk, NoLinks], ids=["linked", "copied"])
@@ -361,7 +361,7 @@ def test_after_any_crash_the_next_strip_moves_what_keeps_it() -> None:
     disk.make_folder(ROOT)
     disk.sync("/")
     made(disk)
-    subject = CheckpointRef(disk, ROOT, PATH, (1, find(disk, PATH)[0]))
+    subject = CheckpointRef(disk, ROOT, PATH, (1, find_checkpoint(disk, PATH)[0]))
     tag(subject, "release")
     subject.put(PIN, {"pinned": True, "why": "the paper"})
     disk.mark("saved")
@@ -391,7 +391,7 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
         number += 1
         storage = MemoryStorage({ROOT: None})
         made(storage)
-        subject = CheckpointRef(storage, ROOT, PATH, (1, find(storage, PATH)[0]))
+        subject = CheckpointRef(storage, ROOT, PATH, (1, find_checkpoint(storage, PATH)[0]))
         tag(subject, "release")
         subject.put(PIN, {"pinned": True, "why": "the paper"})
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)

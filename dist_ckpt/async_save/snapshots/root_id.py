@@ -14,7 +14,7 @@ import re
 import secrets
 from contextlib import suppress
 
-from dist_ckpt.core.commit.attempts import ROUNDS, make_folders, new_id, store
+from dist_ckpt.core.commit.attempts import MAX_TRIES, make_folders, new_id, write_small_file
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.format.filenames import ROOT_ID, temporary_root_id
 from dist_ckpt.core.storage import Storage
@@ -70,7 +70,7 @@ def make_root_id(storage: Storage, root: str) -> str:
     IncompatibleError if the folder needs an upgrade.
     """
     check_upgraded(storage, root)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_TRIES):
         if (root_id := find_root_id(storage, root)) is not None:
             return root_id
         with suppress(FileExistsError, FileNotFoundError):  # another process was first
@@ -83,7 +83,7 @@ def _put(storage: Storage, root: str) -> None:
     temporary = posixpath.join(root, temporary_root_id(new_id()))
     try:
         _make_durably(storage, root)
-        store(storage, temporary, f"{secrets.token_hex(16)}\n".encode())
+        write_small_file(storage, temporary, f"{secrets.token_hex(16)}\n".encode())
         try:
             storage.rename(temporary, file)
         except BaseException:

@@ -55,7 +55,7 @@ def open(  # noqa: A001  # it is `dc.open`
 
 def open_at(storage: Storage, path: str) -> Checkpoint:
     """Open the checkpoint at a storage's path, as `open` does."""
-    attempt, index = attempts.find(storage, path)
+    attempt, index = attempts.find_checkpoint(storage, path)
     return Checkpoint(storage, path, attempt, index)
 
 

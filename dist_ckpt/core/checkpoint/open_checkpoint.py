@@ -193,7 +193,7 @@ class OpenCheckpoint:
         make: Callable[[Placeholder], object] = lambda value: value,
     ) -> Self:
         """Open the checkpoint at a storage's path, as `open` does."""
-        return cls(storage, path, *attempts.find(storage, path), make=make)
+        return cls(storage, path, *attempts.find_checkpoint(storage, path), make=make)
 
     @property
     def folder(self) -> str:

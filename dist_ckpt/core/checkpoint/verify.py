@@ -13,7 +13,7 @@ from typing import Literal
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.open_checkpoint import NATIVE, Opener
-from dist_ckpt.core.commit.attempts import ROUNDS, find, is_there, read_document
+from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
 from dist_ckpt.core.commit.records.record_store import note_verified
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
@@ -108,7 +108,7 @@ def verify(
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
     storage, root = open_storage(opener.without_selector(path), direct_reads=True)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_TRIES):
         try:
             return _verify_once(storage, root, level, progress or _silent)
         except _GoneError:  # an overwrite has replaced it: check the new one
@@ -122,7 +122,7 @@ class _GoneError(Exception):
 
 def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
     try:
-        attempt, index = find(storage, root)
+        attempt, index = find_checkpoint(storage, root)
     except CorruptError as error:
         problem = Problem(filenames.INDEX, None, None, None, str(error))
         return VerifyReport(root, None, level, (problem,), (), 0, 0)
@@ -133,7 +133,7 @@ def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) 
         raise _GoneError from error
     if level == "full" and not verifying.problems and index.step is not None:
         note_verified(storage, root, (index.step, attempt), level)
-    if verifying.problems and not is_there(storage, root, attempt):
+    if verifying.problems and not has_folder(storage, root, attempt):
         raise _GoneError
     return VerifyReport(
         path=root,

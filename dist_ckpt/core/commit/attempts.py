@@ -40,8 +40,8 @@ from dist_ckpt.errors import (
 # The longest stored text about an abandoned attempt: by whom, and why.
 MAX_TEXT = 2000
 
-# How often the attempts at a path may change while the highest is searched.
-ROUNDS = 16
+# How often a step is tried whose folder other processes change meanwhile.
+MAX_TRIES = 16
 
 # The number of names in a folder without a checkpoint that are examined for a message.
 MAX_ATTEMPTS_READ = 16
@@ -70,7 +70,7 @@ def new_id() -> str:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
+def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
     """Return the checkpoint at `path`: its highest committed attempt and that attempt's index.
 
     Raises NotFoundError, which describes the contents of the path. Raises CorruptError or
@@ -78,7 +78,7 @@ def find(storage: Storage, path: str) -> tuple[Attempt, Index]:
     are older than the last save that was reported.
     """
     seen: list[Attempt] | None = None
-    for _ in range(ROUNDS):
+    for _ in range(MAX_TRIES):
         attempts = list_attempts(storage, path)
         for attempt in reversed(attempts):
             document = read_index(storage, path, attempt)
@@ -134,7 +134,7 @@ def trash_at(storage: Storage, path: str) -> list[Entry]:
     return [entry for entry in entries_at(storage, path) if parse_trash(entry.name) is not None]
 
 
-def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
+def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Return True if a claimed attempt is gone, by the evidence of its trash or a later attempt.
 
     False without evidence: if storage is not shared, the attempt never existed here. Another
@@ -149,12 +149,12 @@ def was_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     return is_fenced or any(entry.name == trash for entry in entries)
 
 
-def has_index(storage: Storage, path: str, attempt: Attempt) -> bool:
+def is_decided(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Return True if an attempt is decided, without reading its index."""
     return _exists(storage, f"{path}/{attempt}/{INDEX}")
 
 
-def is_there(storage: Storage, path: str, attempt: Attempt) -> bool:
+def has_folder(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Return True if an attempt still has its folder: removal renames that first."""
     return attempt in list_attempts(storage, path)
 
@@ -169,7 +169,7 @@ def not_found_if_removed(storage: Storage, path: str, attempt: Attempt) -> Itera
     try:
         yield
     except (CorruptError, FileNotFoundError) as error:
-        if is_there(storage, path, attempt):
+        if has_folder(storage, path, attempt):
             raise
         raise NotFoundError(
             f"{path}/{attempt} was replaced or deleted while it was read: open {path} again"
@@ -272,7 +272,7 @@ def hint_for(names: Set[str]) -> str:
 
 
 def _is_checkpoint(storage: Storage, path: str) -> bool:
-    return any(has_index(storage, path, attempt) for attempt in list_attempts(storage, path))
+    return any(is_decided(storage, path, attempt) for attempt in list_attempts(storage, path))
 
 
 def _status(storage: Storage, path: str, attempt: Attempt, created_at: float) -> Status:
@@ -326,7 +326,7 @@ def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: s
         else:
             storage.sync(folder)  # the process that wrote it may have died before
     except FileNotFoundError as error:
-        if not is_gone(storage, folder):
+        if not is_folder_gone(storage, folder):
             raise StorageError(
                 f"{folder}: an index vanished while it was written ({error}): check the storage"
             ) from error
@@ -348,7 +348,7 @@ def _put_abandoned(
     folder = f"{path}/{attempt}"
     temporary = f"{folder}/{temporary_name('index', new_id())}"
     try:
-        store(storage, temporary, data)
+        write_small_file(storage, temporary, data)
     except StorageError:
         # The likeliest reason to abandon is a full disk. The claim is an index that says
         # "abandoned", so that renaming it needs no space.
@@ -384,7 +384,7 @@ def put_index(
     return document
 
 
-def store(storage: Storage, file: str, data: bytes) -> None:
+def write_small_file(storage: Storage, file: str, data: bytes) -> None:
     """Write a small file; on return its bytes are durable, its name is not yet."""
     writer = storage.create(file, len(data))
     try:
@@ -406,7 +406,7 @@ def _discard(storage: Storage, file: str) -> None:
         storage.remove(file)
 
 
-def is_gone(storage: Storage, folder: str) -> bool:
+def is_folder_gone(storage: Storage, folder: str) -> bool:
     """Return True if a folder that existed is certainly removed."""
     try:
         storage.list(folder)

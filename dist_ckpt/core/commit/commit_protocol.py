@@ -27,27 +27,27 @@ from functools import partial
 from typing import Literal
 
 from dist_ckpt.core.commit.attempts import (
-    ROUNDS,
+    MAX_TRIES,
     abandon,
     attempts_in,
     claimed_by,
     encode_abandoned,
-    has_index,
-    is_gone,
+    is_decided,
+    is_folder_gone,
     list_attempts,
     make_folders,
     new_id,
     put_index,
     read_document,
     read_index,
-    store,
-    was_removed,
+    was_provably_removed,
+    write_small_file,
 )
 from dist_ckpt.core.commit.preflight import MayReplace, check_not_taken, list_replaceable
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
-from dist_ckpt.core.commit.removal import now_at, remove
+from dist_ckpt.core.commit.removal import read_storage_clock, remove
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import (
     CLAIM,
@@ -131,10 +131,10 @@ def claim(
         if run is not None:
             run.check(storage)
         check_upgraded(storage, posixpath.dirname(real_path(path)))
-        for _ in range(ROUNDS):
+        for _ in range(MAX_TRIES):
             entries = _survey(storage, path, new_folders, may_replace=may_replace)
             if run is None and not force:  # what a run replaces stays while protected
-                check_unprotected(storage, path, list(attempts_in(entries)), now_at)
+                check_unprotected(storage, path, list(attempts_in(entries)), read_storage_clock)
             attempt = _next_attempt(entries, path, run)
             try:
                 storage.make_folder(f"{path}/{attempt}")
@@ -143,16 +143,16 @@ def claim(
                 continue
         else:
             raise StorageError(
-                f"{path} does not exist after {ROUNDS} attempts to create it. If its file system "
-                f"takes no folders (as /proc), choose another path. Otherwise another process "
-                f"removes it again and again: find it"
+                f"{path} does not exist after {MAX_TRIES} attempts to create it. If its file "
+                f"system takes no folders (as /proc), choose another path. Otherwise another "
+                f"process removes it again and again: find it"
             )
-        _fence(storage, path, attempt, may_replace=may_replace, by=by)
+        _abandon_lower_rivals(storage, path, attempt, may_replace=may_replace, by=by)
         _store_claim(storage, path, attempt, by)
         for folder in (path, *map(posixpath.dirname, new_folders)):
             storage.sync(folder)
     except OSError as error:
-        was_taken = is_gone(storage, f"{path}/{attempt}")
+        was_taken = is_folder_gone(storage, f"{path}/{attempt}")
         _take_back(storage, path, attempt, new_folders)
         if was_taken:
             raise ConflictError(
@@ -191,10 +191,10 @@ def _next_attempt(entries: Sequence[Entry], path: str, run: Incarnation | None) 
     return Attempt(highest + 1 if run is None else run.next_attempt(highest, path), new_id())
 
 
-def _fence(
+def _abandon_lower_rivals(
     storage: Storage, path: str, attempt: Attempt, *, may_replace: MayReplace, by: str
 ) -> None:
-    """Look again now that others can see the attempt: yield to higher ones, fence lower ones.
+    """Look again now that others can see the attempt: yield to higher ones, abandon lower ones.
 
     If several savers claim at the same time, only the highest continues. Each has created its
     folder before it looks, so the later one to look finds the other.
@@ -208,7 +208,7 @@ def _fence(
             )
     reason = f"{attempt} was claimed by {by}"
     for other in rivals:
-        if not has_index(storage, path, other) and abandon(
+        if not is_decided(storage, path, other) and abandon(
             storage, path, other, by=by, reason=reason
         ):
             # Now, not after the decision: this save may need the space of a dead one.
@@ -226,7 +226,7 @@ def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None
     folder = f"{path}/{attempt}"
     first, second = (f"{folder}/{temporary_name('claim', new_id())}" for _ in range(2))
     reason = "given up, with no space left to say more"
-    store(storage, first, encode_abandoned(attempt, by=by, reason=reason))
+    write_small_file(storage, first, encode_abandoned(attempt, by=by, reason=reason))
     storage.rename(first, f"{folder}/{CLAIM}")
     storage.create(second, 0).discard()
     try:
@@ -268,7 +268,7 @@ def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float)
                 raise _conflict(storage, path, attempt, read_index(storage, path, attempt))
             if CLAIM in names:
                 return
-        if was_removed(storage, path, attempt):
+        if was_provably_removed(storage, path, attempt):
             raise _conflict(storage, path, attempt, None)
         if time.monotonic() >= deadline:
             raise StorageError(
@@ -340,7 +340,7 @@ def commit(
     try:
         text = text or EncodedCatalog(index.catalog)
         data = index_json.encode(index, text)
-        store(storage, temporary, data)
+        write_small_file(storage, temporary, data)
         _check_readable(data, text, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back with other content: check the storage")

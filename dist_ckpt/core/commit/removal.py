@@ -16,7 +16,7 @@ from dist_ckpt.core.commit.attempts import (
     Status,
     abandon,
     entries_at,
-    has_index,
+    is_decided,
     list_attempts,
     new_id,
     not_found_error,
@@ -63,14 +63,14 @@ def supersede(
     by = f"the saver of {attempt}"
     try:
         below = [other for other in list_attempts(storage, path) if other < attempt]
-        protections = protections_at(storage, path, below, now_at)
+        protections = protections_at(storage, path, below, read_storage_clock)
         for lower in below:
             if lower in protections:
                 _log.info("%s/%s stays for now: %s", path, lower, "; ".join(protections[lower]))
                 continue
             if run is not None:
                 run.check(storage)
-            if not has_index(storage, path, lower):
+            if not is_decided(storage, path, lower):
                 abandon(storage, path, lower, by=by, reason="a later attempt was committed")
             remove(storage, path, lower)
         _empty_all(storage, path)
@@ -152,14 +152,14 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     """
     names = _empty_all(storage, path)
     attempts = statuses(storage, path)
-    superseded = _superseded(storage, path, attempts, now_at)
+    superseded = _superseded(storage, path, attempts, read_storage_clock)
     ids = [
         entry
         for entry in entries_at(storage, path)
         if entry.kind == "file" and is_temporary_root_id(entry.name)
     ]
     has_open = any(status.state == "open" for status in attempts)
-    now = now_at(storage, path) if has_open or ids else 0.0
+    now = read_storage_clock(storage, path) if has_open or ids else 0.0
     for entry in ids:
         if now - entry.modified_at > grace_s:
             with suppress(FileNotFoundError):  # renamed after all
@@ -254,7 +254,7 @@ def _folders(storage: Storage, root: str) -> Sequence[str]:
     return [root, *(f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder")]
 
 
-def now_at(storage: Storage, path: str) -> float:
+def read_storage_clock(storage: Storage, path: str) -> float:
     """Return the time by the storage's clock: that of a folder just created there, as trash."""
     name = trash_name(Attempt(1, new_id()))
     try:

@@ -30,7 +30,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import (
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import ROUNDS
+from dist_ckpt.core.commit.attempts import MAX_TRIES
 from dist_ckpt.core.commit.records.record_store import note_verified
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.loading.check import (
@@ -254,7 +254,7 @@ def _agree(
 ) -> tuple[LoadArguments, PreparedLoad, LoadDecision]:
     """Open and check the checkpoints, again if one is replaced by an overwrite meanwhile."""
     arguments: LoadArguments | None = None
-    for number in range(1, ROUNDS + 1):
+    for number in range(1, MAX_TRIES + 1):
         suffix = "" if number == 1 else f" {number}"  # exchanges have different names
         with phases.phase("open"):
             arguments, sources = _open(call, arguments, suffix, leases)

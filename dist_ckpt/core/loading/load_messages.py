@@ -291,7 +291,7 @@ def bits_of(selected: Sequence[str], names: Sequence[str]) -> bytes:
 def _check_shared(sources: ResolvedSources, gone: Sequence[int]) -> None:
     """Raise StorageError if the checkpoints are missing only for some ranks."""
     checkpoints = sources.checkpoints
-    if all(attempts.is_there(c.storage, c.path, c.attempt) for c in checkpoints):
+    if all(attempts.has_folder(c.storage, c.path, c.attempt) for c in checkpoints):
         folders = " or ".join(checkpoint.folder for checkpoint in checkpoints)
         raise StorageError(
             f"{folders} is not visible on {ranks_text(gone)}, but it is on rank 0: "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import find, not_found_if_removed
+from dist_ckpt.core.commit.attempts import find_checkpoint, not_found_if_removed
 from dist_ckpt.core.commit.records.leases import leased_source
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
@@ -175,7 +175,7 @@ def _checked(report: object, world_size: int) -> LoadReport:
 def _find(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
     remedy = "load again, and pass the new report as carry_over="
     try:
-        attempt, index = find(storage, loaded.path)
+        attempt, index = find_checkpoint(storage, loaded.path)
     except NotFoundError as error:
         raise NotFoundError(f"carry_over: {error}; {remedy}") from error
     if attempt.name != loaded.attempt:

@@ -334,7 +334,7 @@ class Transaction:
         try:
             if self._abandon(self.attempt, error):
                 return None
-            attempt, index = attempts.find(self.storage, self._path)
+            attempt, index = attempts.find_checkpoint(self.storage, self._path)
         except (CheckpointError, OSError) as failure:
             raise StorageError(
                 f"{self._path}: the outcome of this save is unknown. This rank got no answer "

@@ -172,7 +172,7 @@ def choose(
         paths = [(storage, path) for path in _choose_of_run(storage, root, options, leases)]
     else:
         paths = [(storage, _resolved(storage, path, leases)) for storage, path in sources]
-    opened = [(storage, path, *attempts.find(storage, path)) for storage, path in paths]
+    opened = [(storage, path, *attempts.find_checkpoint(storage, path)) for storage, path in paths]
     _check_distinct([(path, attempt) for _, path, attempt, _ in opened])
     have_steps = all(index.step is not None for *_, index in opened)
 

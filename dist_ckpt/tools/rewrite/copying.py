@@ -214,7 +214,7 @@ def _backup_paths(storage: Storage, path: str) -> tuple[str, str, str]:
 def _backup_attempt(storage: Storage, target: str, index: Index) -> Attempt | None:
     """Return the attempt at `target` that has the same save, or None."""
     try:
-        attempt, backup_index = attempts.find(storage, target)
+        attempt, backup_index = attempts.find_checkpoint(storage, target)
     except (NotFoundError, CorruptError, IncompatibleError):
         return None  # the claim decides if it may be replaced
     # An index from before saves had ids is recognised by the digests of its files.

@@ -26,7 +26,7 @@ from dist_ckpt.core.commit.records.record_store import (
     check_upgraded,
     read_annotations,
 )
-from dist_ckpt.core.commit.removal import now_at
+from dist_ckpt.core.commit.removal import read_storage_clock
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import (
@@ -98,7 +98,9 @@ def strip_at(
     _finish_former(counting, path, opened.attempt, opened.index)
     remaining = _Remaining.of(opened, names)
     if not force:
-        _check_unprotected(protections_at(counting, path, [opened.attempt], now_at), path)
+        _check_unprotected(
+            protections_at(counting, path, [opened.attempt], read_storage_clock), path
+        )
     with (
         Transaction(SingleProcessChannel(), label="strip") as transaction,
         ExitStack() as lease,
@@ -241,7 +243,7 @@ def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attem
 def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
     """Finish a strip that died right after its commit."""
     former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
-    if former is not None and attempts.is_there(storage, path, former):
+    if former is not None and attempts.has_folder(storage, path, former):
         _move_protections(storage, path, replace(index, attempt=former.name), attempt)
         removal.supersede(storage, path, attempt)
 

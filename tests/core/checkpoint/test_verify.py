@@ -10,7 +10,7 @@ import pytest
 
 from dist_ckpt.core.checkpoint import verify as verify_module
 from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.commit_protocol import claim, commit
 from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.format.index.index import Key, Node
@@ -297,10 +297,10 @@ def test_the_catalog_is_walked_once_for_all_objects_files(
     }
     files[0]["objects.msgpack"] = ObjectsFile()
     save(tmp_path / "ck", saved, catalog=catalog, objects=files)
-    attempt, index = find(LocalStorage(), str(tmp_path / "ck"))
+    attempt, index = find_checkpoint(LocalStorage(), str(tmp_path / "ck"))
     walked = Walked(index.catalog.per_rank)
     index = replace(index, catalog=replace(index.catalog, per_rank=walked))
-    monkeypatch.setattr(verify_module, "find", lambda *_: (attempt, index))
+    monkeypatch.setattr(verify_module, "find_checkpoint", lambda *_: (attempt, index))
     assert verify(tmp_path / "ck").ok
     assert walked.walks == 1
 

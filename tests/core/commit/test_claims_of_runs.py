@@ -64,7 +64,7 @@ def test_attempts_are_numbered_by_start_and_what_is_left_behind_is_replaced() ->
     assert finish(storage, claimed(storage, first, overwrite=True), 3).number == 1001
     second = started(storage)
     assert finish(storage, claimed(storage, second), 4).number == 2000
-    assert attempts.list_attempts(storage, PATH) == [attempts.find(storage, PATH)[0]]
+    assert attempts.list_attempts(storage, PATH) == [attempts.find_checkpoint(storage, PATH)[0]]
     with pytest.raises(ExistsError):
         save(storage, 5)
     assert save(storage, 5, overwrite=True).number == 2001
@@ -161,7 +161,7 @@ def test_what_a_start_went_back_to_is_not_replaced_by_a_late_save() -> None:
             commit_protocol.Claim(PATH, late.attempt, late.folder, "", ()),
             index_of(late.attempt, 1, 1),
         )
-    assert attempts.find(storage, PATH)[0] == restored
+    assert attempts.find_checkpoint(storage, PATH)[0] == restored
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -261,7 +261,7 @@ def test_a_late_writer_that_wakes_up_at_any_call_of_the_new_start_changes_nothin
         attempt = finish(storage, claimed(storage, new, path), 100)
         done = late.is_alive()
         late.let_go()
-        assert attempts.find(LocalStorage(), path)[0] == attempt
+        assert attempts.find_checkpoint(LocalStorage(), path)[0] == attempt
         assert step_at(LocalStorage(), path) == 100
         assert step_at(LocalStorage(), f"{root}/step-50") == 50
         if done or number == OLD_CALLS[-1]:

@@ -578,7 +578,7 @@ def test_abandon_keeps_the_start_of_a_long_reason_and_what_json_cannot_hold():
 def test_abandon_with_no_space_puts_the_claim_in_place_of_an_index():
     inner = MemoryStorage()
     claim = claimed(inner)
-    create = _num_calls(lambda s: s.list(PATH) and attempts.has_index(s, PATH, HIGHEST), inner)
+    create = _num_calls(lambda s: s.list(PATH) and attempts.is_decided(s, PATH, HIGHEST), inner)
     storage = FaultyStorage(inner, fail_at_call=create)  # reads the index first, then creates
     assert attempts.abandon(storage, PATH, claim.attempt, by="a rank", reason="no space")
     assert storage.failed.startswith("create")
@@ -603,7 +603,7 @@ def test_the_highest_committed_attempt_is_the_checkpoint():
         claim = claimed(storage, step, overwrite=True)
         commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
     claimed(storage, 3, overwrite=True)
-    attempt, index = attempts.find(storage, PATH)
+    attempt, index = attempts.find_checkpoint(storage, PATH)
     assert (attempt.number, index.step) == (2, 2)
 
 
@@ -613,7 +613,7 @@ def test_of_one_number_the_higher_id_is_the_checkpoint():
     for step, digit in ((1, "2"), (2, "1")):
         attempt = Attempt(5, digit * 16)
         put(storage, attempt, index_json.encode(index_of(attempt, step, 1)))
-    assert attempts.find(storage, PATH)[1].step == 1
+    assert attempts.find_checkpoint(storage, PATH)[1].step == 1
 
 
 def test_a_damaged_index_above_is_never_skipped():
@@ -621,7 +621,7 @@ def test_a_damaged_index_above_is_never_skipped():
     save(storage, 1)
     put(storage, HIGHEST, b"torn")
     with pytest.raises(CorruptError, match=rf"{HIGHEST}/index\.json"):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
 
 
 def test_an_abandoned_and_an_open_attempt_above_are_skipped():
@@ -637,7 +637,7 @@ def test_a_newer_format_above_is_never_skipped():
     save(storage, 1)
     put(storage, HIGHEST, b'{"format":{"version":2,"requires":[]}}')
     with pytest.raises(IncompatibleError, match=r"index\.json.*upgrade"):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
 
 
 def test_an_index_in_the_folder_of_another_attempt_is_damage():
@@ -646,7 +646,7 @@ def test_an_index_in_the_folder_of_another_attempt_is_damage():
     other = Attempt(1, "0" * 16)
     put(storage, HIGHEST, index_json.encode(index_of(other, 1, 1)))
     with pytest.raises(CorruptError, match=f"is the index of {other}"):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
 
 
 def test_an_index_that_is_a_folder_is_damage():
@@ -654,36 +654,36 @@ def test_an_index_that_is_a_folder_is_damage():
     claim = claimed(storage)
     storage.make_folder(f"{claim.folder}/{filenames.INDEX}")
     with pytest.raises(CorruptError):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
 
 
 def test_the_folder_of_a_run_is_told_from_a_checkpoint_and_the_error_names_its_newest():
     storage = MemoryStorage()
     save(storage, 1)
     with pytest.raises(NotFoundError, match=r"of a run.*such as /runs@latest"):
-        attempts.find(storage, "/runs")
+        attempts.find_checkpoint(storage, "/runs")
 
 
 def test_where_nothing_is_found_the_error_says_what_is_there():
     storage = MemoryStorage()
     with pytest.raises(NotFoundError, match="no such folder"):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
     storage.make_folder("/runs")
     write(storage, "/runs/file", b"")
     with pytest.raises(NotFoundError, match="it is a file"):
-        attempts.find(storage, "/runs/file")
+        attempts.find_checkpoint(storage, "/runs/file")
     with pytest.raises(NotFoundError, match=r"holds file\. Pass the folder"):
-        attempts.find(storage, "/runs")
+        attempts.find_checkpoint(storage, "/runs")
     storage.make_folder(PATH)
     with pytest.raises(NotFoundError, match=r"holds ck, file\. Pass the folder"):
-        attempts.find(storage, "/runs")
+        attempts.find_checkpoint(storage, "/runs")
     with pytest.raises(NotFoundError, match="folder is empty"):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
     storage.make_folder(f"{PATH}/{Attempt(1, '0' * 16)}")
     put(storage, HIGHEST, index_json.encode(Abandoned(HIGHEST.name, "a", "b")))
     storage.make_folder(f"{PATH}/{filenames.trash_name(HIGHEST)}")
     with pytest.raises(NotFoundError, match=r"1 unfinished.*1 abandoned, 1 being removed"):
-        attempts.find(storage, PATH)
+        attempts.find_checkpoint(storage, PATH)
 
 
 class _Restless(MemoryStorage):
@@ -699,7 +699,7 @@ class _Restless(MemoryStorage):
 
 def test_a_search_ends_though_the_attempts_change_all_the_time():
     with pytest.raises(StorageError, match="change faster"):
-        attempts.find(_Restless({"/runs": None, PATH: None}), PATH)
+        attempts.find_checkpoint(_Restless({"/runs": None, PATH: None}), PATH)
 
 
 # --- attempts --------------------------------------------------------------------------------

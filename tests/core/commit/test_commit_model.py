@@ -135,7 +135,7 @@ def collector() -> Program:
 def reader() -> Program:
     def find(storage: Storage, _: None) -> Outcome:
         try:
-            return Outcome("found", attempts.find(storage, PATH)[0])
+            return Outcome("found", attempts.find_checkpoint(storage, PATH)[0])
         except NotFoundError:
             return Outcome("found nothing")
 
@@ -360,20 +360,20 @@ def unlink_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def claim_does_not_look_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit_protocol, "_fence", lambda *_, **__: None)
+    patch.setattr(commit_protocol, "_abandon_lower_rivals", lambda *_, **__: None)
 
 
 def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
-    fence = commit_protocol._fence
+    abandon_rivals = commit_protocol._abandon_lower_rivals
 
-    def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: Any) -> None:
+    def abandon_lower(storage: Storage, path: str, attempt: Attempt, **options: Any) -> None:
         lower = lambda *where: [a for a in attempts.list_attempts(*where) if a <= attempt]  # noqa: E731
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(commit_protocol, "list_attempts", lower)
-            new_folders: list[str] = sys._getframe(1).f_locals["new_folders"]  # noqa: F841  (the fence asks)
-            fence(storage, path, attempt, **options)
+            new_folders: list[str] = sys._getframe(1).f_locals["new_folders"]  # noqa: F841  (the step asks)
+            abandon_rivals(storage, path, attempt, **options)
 
-    patch.setattr(commit_protocol, "_fence", fence_lower)
+    patch.setattr(commit_protocol, "_abandon_lower_rivals", abandon_lower)
 
 
 def claim_leaves_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def readers_look_once(patch: pytest.MonkeyPatch) -> None:
                 return attempt, index
         raise NotFoundError(path)
 
-    patch.setattr(attempts, "find", find)
+    patch.setattr(attempts, "find_checkpoint", find)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def choose(storage: Storage, _: object = None) -> tuple[int, int, Attempt] | Non
         if isinstance(storage, Replay):
             storage.forget_answers((step, *history.incarnations.values()))
         with suppress(NotFoundError):
-            found, _ = attempts.find(storage, path_of(step))
+            found, _ = attempts.find_checkpoint(storage, path_of(step))
             if not history.is_orphaned(step, found):
                 return history.newest, step, found
     return None
@@ -555,18 +555,18 @@ def _look_only_in(patch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def claims_give_way_to_nobody(patch: pytest.MonkeyPatch) -> None:
-    fence = commit_protocol._fence
+    abandon_rivals = commit_protocol._abandon_lower_rivals
 
-    def fence_lower(storage: Storage, path: str, attempt: Attempt, **options: Any) -> None:
+    def abandon_lower(storage: Storage, path: str, attempt: Attempt, **options: Any) -> None:
         def lower(*where: Any) -> list[Attempt]:
             return [one for one in attempts.list_attempts(*where) if one <= attempt]
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(commit_protocol, "list_attempts", lower)
-            new_folders: list[str] = sys._getframe(1).f_locals["new_folders"]  # noqa: F841  (the fence asks)
-            fence(storage, path, attempt, **options)
+            new_folders: list[str] = sys._getframe(1).f_locals["new_folders"]  # noqa: F841  (the step asks)
+            abandon_rivals(storage, path, attempt, **options)
 
-    patch.setattr(commit_protocol, "_fence", fence_lower)
+    patch.setattr(commit_protocol, "_abandon_lower_rivals", abandon_lower)
 
 
 def claims_leave_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.saving import attachments
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.save import SaveOptions, save_together
@@ -295,7 +295,7 @@ def test_a_background_save_attaches_what_was_there_at_the_call(tmp_path: Path) -
 def whole(storage: Any) -> bool:
     """Say whether a checkpoint shows, and then what is attached is whole."""
     try:
-        find(storage, PATH)
+        find_checkpoint(storage, PATH)
     except NotFoundError:
         return False
     checkpoint = open_at(storage, PATH)

@@ -12,7 +12,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.commit import removal
-from dist_ckpt.core.commit.attempts import find, list_attempts
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
@@ -140,7 +140,7 @@ def test_what_was_carried_is_carried_again_and_no_more_components_come_of_it() -
     carry(storage)
     for number in range(3):
         carry(storage, f"{ROOT}/{number}", B if number == 0 else f"{ROOT}/{number - 1}")
-    index = find(storage, f"{ROOT}/2")[1]
+    index = find_checkpoint(storage, f"{ROOT}/2")[1]
     assert [one.stem for one in index.catalog.components] == ["model", "optim", "ema", "k00"]
     assert numbers_at(storage, f"{ROOT}/2") == {"head": 9, "rest": 1}
 
@@ -197,7 +197,7 @@ def test_patterns_leave_out_what_is_carried_and_must_match_a_name_of_either() ->
     storage = memory()
     report = part_of(storage)
     save_on_threads(storage, [head(2)], B, carry_over=report, exclude=["ema", "optim.l*"])
-    catalog = find(storage, B)[1].catalog
+    catalog = find_checkpoint(storage, B)[1].catalog
     assert {*catalog.tensors} == {"model.head", "model.body", "optim.body"}
     assert [*catalog.values] == ["step"]
     with pytest.raises(ValueError, match=r"exclude: 'model.tail' matches no name"):
@@ -249,7 +249,7 @@ def test_a_quantized_tensor_is_carried_and_left_out_as_a_whole() -> None:
     save_on_threads(storage, [saved], A)
     report = load_on_threads(storage, [{"x": 0}], A, include="x")
     save_on_threads(storage, [{"x": 2}], B, carry_over=report, exclude=["v", "*.scale"])
-    assert {*find(storage, B)[1].catalog.tensors} == {"w.qdata", "w.scale"}
+    assert {*find_checkpoint(storage, B)[1].catalog.tensors} == {"w.qdata", "w.scale"}
     back = {"w": Quantized.of(torch.ones(2, 3)), "x": 0}
     load_on_threads(storage, [back], B)
     assert torch.equal(back["w"].dequantize(), weights[0].dequantize())
@@ -259,7 +259,7 @@ def test_a_quantized_tensor_is_carried_and_left_out_as_a_whole() -> None:
     part = {"w": {"scale": torch.zeros(2, 1)}}
     report = load_on_threads(storage, [part], A, include="w.scale")
     save_on_threads(storage, [{"x": 2}], f"{ROOT}/c", carry_over=report, exclude="y")
-    assert {*find(storage, f"{ROOT}/c")[1].catalog.tensors} == {"v.qdata", "v.scale"}
+    assert {*find_checkpoint(storage, f"{ROOT}/c")[1].catalog.tensors} == {"v.qdata", "v.scale"}
 
 
 def test_a_list_loses_no_item() -> None:
@@ -293,7 +293,7 @@ def test_a_name_that_was_tied_to_what_was_loaded_stays_tied_to_it(name: str) -> 
     save_on_threads(storage, [tied(1)], A)
     report = load_on_threads(storage, [{name: torch.zeros(2, 2)}], A, include=name)
     save_on_threads(storage, [{name: torch.full((2, 2), 4.0)}], B, carry_over=report)
-    catalog = find(storage, B)[1].catalog
+    catalog = find_checkpoint(storage, B)[1].catalog
     assert catalog.aliases == dict.fromkeys({"embed", "head", "third"} - {name}, name)
     full = tied(0)
     load_on_threads(storage, [full], B)
@@ -306,7 +306,7 @@ def test_a_name_that_was_tied_to_what_is_gone_or_is_otherwise_now_keeps_its_own_
     report = load_on_threads(storage, [{"embed": torch.zeros(2, 2)}], A, include="embed")
     for now in ({}, {"embed": torch.ones(5)}):
         save_on_threads(storage, [now], B, carry_over=report, overwrite=True)
-        catalog = find(storage, B)[1].catalog
+        catalog = find_checkpoint(storage, B)[1].catalog
         assert catalog.aliases == {"third": "head"}
         found: dict[str, Any] = {}
         load_on_threads(storage, [found], B)
@@ -339,7 +339,7 @@ def test_ranks_carry_on_together_what_others_have_saved(before: int, after: int)
     news = [{"new": torch.ones(3), "mine": dc.PerRank(rank)} for rank in range(after)]
     saved = saved_by(shared_storage(storage), news, reports)
     assert [outcome.error for outcome in saved] == [None] * after
-    index = find(storage, B)[1]
+    index = find_checkpoint(storage, B)[1]
     assert index.catalog.world_size == after
     loaded = sorted(f"only {rank}" for rank in range(min(before, after)))
     assert {f"only {rank}" for rank in range(before)} - {*index.catalog.values} == {*loaded}
@@ -372,9 +372,9 @@ def test_what_is_of_the_ranks_of_another_mesh_is_refused() -> None:
         assert isinstance(outcome.error, ValueError)
         assert "at belongs to the ranks of the mesh" in str(outcome.error)
         assert "exclude='at'" in str(outcome.error)
-    assert find(storage, A)
+    assert find_checkpoint(storage, A)
     with pytest.raises(NotFoundError):
-        find(storage, B)
+        find_checkpoint(storage, B)
 
 
 def test_ranks_must_carry_on_the_same() -> None:
@@ -393,7 +393,7 @@ def test_ranks_must_carry_on_the_same() -> None:
     for outcome in saved_by(lambda _: storage, [head(2)], [report]):
         assert "2 ranks have loaded /runs/a, but 1 save" in str(outcome.error)
     with pytest.raises(NotFoundError):
-        find(storage, B)
+        find_checkpoint(storage, B)
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def test_what_is_no_report_of_such_a_load_is_refused() -> None:
     with pytest.raises(ValueError, match=r"carry_over: /runs/a and /runs/c were loaded together"):
         save_on_threads(storage, [head(2)], B, carry_over=both)
     with pytest.raises(NotFoundError):
-        find(storage, B)
+        find_checkpoint(storage, B)
 
 
 def test_only_dc_save_has_the_option(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_a_source_that_was_replaced_or_deleted_is_not_carried_on() -> None:
     with pytest.raises(NotFoundError, match="load again, and pass the new report"):
         save_on_threads(storage, [head(3)], B, carry_over=report)
     with pytest.raises(NotFoundError):
-        find(storage, B)
+        find_checkpoint(storage, B)
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -485,7 +485,7 @@ def test_a_source_that_goes_away_under_the_save_makes_no_checkpoint(links: bool)
     for outcome in saved_by(lambda _: storage, [head(3), head(3)], reports):
         assert isinstance(outcome.error, NotFoundError)  # on each rank, and no CorruptError
     with pytest.raises(NotFoundError):
-        find(inner, B)
+        find_checkpoint(inner, B)
 
 
 @pytest.mark.parametrize(
@@ -532,20 +532,20 @@ def test_a_prune_does_not_take_the_source_meanwhile() -> None:
     class Pruning(ForwardingStorage):
         def link(self, old: str, new: str) -> None:
             prune(inner, ROOT, last(1), is_whole=lambda _: True)
-            pruned.append(find(inner, A))
+            pruned.append(find_checkpoint(inner, A))
             super().link(old, new)
 
     save_on_threads(Pruning(inner), [head(3)], B, carry_over=report, step=5)
     assert len(pruned) == 2
     prune(inner, ROOT, last(1), is_whole=lambda _: True)
     with pytest.raises(NotFoundError):
-        find(inner, A)
+        find_checkpoint(inner, A)
 
 
 def kept_with_records(storage: Storage) -> None:
     """Have the root keep records, as a run does."""
 
-    attempt, index = find(storage, A)
+    attempt, index = find_checkpoint(storage, A)
     put_metrics(storage, ROOT, (index.step or 0, attempt), {"loss": 0.5})
 
 

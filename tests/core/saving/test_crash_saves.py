@@ -13,7 +13,7 @@ import pytest
 
 from dist_ckpt import LocalShard
 from dist_ckpt.core.commit import removal
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.testing.crash_storage import CrashPoint, CrashStorage, Operation, states
@@ -83,7 +83,7 @@ def allowed(marks: tuple[str, ...]) -> set[int | None]:
 def wrong(point: CrashPoint, storage: Storage, ranks: int) -> str | None:
     """Return what is wrong after a crash, or None: what shows must be allowed, and load whole."""
     try:
-        _, index = find(storage, PATH)
+        _, index = find_checkpoint(storage, PATH)
     except NotFoundError:
         return None if None in allowed(point.marks) else f"{point}: nothing shows"
     except CheckpointError as error:
@@ -155,7 +155,7 @@ def test_an_error_at_any_storage_call_of_an_overwrite_loses_nothing(ranks, done)
         )
         errors = [outcome.error for outcome in outcomes]
         assert len({type(error) for error in errors}) == 1, (faulty.failed, errors)
-        _, index = find(storage, PATH)
+        _, index = find_checkpoint(storage, PATH)
         if errors[0] is None:
             assert index.step == 2
         elif index.step == 2:

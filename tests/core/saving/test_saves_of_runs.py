@@ -14,7 +14,7 @@ import torch
 
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import commit_protocol
-from dist_ckpt.core.commit.attempts import find, list_attempts
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation, read_history
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -29,7 +29,7 @@ WORLD_SIZE = 2
 def started(root: Path) -> Incarnation:
     storage = LocalStorage()
     newest = read_history(storage, str(root)).incarnations.get(1)
-    restored = None if newest is None else (0, find(storage, f"{root}/step-0")[0])
+    restored = None if newest is None else (0, find_checkpoint(storage, f"{root}/step-0")[0])
     return Incarnation(
         str(root),
         begin_incarnation(storage, str(root), restored=restored, why="", by="a job").number,
@@ -126,7 +126,7 @@ def test_a_start_that_is_replaced_while_it_writes_commits_nothing(
         assert "incarnation 2 of this run, a job, has taken over" in str(found.error)
     assert sorted(tmp_path.rglob("*.safetensors")) == before
     with pytest.raises(CheckpointError, match="no checkpoint is here"):
-        find(LocalStorage(), f"{tmp_path}/step-1")
+        find_checkpoint(LocalStorage(), f"{tmp_path}/step-1")
 
 
 def test_a_start_that_is_replaced_after_its_commit_removes_nothing(

@@ -41,7 +41,7 @@ def empty_catalog() -> EncodedCatalog:
     """Return the catalog of a state without tensors."""
     storage = MemoryStorage()
     save_on_threads(storage, [{}])
-    return EncodedCatalog(attempts.find(storage, PATH)[1].catalog)
+    return EncodedCatalog(attempts.find_checkpoint(storage, PATH)[1].catalog)
 
 
 CATALOG = empty_catalog()
@@ -71,7 +71,7 @@ class Interrupt(BaseException):
 def test_a_transaction_commits_an_attempt_and_removes_those_before():
     storage = MemoryStorage()
     first, second = committed(storage), committed(storage, overwrite=True)
-    attempt, index = attempts.find(storage, PATH)
+    attempt, index = attempts.find_checkpoint(storage, PATH)
     assert first.attempt != second.attempt == attempt.name == index.attempt
     assert index.step == FIELDS.step
     assert index.save == FIELDS.save
@@ -121,7 +121,7 @@ def test_a_rank_that_has_not_claimed_the_attempt_leaves_it_to_the_coordinator():
         with pytest.raises(ZeroDivisionError):
             participant()
         coordinator.commit(CATALOG, FIELDS, write_to(storage))
-    assert attempts.find(storage, PATH)[0] == attempt
+    assert attempts.find_checkpoint(storage, PATH)[0] == attempt
 
 
 def test_an_error_after_the_commit_leaves_the_storage_alone():
@@ -139,7 +139,7 @@ def test_an_error_after_the_commit_leaves_the_storage_alone():
     with pytest.raises(RuntimeError):
         block()
     assert storage.calls == calls
-    assert attempts.find(storage, PATH)[1].step == FIELDS.step
+    assert attempts.find_checkpoint(storage, PATH)[1].step == FIELDS.step
 
 
 def test_an_abort_that_fails_is_logged_and_the_first_error_is_raised(
@@ -173,7 +173,7 @@ def test_a_claim_that_is_refused_changes_nothing():
 def test_an_index_is_committed_when_its_files_are_checked_and_the_caller_is_ready():
     storage = MemoryStorage()
     committed(storage)
-    _, index = attempts.find(storage, PATH)
+    _, index = attempts.find_checkpoint(storage, PATH)
     seen: list[list[Attempt]] = []
     with Transaction(SingleProcessChannel(), label="copy") as transaction:
         attempt = transaction.claim(storage, "/runs/copy", overwrite=False)
@@ -181,7 +181,7 @@ def test_an_index_is_committed_when_its_files_are_checked_and_the_caller_is_read
 
         def before() -> None:
             with suppress(NotFoundError):
-                seen.append([attempts.find(storage, "/runs/copy")[0]])
+                seen.append([attempts.find_checkpoint(storage, "/runs/copy")[0]])
             seen.append([])
 
         with pytest.raises(StorageError, match=r"objects\.msgpack is missing"):
@@ -191,7 +191,7 @@ def test_an_index_is_committed_when_its_files_are_checked_and_the_caller_is_read
         decision = transaction.commit_index(copy, seconds=3.0, before=before)
         assert seen == [[]]
     assert decision == CommitDecision(attempt.name, 1, 1, 0, 3.0)
-    assert attempts.find(storage, "/runs/copy") == (attempt, copy)
+    assert attempts.find_checkpoint(storage, "/runs/copy") == (attempt, copy)
     assert attempts.claimed_by(storage, "/runs/copy", attempt).startswith("by copy on")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.core.commit.attempts import store
+from dist_ckpt.core.commit.attempts import write_small_file
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
 
@@ -128,5 +128,5 @@ def test_an_interrupted_document_leaves_no_descriptor(
     monkeypatch.setattr(os, "pwrite", interrupted)
     before = os.listdir("/dev/fd")
     with pytest.raises(KeyboardInterrupt):
-        store(LocalStorage(), f"{tmp_path}/claim.json", b"{}")
+        write_small_file(LocalStorage(), f"{tmp_path}/claim.json", b"{}")
     assert os.listdir("/dev/fd") == before

@@ -423,16 +423,16 @@ def test_an_unreadable_index_is_damage_and_a_link_in_its_place_too(storage, root
     whole = index.read_bytes()
     index.write_bytes(whole[:-1])
     with pytest.raises(CorruptError, match=r"index\.json"):
-        attempts.find(storage, path)
+        attempts.find_checkpoint(storage, path)
     index.unlink()
     index.symlink_to("/etc/passwd")
     with pytest.raises(CorruptError, match="a link"):
-        attempts.find(storage, path)
+        attempts.find_checkpoint(storage, path)
     index.unlink()
     with index.open("wb") as file:
         file.truncate(1 << 40)  # sparse: nothing of this size may be allocated
     with pytest.raises(CorruptError, match="the limit is"):
-        attempts.find(storage, path)
+        attempts.find_checkpoint(storage, path)
 
 
 # --- real faults -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dist_ckpt.core.commit import commit_protocol, removal
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import (
     Catalog,
@@ -103,7 +103,7 @@ def read(storage: Storage, file: str) -> bytes:
 def step_at(storage: Storage, path: str = PATH) -> int | None:
     """Return the step of the checkpoint, after checking that every byte of it is there."""
     try:
-        attempt, index = find(storage, path)
+        attempt, index = find_checkpoint(storage, path)
     except NotFoundError:
         return None
     assert index.step is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
@@ -37,7 +37,7 @@ def state(number: int) -> dict[str, object]:
 def save(storage: Storage, number: int, path: str = PATH, step: int | None = 1) -> Index:
     """Save a state; return the index."""
     save_on_threads(storage, [state(number)], path, step=step)
-    return find(storage, path)[1]
+    return find_checkpoint(storage, path)[1]
 
 
 def number_at(storage: Storage, path: str) -> int | None:

@@ -26,7 +26,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import records_of
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import find
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.format.filenames import (
     parse_attached_file,
@@ -113,7 +113,7 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
 
     bodies = run_ranks(run, world_size=world_size, harness="threads")[0]
     assert bodies is not None
-    attempt, index = find(*open_storage(path))
+    attempt, index = find_checkpoint(*open_storage(path))
     receipts = {record[0]: record for record in records_of(index)}
     files = {name: (path / attempt.name / name).read_bytes() for name in receipts}
     return Saved(str(path), step, world_size, attempt.name, bodies, files, receipts)

@@ -25,15 +25,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.core.commit.attempts import (
-    ROUNDS,
+    MAX_TRIES,
     abandon,
     entries_at,
-    find,
-    has_index,
+    find_checkpoint,
+    is_decided,
     list_attempts,
     new_id,
     read_document,
-    store,
+    write_small_file,
 )
 from dist_ckpt.core.commit.records.record_store import (
     find_old_folders,
@@ -219,7 +219,7 @@ def begin_incarnation(
     """
     folder = f"{root}/{INCARNATIONS}"
     own_id = new_id()
-    for _ in range(ROUNDS):
+    for _ in range(MAX_TRIES):
         make_record_folders(storage, root, folder)
         newest = newest_incarnation(storage, root)
         if newest is not None and after is not None and newest.number > after:
@@ -252,10 +252,10 @@ def secure_incarnation(
     """
     reason = f"incarnation {run.number} resumed from {restored}"
     for other in list_attempts(storage, path):
-        if restored < other and other.number < run.first and not has_index(storage, path, other):
+        if restored < other and other.number < run.first and not is_decided(storage, path, other):
             abandon(storage, path, other, by=by, reason=reason)
     try:
-        current, _ = find(storage, path)
+        current, _ = find_checkpoint(storage, path)
     except NotFoundError:
         current = None
     if current is None or (
@@ -320,7 +320,7 @@ class LivenessFile:
     def renew(self) -> None:
         """Write a heartbeat; remove the earlier ones, and those of older incarnations."""
         new = liveness_file(self._incarnation, new_id())
-        store(self._storage, f"{self._folder}/{new}", b"")
+        write_small_file(self._storage, f"{self._folder}/{new}", b"")
         self._remove(but=new)
 
     def end(self) -> None:

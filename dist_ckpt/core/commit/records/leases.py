@@ -22,7 +22,7 @@ from math import isfinite
 from time import monotonic
 
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.attempts import entries_at, is_there, new_id
+from dist_ckpt.core.commit.attempts import entries_at, has_folder, new_id
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     DELETION_INTENT_S,
@@ -88,7 +88,7 @@ class CheckpointRef:
 
     def is_there(self) -> bool:
         """Return True if it is not removed yet."""
-        return is_there(self.storage, self.path, self.key[1])
+        return has_folder(self.storage, self.path, self.key[1])
 
 
 # --- protect ---------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ def _is_gone(subject: CheckpointRef) -> bool:
 @contextmanager
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
     """Yield the checkpoint at `path`, protected as `leased` does inside the `with`."""
-    attempt, index = attempts.find(storage, path)
+    attempt, index = attempts.find_checkpoint(storage, path)
     with leased(storage, path, attempt, index):
         yield attempt, index
 

@@ -31,13 +31,13 @@ from itertools import chain
 from operator import attrgetter
 
 from dist_ckpt.core.commit.attempts import (
-    ROUNDS,
+    MAX_TRIES,
     attempts_in,
     entries_at,
     make_folders,
     new_id,
     read_document,
-    store,
+    write_small_file,
 )
 from dist_ckpt.core.format.filenames import (
     ANNOTATIONS,
@@ -101,7 +101,7 @@ def put_annotation(
     """
     data = encode_record(annotation)
     folder = annotations_folder(root, annotation.step, annotation.attempt)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_TRIES):
         make_record_folders(storage, root, folder)
         names = (parse_annotation_name(entry.name) for entry in entries_at(storage, folder))
         numbers = [
@@ -245,7 +245,7 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
     FileNotFoundError if the folder is gone.
     """
     temporary, file = f"{folder}/{temporary_name('record', new_id())}", f"{folder}/{name}"
-    store(storage, temporary, data)
+    write_small_file(storage, temporary, data)
     try:
         storage.rename(temporary, file)
     except (StorageError, FileNotFoundError, FileExistsError):
