@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dist_ckpt.runs.retention_policy import build_rules, text_of
+from dist_ckpt.runs.policy_text import build_rules, text_of
 
 # These cannot be caught, or are not requests: after them the process is damaged.
 _UNUSABLE_SIGNALS = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})

@@ -40,7 +40,8 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy, parse_rules
+from dist_ckpt.runs.policy_text import parse_rules
+from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.runs.selectors import open_resolved
 
 # Annotations of absent attempts stay for this long: this host may see the attempt late.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.runs.retention_policy import parse_rules, text_of
+from dist_ckpt.runs.policy_text import parse_rules, text_of
 
 
 def test_rules_have_values_and_values_by_name():

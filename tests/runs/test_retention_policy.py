@@ -17,6 +17,15 @@ from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy, best, ev
 HOUR = 3600.0
 
 
+def test_users_see_only_policies_in_dc_keep():
+    own = (
+        value for value in vars(keep).values() if getattr(value, "__module__", "") == keep.__name__
+    )
+    public = {value.__name__ for value in own if not value.__name__.startswith("_")}
+    policies = {"Candidate", "RetentionPolicy", "best", "every", "last", "parse", "within"}
+    assert public == policies
+
+
 def seen(step: int, at: float | None = None, **metrics: float) -> Candidate:
     return Candidate(step, Attempt(1, f"{step:016x}"), step * HOUR if at is None else at, metrics)
 

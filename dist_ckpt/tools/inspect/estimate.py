@@ -16,7 +16,8 @@ from dist_ckpt.core.planning.sharded_views import plan_stored
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.openers import OPENER
-from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy, parse_rules
+from dist_ckpt.runs.policy_text import parse_rules
+from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.tools.rewrite.reshard import even
 
 # The most saves that are simulated, one by one.
