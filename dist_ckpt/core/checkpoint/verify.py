@@ -263,8 +263,8 @@ class _Verifying:
             if checked is None:
                 continue
             file, end = checked
-            needs = every_block(file.header.shards, file.header.block_nbytes)
-            for read in reads_of(need for need in needs if need.stop <= end):
+            needed = every_block(file.header.shards, file.header.block_nbytes)
+            for read in reads_of(block for block in needed if block.stop <= end):
                 yield partial(self._check_blocks, file, read)
 
     def _check_header(
@@ -306,20 +306,20 @@ class _Verifying:
                 with file.reading() as readable:
                     count = readable.read_into(file.header.header_nbytes + read.span.start, data)
             except CheckpointError as error:
-                lost = [(need.shard.fqn, rows_of_block(need)) for need in read.needs]
+                lost = [(block.shard.fqn, rows_of_block(block)) for block in read.blocks]
                 self._add_lost(file.record, str(error), lost)
                 return
-            for need in read.needs:
-                start, stop = need.start - read.span.start, need.stop - read.span.start
+            for block in read.blocks:
+                start, stop = block.start - read.span.start, block.stop - read.span.start
                 problem: str | None = "the file ended while it was read"
                 if stop <= count:
                     self._count(stop - start)
-                    problem = digest_problem(need, block_digest(data[start:stop]))
+                    problem = digest_problem(block, block_digest(data[start:stop]))
                 if problem is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    text = damage_error(file.path, file.header, need, problem)
-                    rows = rows_of_block(need)
-                    self._add_problem(name, rank, text, tensor=need.shard.fqn, rows=rows)
+                    text = damage_error(file.path, file.header, block, problem)
+                    rows = rows_of_block(block)
+                    self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 
     def _add_lost(self, record: ShardFileRecord, problem: str, lost: Iterable[_Lost]) -> None:
         """Add a problem of a file, and the rows of tensors that it makes unreadable."""

@@ -165,7 +165,7 @@ def _selection(
 class PreparedLoad:
     """Checkpoints that fit this rank's state: the binding, and the open files.
 
-    `targets` are None until new tensors are allocated. `wants` are this rank's encoded block
+    `targets` are None until new tensors are allocated. `encoded_runs` are this rank's encoded block
     requests, and `links` lets other ranks connect; b"" and None if the ranks can share nothing.
     """
 
@@ -175,7 +175,7 @@ class PreparedLoad:
     files: OpenFiles
     targets: CellTargets | None
     links: HostLinks | None
-    wants: bytes
+    encoded_runs: bytes
 
     def names_of(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """Return the names in the state of tensors of the index."""
@@ -232,17 +232,17 @@ def check_load(
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
     files = open_all(sources.checkpoints, wanted, saved, threads=ranks.config.threads, stack=stack)
     targets = None if binding.makes_memory else binding.allocate()
-    links, wants = request_blocks(ranks, sources.meeting, files, stack)
+    links, encoded_runs = request_blocks(ranks, sources.meeting, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
-        wants=short(wants, ranks.channel.world_size),
+        encoded_runs=short(encoded_runs, ranks.channel.world_size),
         from_memory=from_memory,
     )
-    return PreparedLoad(sources, saved, binding, files, targets, links, wants), findings
+    return PreparedLoad(sources, saved, binding, files, targets, links, encoded_runs), findings
 
 
 def _serve_from_memory(

@@ -363,7 +363,7 @@ def _prepare(
                     call.ranks,
                     prepared.files,
                     prepared.links,
-                    gather_requests(call.ranks, decision.wants, prepared.wants),
+                    gather_requests(call.ranks, decision.encoded_runs, prepared.encoded_runs),
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )

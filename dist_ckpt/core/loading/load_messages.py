@@ -108,10 +108,10 @@ class CheckFindings(Message, frozen=True):
 
     `unclaimed` is a bitmap of the saved names that this rank does not request (`bits_of`).
     `unmatched` are the problems of patterns that match nothing here. `makes_memory`,
-    `assigns_values` and `loads_objects` are True for the steps in which this rank has work. `wants`
-    are its encoded block requests: b"" if the ranks can share nothing, None if they are too long
-    for this exchange. `from_memory`: it reads some files from memory. `is_gone`: the checkpoint was
-    removed.
+    `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
+    `encoded_runs` are its encoded block requests: b"" if the ranks can share nothing, None if they
+    are too long for this exchange. `from_memory`: it reads some files from memory. `is_gone`: the
+    checkpoint was removed.
     """
 
     problems: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class CheckFindings(Message, frozen=True):
     makes_memory: bool = False
     assigns_values: bool = False
     loads_objects: bool = False
-    wants: bytes | None = b""
+    encoded_runs: bytes | None = b""
     from_memory: bool = False
     is_gone: bool = False
 
@@ -130,9 +130,9 @@ class LoadDecision(Message, frozen=True):
 
     `unexpected` are the saved names that no rank requests. `makes_memory`, `assigns_values`,
     `loads_objects` and `from_memory` are True if they are on any rank; a step without work is left
-    out. `shares` is True if ranks may have requests in common. Then `wants` are the requests of all
-    ranks; it is empty if they are still to be gathered. `is_gone`: the checkpoint was replaced, and
-    the other fields have no meaning.
+    out. `shares` is True if ranks may have requests in common. Then `encoded_runs` are those of
+    all ranks; it is empty if they are still to be gathered. `is_gone`: the checkpoint was replaced,
+    and the other fields have no meaning.
     """
 
     unexpected: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class LoadDecision(Message, frozen=True):
     assigns_values: bool = False
     loads_objects: bool = False
     shares: bool = False
-    wants: tuple[bytes, ...] = ()
+    encoded_runs: tuple[bytes, ...] = ()
     from_memory: bool = False
     is_gone: bool = False
 
@@ -230,8 +230,8 @@ def decide_load(
         return LoadDecision(is_gone=True)
     unexpected = sources.by_checkpoint(_common_bits([result.unclaimed for result in findings]))
     _check_fits(request, sources, findings, unexpected)
-    shares, wants = shared_requests(
-        [result.wants for result in findings], between_hosts=request.read_once == "job"
+    shares, encoded_runs = shared_requests(
+        [result.encoded_runs for result in findings], between_hosts=request.read_once == "job"
     )
     return LoadDecision(
         unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
@@ -239,7 +239,7 @@ def decide_load(
         assigns_values=any(result.assigns_values for result in findings),
         loads_objects=any(result.loads_objects for result in findings),
         shares=shares,
-        wants=tuple(wants),
+        encoded_runs=tuple(encoded_runs),
         from_memory=any(result.from_memory for result in findings),
     )
 

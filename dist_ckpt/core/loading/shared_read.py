@@ -1,15 +1,15 @@
-"""Read shared blocks once: one rank reads a unit, checks it, and sends it to the others.
+"""Read shared blocks once: one rank reads a range, checks it, and sends it to the others.
 
-The fetcher of a unit reads it into a slot of its memory, and checks it. Then it sends a message to
-the ranks of its host that need the unit. They copy it from that slot, and report when they are
-done. To each other host the fetcher sends the unit once, to a rank that passes it on in the same
+The fetcher of a range reads it into a slot of its memory, and checks it. Then it sends a message to
+the ranks of its host that need the range. They copy it from that slot, and report when they are
+done. To each other host the fetcher sends the range once, to a rank that passes it on in the same
 way. A slot is free again when all ranks are done with it. Reading, checking, sending and copying
 overlap.
 
 One thread of a rank decides and copies (`SharedReading._decide`), and other threads read. None of
-these waits for another rank: a fetch begins when a slot is free, a copy when the unit has arrived.
-The threads that send and receive do wait. They cannot block each other: all ranks process the units
-in one order, and have separate slots for what they receive. So for the first unit that is not
+these waits for another rank: a fetch begins when a slot is free, a copy when the range has arrived.
+The threads that send and receive do wait. They cannot block each other: all ranks process ranges
+in one order, and have separate slots for what they receive. So for the first range that is not
 complete everywhere, its fetcher and its receivers always have a free slot. The calling thread
 watches the deciding thread, which watches all others. So if any thread hangs, all ranks get an
 error.
@@ -52,7 +52,7 @@ from dist_ckpt.core.loading.shared_read_group import (
     shared_requests,
     short,
 )
-from dist_ckpt.core.planning.load.read_sharing import Name
+from dist_ckpt.core.planning.load.read_sharing import RangeKey
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -76,7 +76,7 @@ class OpenedInput:
 class _ReadRequests(Message, frozen=True):
     """The encoded requests of one rank, None if they are too long; `bulk` numbers connections."""
 
-    wants: bytes | None
+    encoded_runs: bytes | None
     bulk: int
 
 
@@ -84,7 +84,7 @@ class _SharedRequests(Message, frozen=True):
     """True if ranks have requests in common, and all requests if they were short enough."""
 
     shares: bool
-    wants: tuple[bytes, ...]
+    encoded_runs: tuple[bytes, ...]
     bulk: int
 
 
@@ -148,72 +148,75 @@ def _link_ranks(
         request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
         requests = checking.gather(request)
         if requests is not None:
-            shares, wants = shared_requests([r.wants for r in requests], between_hosts=False)
+            shares, encoded_runs = shared_requests(
+                [r.encoded_runs for r in requests], between_hosts=False
+            )
             bulk = max(request.bulk for request in requests)
-            checking.decide(_SharedRequests(shares, tuple(wants), bulk))
+            checking.decide(_SharedRequests(shares, tuple(encoded_runs), bulk))
     common = checking.result(_SharedRequests)
     ranks.collectives_group.renew(common.bulk)
     if not common.shares:
         return opened, None
     with ranks.channel.exchange("prepare") as preparing:
-        wants_by_rank = gather_requests(ranks, common.wants, own)
+        runs_by_rank = gather_requests(ranks, common.encoded_runs, own)
         group = SharedReadGroup.of(
-            ranks, opened.files, links, wants_by_rank, between_hosts=False, stack=stack
+            ranks, opened.files, links, runs_by_rank, between_hosts=False, stack=stack
         )
         group.meet(preparing)
     return opened, group.settle(preparing.result(UnreachableRanks))
 
 
-# --- units between ranks: through memory on a host, over the network between hosts ------------
+# --- ranges between ranks: through memory on a host, over the network between hosts ------------
 
-# Kind; offset of a slot in the memory; the unit in the slot: file and first block.
+# Kind; offset of a slot in the memory; the range in the slot: file and first block.
 _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
 
 class HostTransfer:
-    """The transfer of units between the ranks of a host, on one of these ranks."""
+    """The transfer of ranges between the ranks of a host, on one of these ranks."""
 
     def __init__(self, work: SharedWork, reading: BlockReader, links: HostLinks) -> None:
         self._work = work
         self._reading = reading
         self._links = links
-        self._to_copy = work.names_by_sender()  # units that this rank still needs, by sender
-        self._ready: deque[tuple[int, int, Name]] = deque()  # units in slots: sender, offset, name
-        self._users: dict[int, set[int]] = {}  # ranks that still need the unit in a slot
+        self._to_copy = work.keys_by_sender()  # ranges that this rank still needs, by sender
+        # Ranges in slots: sender, offset, key.
+        self._ready: deque[tuple[int, int, RangeKey]] = deque()
+        self._users: dict[int, set[int]] = {}  # ranks that still need the range in a slot
         self._gone: set[int] = set()  # ranks whose links have ended
 
     def slot(self, offset: int, part: SharedRangePart) -> memoryview:
-        """Return the memory of a unit in a slot of this rank."""
+        """Return the memory of a range in a slot of this rank."""
         return self._memory(self._work.rank, offset, part)
 
     def hand_on(self, offset: int, part: SharedRangePart) -> Iterator[None]:
         """Offer a slot to the ranks of this host; end when all have copied it."""
-        _, *receivers = part.unit.host_of(self._work.rank)
+        _, *receivers = part.shared_range.host_of(self._work.rank)
         users = self._users[offset] = set(receivers)
         for rank in receivers:
-            self._links.send(rank, _MESSAGE.pack(_READY, offset, *part.unit.name))
+            self._links.send(rank, _MESSAGE.pack(_READY, offset, *part.shared_range.key))
         self._place(part, self.slot(offset, part))
         while users:
             yield
         del self._users[offset]
 
     def take(self) -> Iterator[None]:
-        """Copy units from other ranks, one at a time, until this rank has all that it needs.
+        """Copy ranges from other ranks, one at a time, until this rank has all that it needs.
 
         This thread copies: copies by other threads took as long again.
         """
         while any(self._to_copy.values()):
             yield
             if self._ready:
-                rank, offset, name = self._ready.popleft()
-                part = self._work.part(name)
+                rank, offset, key = self._ready.popleft()
+                part = self._work.part(key)
                 self._place(part, self._memory(rank, offset, part))
-                self._links.send(rank, _MESSAGE.pack(_DONE, offset, *name))
-                self._to_copy[rank].remove(name)
+                self._links.send(rank, _MESSAGE.pack(_DONE, offset, *key))
+                self._to_copy[rank].remove(key)
 
     def receive(self, timeout_s: float) -> None:
-        """Process the messages of other ranks. Without a unit to copy, wait for one or a wake."""
+        """Process the messages of other ranks. Without a range to copy, wait for one or a wake."""
         for rank, message in self._links.receive(0 if self._ready else timeout_s):
             if message is None:
                 self._gone.add(rank)
@@ -226,7 +229,7 @@ class HostTransfer:
 
     def awaited(self) -> set[int]:
         """Return the ranks that this rank waits for, now or later."""
-        ranks = {rank for rank, names in self._to_copy.items() if names}
+        ranks = {rank for rank, keys in self._to_copy.items() if keys}
         return ranks.union(*self._users.values())
 
     def check_gone(self) -> None:
@@ -246,7 +249,7 @@ class HostTransfer:
 
 
 def send(collective: Collective, part: SharedRangePart, data: memoryview) -> None:
-    """Send a unit to one rank of each other host, and wait until they have it."""
+    """Send a range to one rank of each other host, and wait until they have it."""
     transfers = [collective.send(agent, data, tag) for agent, tag in part.tags.items()]
     for transfer in transfers:
         transfer.wait()
@@ -255,8 +258,8 @@ def send(collective: Collective, part: SharedRangePart, data: memoryview) -> Non
 def receive(
     collective: Collective, part: SharedRangePart, data: memoryview, reading: BlockReader
 ) -> None:
-    """Receive a unit from another host, and check it again."""
-    fetcher = part.unit.fetcher
+    """Receive a range from another host, and check it again."""
+    fetcher = part.shared_range.fetcher
     collective.receive(fetcher, data, part.tags[collective.rank]).wait()
     try:
         for read, blocks in part.slices(data):
@@ -298,7 +301,7 @@ def verify_shared(group: SharedReadGroup, reading: BlockReader) -> None:
 
 def _work_of(group: SharedReadGroup, reading: BlockReader) -> SharedWork:
     rank = group.ranks.channel.rank
-    return SharedWork(rank, reading.files, reading.targets, group.units)
+    return SharedWork(rank, reading.files, reading.targets, group.shared_ranges)
 
 
 class SharedReading:
@@ -306,7 +309,7 @@ class SharedReading:
 
     def __init__(self, group: SharedReadGroup, work: SharedWork, reading: BlockReader) -> None:
         links, threads = group.links, group.ranks.config.threads
-        assert links is not None, "there are units"
+        assert links is not None, "there are ranges"
         self._work = work
         self._reading = reading
         self._group = group
@@ -358,22 +361,22 @@ class SharedReading:
             self._host.receive(LOOK_S)
 
     def _fetch(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
-        """Read units into a slot, one after another, and hand each on to all ranks that need it."""
+        """Read ranges into a slot, one after another, and send each to all ranks that need it."""
         for part in parts:
             data = self._host.slot(offset, part)
             yield from self._readers.call(partial(_fetch, self._reading, part, data))
             yield from run_in_turns(self._send(part, data), self._host.hand_on(offset, part))
 
     def _send(self, part: SharedRangePart, data: memoryview) -> Iterator[None]:
-        if agents := part.unit.agents:
+        if agents := part.shared_range.agents:
             yield from self._couriers.call(partial(send, self._collective, part, data), agents)
 
     def _receive(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
-        """Receive units into a slot, one after another, and hand them on on this host."""
+        """Receive ranges into a slot, one after another, and hand them on on this host."""
         for part in parts:
             data = self._host.slot(offset, part)
             work = partial(receive, self._collective, part, data, self._reading)
-            yield from self._couriers.call(work, (part.unit.fetcher,))
+            yield from self._couriers.call(work, (part.shared_range.fetcher,))
             yield from self._host.hand_on(offset, part)
 
     def _read(self, reads: Iterator[tuple[OpenFile, SmallShardRun | BlockRead]]) -> Iterator[None]:

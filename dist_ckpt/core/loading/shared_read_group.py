@@ -18,9 +18,9 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import ByteRange, joined
 from dist_ckpt.core.planning.load.read_sharing import (
     SHARED_RANGE_NBYTES,
-    BlockRequests,
     BlockRuns,
-    Name,
+    RangeKey,
+    RankBlockRuns,
     SharedBlockRange,
     have_equal_requests,
     receivers_of,
@@ -30,8 +30,8 @@ from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode, encode
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
-    BlockRequest,
-    gathered,
+    NeededBlock,
+    group_successive,
     reads_of,
     requested_blocks,
 )
@@ -41,7 +41,7 @@ from dist_ckpt.core.shard_io.read.read_work import (
     SmallShardRun,
     by_shard,
     divide,
-    needs_of,
+    needed_blocks,
 )
 from dist_ckpt.errors import ranks_text
 
@@ -79,7 +79,7 @@ def request_blocks(
     with suppress(OSError):
         links = HostLinks(meeting, ranks.channel.rank, timeout_s=ranks.config.heartbeat_timeout_s)
         stack.callback(links.close)
-    return links, encode(BlockRequests.of(ranks.channel.host, runs_of(files)))
+    return links, encode(RankBlockRuns.of(ranks.channel.host, runs_of(files)))
 
 
 def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
@@ -105,17 +105,17 @@ def _runs_of_shard(file: OpenFile, number: int, items: Sequence[ReadItem]) -> It
 
 
 def shared_requests(
-    wants: Sequence[bytes | None], *, between_hosts: bool
+    encoded_runs: Sequence[bytes | None], *, between_hosts: bool
 ) -> tuple[bool, Sequence[bytes]]:
     """Return True if ranks have requests in common, and all requests if an exchange can send them.
 
     If a request was too long for the exchange, the ranks are taken to have some in common.
     """
-    received = [want for want in wants if want is not None]
-    if len(received) < len(wants):
+    received = [encoded for encoded in encoded_runs if encoded is not None]
+    if len(received) < len(encoded_runs):
         return True, ()
     if not all(received) or not have_equal_requests(
-        (decode(want, BlockRequests) for want in received), between_hosts=between_hosts
+        (decode(encoded, RankBlockRuns) for encoded in received), between_hosts=between_hosts
     ):
         return False, ()
     # Between hosts they are gathered all the same: that connects the hosts.
@@ -124,30 +124,30 @@ def shared_requests(
 
 
 def gather_requests(
-    ranks: Session, wants: Sequence[bytes], own: bytes
-) -> Mapping[int, BlockRequests]:
-    """Return the requests of each rank: `wants`, or if empty, gather each rank's `own`. Collective.
+    ranks: Session, encoded_runs: Sequence[bytes], own: bytes
+) -> Mapping[int, RankBlockRuns]:
+    """Return the requests of each rank: `encoded_runs`, or gather each rank's `own`. Collective.
 
     If a rank fails before this, the others wait until gloo's deadline.
     """
-    if wants:
-        return {rank: decode(want, BlockRequests) for rank, want in enumerate(wants)}
+    if encoded_runs:
+        return {rank: decode(encoded, RankBlockRuns) for rank, encoded in enumerate(encoded_runs)}
     bodies = ranks.collectives_group.all_gather_distinct(own)
-    return {rank: decode(body, BlockRequests) for body, holders in bodies for rank in holders}
+    return {rank: decode(body, RankBlockRuns) for body, holders in bodies for rank in holders}
 
 
 # --- the work of one rank --------------------------------------------------------------------
 
 
 def slot_nbytes(files: OpenFiles) -> int:
-    """Return the size of a slot: the largest unit of these files fits."""
+    """Return the size of a slot: the largest range of these files fits."""
     return max(SHARED_RANGE_NBYTES, *(file.header.block_nbytes for file in files.files.values()), 0)
 
 
 def num_slots(*, between_hosts: bool) -> int:
-    """Return how many units a rank reads, and receives, before all ranks have copied them."""
+    """Return how many ranges a rank reads, and receives, before all ranks have copied them."""
     # On a host, two slots made a load of replicas 15 % slower, and not faster from a cold cache:
-    # the slots of all ranks then exceed a processor's cache. Sending a unit takes as long as
+    # the slots of all ranks then exceed a processor's cache. Sending a range takes as long as
     # reading it.
     return 2 if between_hosts else 1
 
@@ -163,12 +163,12 @@ _PlannedRead = SmallShardRun | BlockRead
 
 @dataclass(frozen=True, slots=True)
 class SharedRangePart:
-    """A unit, and the reads that fill it; this rank needs all its blocks.
+    """A shared range, and the reads that fill it; this rank needs all its blocks.
 
-    `tags` are the numbers of the unit among those that its fetcher sends to each agent.
+    `tags` are the numbers of the range among those that its fetcher sends to each agent.
     """
 
-    unit: SharedBlockRange
+    shared_range: SharedBlockRange
     file: OpenFile
     reads: tuple[_PlannedRead, ...]
     tags: Mapping[int, int]
@@ -179,27 +179,27 @@ class SharedRangePart:
         return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
     def slices(self, data: memoryview) -> Iterator[tuple[_PlannedRead, memoryview]]:
-        """Yield each read, and its slice of `data`, the memory of the unit."""
+        """Yield each read, and its slice of `data`, the memory of the range."""
         begin = self.span.start
         for read in self.reads:
             yield read, data[read.span.start - begin : read.span.stop - begin]
 
 
 class SharedWork:
-    """The reads of a rank that fill its targets: its own, and those of `units`, given by file."""
+    """The reads of a rank that fill its targets: its own, and `shared_ranges` by file."""
 
     def __init__(
         self,
         rank: int,
         files: OpenFiles,
         targets: CellTargets | None,
-        units: Mapping[int, Sequence[SharedBlockRange]],
+        shared_ranges: Mapping[int, Sequence[SharedBlockRange]],
     ) -> None:
         self.rank = rank
         self.slot_nbytes = slot_nbytes(files)
         self._files = files
         self._targets = targets
-        self._units = units
+        self._shared_ranges = shared_ranges
         self._tags = _tags_of(self._all())
         self._divided: dict[int, tuple[list[_PlannedRead], dict[int, SharedRangePart]]] = {}
 
@@ -210,36 +210,48 @@ class SharedWork:
                 yield self._files.files[number], read
 
     def fetched(self) -> Iterator[SharedRangePart]:
-        """Yield the units that this rank reads, in the order of all ranks."""
-        return (self.part(unit.name) for unit in self._all() if unit.fetcher == self.rank)
+        """Yield the shared ranges that this rank reads, in the order of all ranks."""
+        return (
+            self.part(shared_range.key)
+            for shared_range in self._all()
+            if shared_range.fetcher == self.rank
+        )
 
     def relayed(self) -> Iterator[SharedRangePart]:
-        """Yield the units that it receives from other hosts, in the same order."""
-        return (self.part(unit.name) for unit in self._all() if self.rank in unit.agents)
+        """Yield the shared ranges that it receives from other hosts, in the same order."""
+        return (
+            self.part(shared_range.key)
+            for shared_range in self._all()
+            if self.rank in shared_range.agents
+        )
 
-    def names_by_sender(self) -> dict[int, set[Name]]:
-        """Return the names of the units that other ranks of this host hand on, by rank."""
-        names: dict[int, set[Name]] = {}
-        for unit in self._all():
-            first = unit.host_of(self.rank)[0]
+    def keys_by_sender(self) -> dict[int, set[RangeKey]]:
+        """Return the keys of the ranges that other ranks of this host hand on, by rank."""
+        keys: dict[int, set[RangeKey]] = {}
+        for shared_range in self._all():
+            first = shared_range.host_of(self.rank)[0]
             if first != self.rank:
-                names.setdefault(first, set()).add(unit.name)
-        return names
+                keys.setdefault(first, set()).add(shared_range.key)
+        return keys
 
-    def part(self, name: Name) -> SharedRangePart:
-        """Return a unit with its reads."""
-        file, block = name
+    def part(self, key: RangeKey) -> SharedRangePart:
+        """Return a shared range with its reads."""
+        file, block = key
         return self._of(file)[1][block]
 
     def nbytes_moved(self) -> tuple[int, int]:
         """Return how many bytes come from storage, and from other ranks, when all is done."""
         own = sum(read.span.nbytes for _, read in self.own_reads())
         fetched = sum(part.span.nbytes for part in self.fetched())
-        shared = sum(self.part(unit.name).span.nbytes for unit in self._all())
+        shared = sum(self.part(shared_range.key).span.nbytes for shared_range in self._all())
         return own + fetched, shared - fetched
 
     def _all(self) -> Iterator[SharedBlockRange]:
-        return (unit for file in sorted(self._units) for unit in self._units[file])
+        return (
+            shared_range
+            for file in sorted(self._shared_ranges)
+            for shared_range in self._shared_ranges[file]
+        )
 
     def _of(self, number: int) -> tuple[list[_PlannedRead], dict[int, SharedRangePart]]:
         if number not in self._divided:
@@ -247,53 +259,57 @@ class SharedWork:
         return self._divided[number]
 
     def _divide(self, number: int) -> tuple[list[_PlannedRead], dict[int, SharedRangePart]]:
-        """Divide the needed blocks of a file into reads of this rank's own, and units."""
+        """Divide the needed blocks of a file into reads of its own and shared ranges."""
         file = self._files.files[number]
-        units = self._units.get(number, ())
+        shared_ranges = self._shared_ranges.get(number, ())
         small_shards, items = divide(file, self._files.plan[number])
-        blocks = (block for unit in units for block in (unit.blocks.start, unit.blocks.stop))
+        blocks = (
+            block
+            for shared_range in shared_ranges
+            for block in (shared_range.blocks.start, shared_range.blocks.stop)
+        )
         bounds = [file.block_starts[block] for block in blocks]
-        contents: defaultdict[int | None, _UnitContents] = defaultdict(_UnitContents)
+        contents: defaultdict[int | None, _RangeContents] = defaultdict(_RangeContents)
         for run in small_shards:
             for part in _cut(run, file.shards.starts, bounds):
-                contents[_unit_at(part.span.start, bounds)].small_shards.append(part)
-        for block in needs_of(file, items, self._targets):
-            contents[_unit_at(block.start, bounds)].blocks.append(block)
+                contents[_range_at(part.span.start, bounds)].small_shards.append(part)
+        for block in needed_blocks(file, items, self._targets):
+            contents[_range_at(block.start, bounds)].blocks.append(block)
         parts = {
-            unit.blocks.start: SharedRangePart(
-                unit, file, contents[number].all_reads(), self._tags[unit.name]
+            shared_range.blocks.start: SharedRangePart(
+                shared_range, file, contents[number].all_reads(), self._tags[shared_range.key]
             )
-            for number, unit in enumerate(units)
+            for number, shared_range in enumerate(shared_ranges)
         }
         own = contents[None]
         return [*own.small_shards, *reads_of(own.blocks)], parts
 
 
 @dataclass(frozen=True, slots=True)
-class _UnitContents:
-    """The runs of small shards and the other blocks of a unit, or of no unit, each in order."""
+class _RangeContents:
+    """The runs of small shards and the other blocks of a range, or of no range, each in order."""
 
     small_shards: list[SmallShardRun] = field(default_factory=list)
-    blocks: list[BlockRequest] = field(default_factory=list)
+    blocks: list[NeededBlock] = field(default_factory=list)
 
     def all_reads(self) -> tuple[_PlannedRead, ...]:
-        """Return the reads of the whole unit, in order. It has no hole."""
-        runs = gathered(self.blocks, lambda run, block: run[-1].stop == block.start)
+        """Return the reads of the whole range, in order. It has no hole."""
+        runs = group_successive(self.blocks, lambda run, block: run[-1].stop == block.start)
         reads = [BlockRead(ByteRange(run[0].start, run[-1].stop), tuple(run)) for run in runs]
         return tuple(sorted([*self.small_shards, *reads], key=lambda read: read.span.start))
 
 
-def _unit_at(start: int, bounds: Sequence[int]) -> int | None:
-    """Return the number of the unit that has a byte; `bounds` are start and stop of each unit."""
+def _range_at(start: int, bounds: Sequence[int]) -> int | None:
+    """Return the number of the range that has a byte; `bounds` are start and stop of each range."""
     before = bisect_right(bounds, start)
-    # If one unit ends where the next begins, both bounds are before it.
+    # If one range ends where the next begins, both bounds are before it.
     return before // 2 if before % 2 else None
 
 
 def _cut(
     run: SmallShardRun, starts: Sequence[int], bounds: Sequence[int]
 ) -> Iterator[SmallShardRun]:
-    """Cut a run of small shards where units begin and end."""
+    """Cut a run of small shards where ranges begin and end."""
     inside = bounds[bisect_right(bounds, run.span.start) : bisect_left(bounds, run.span.stop)]
     cuts = [run.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
     for first, stop in pairwise([*cuts, run.first + len(run.items)]):
@@ -301,13 +317,17 @@ def _cut(
         yield SmallShardRun(first, items, ByteRange(starts[first], starts[stop]))
 
 
-def _tags_of(units: Iterable[SharedBlockRange]) -> dict[Name, dict[int, int]]:
-    """Return the numbers of the units between each fetcher and agent, the same on both."""
+def _tags_of(shared_ranges: Iterable[SharedBlockRange]) -> dict[RangeKey, dict[int, int]]:
+    """Return the numbers of the shared ranges between each fetcher and agent, the same on both."""
     counts: dict[tuple[int, int], int] = {}
-    tags: dict[Name, dict[int, int]] = {}
-    for unit in units:
-        tags[unit.name] = {agent: counts.get((unit.fetcher, agent), 0) for agent in unit.agents}
-        counts |= {(unit.fetcher, agent): tag + 1 for agent, tag in tags[unit.name].items()}
+    tags: dict[RangeKey, dict[int, int]] = {}
+    for shared_range in shared_ranges:
+        tags[shared_range.key] = {
+            agent: counts.get((shared_range.fetcher, agent), 0) for agent in shared_range.agents
+        }
+        counts |= {
+            (shared_range.fetcher, agent): tag + 1 for agent, tag in tags[shared_range.key].items()
+        }
     return tags
 
 
@@ -329,18 +349,18 @@ class UnreachableRanks(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SharedReadGroup:
-    """The requests of each rank, the units that this rank shares, and its links.
+    """The requests of each rank, the ranges that this rank shares, and its links.
 
-    `units` are the units in common with other ranks, by file. Before `settle`, these assume that
-    all ranks can share. `links` lead to the ranks of its host; if they are None, this rank shares
+    `shared_ranges` are those with other ranks, by file. Before `settle`, they assume that all
+    ranks can share. `links` lead to the ranks of its host; if they are None, this rank shares
     nothing. `missed` are the ranks that it cannot reach.
     """
 
     ranks: Session
     files: OpenFiles
     between_hosts: bool
-    wants: Mapping[int, BlockRequests]
-    units: Mapping[int, tuple[SharedBlockRange, ...]]
+    runs_by_rank: Mapping[int, RankBlockRuns]
+    shared_ranges: Mapping[int, tuple[SharedBlockRange, ...]]
     links: HostLinks | None
     missed: FailedLinks
 
@@ -349,16 +369,18 @@ class SharedReadGroup:
         ranks: Session,
         files: OpenFiles,
         links: HostLinks | None,
-        wants: Mapping[int, BlockRequests],
+        runs_by_rank: Mapping[int, RankBlockRuns],
         *,
         between_hosts: bool,
         stack: ExitStack,
     ) -> SharedReadGroup:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
-        units_by_file = _units(ranks.channel.rank, wants, files, between_hosts=between_hosts)
-        units = [unit for units in units_by_file.values() for unit in units]
+        ranges_by_file = _shared_ranges_of(
+            ranks.channel.rank, runs_by_rank, files, between_hosts=between_hosts
+        )
+        shared_ranges = [r for ranges in ranges_by_file.values() for r in ranges]
         missed: tuple[int, ...] | None = ()
-        if units:
+        if shared_ranges:
             try:
                 nbytes = common_nbytes(files, between_hosts=between_hosts)
                 memory = stack.enter_context(ranks.shared_scratch(nbytes))
@@ -367,9 +389,9 @@ class SharedReadGroup:
             missed = None
             if links is not None:
                 links.offer(memory)
-                missed = tuple(links.connect(receivers_of(links.rank, units)))
+                missed = tuple(links.connect(receivers_of(links.rank, shared_ranges)))
         return SharedReadGroup(
-            ranks, files, between_hosts, wants, units_by_file, links, FailedLinks(missed)
+            ranks, files, between_hosts, runs_by_rank, ranges_by_file, links, FailedLinks(missed)
         )
 
     def meet(self, exchange: Exchange) -> None:
@@ -381,11 +403,11 @@ class SharedReadGroup:
         """Return the ranks that cannot share, and warn about them. Coordinator only."""
         unlinked = {rank for rank, missed in enumerate(failed_links) if missed.ranks is None}
         hosts = {
-            self.wants[rank].host
+            self.runs_by_rank[rank].host
             for missed in failed_links
             for rank in {*(missed.ranks or ())} - unlinked
         }
-        apart = [rank for rank in range(len(failed_links)) if self.wants[rank].host in hosts]
+        apart = [rank for rank in range(len(failed_links)) if self.runs_by_rank[rank].host in hosts]
         if alone := {*unlinked, *apart}:
             _log.warning(
                 "%s cannot share memory with the ranks of the same host name, so their common data "
@@ -398,49 +420,63 @@ class SharedReadGroup:
         )
 
     def settle(self, unreachable: UnreachableRanks) -> SharedReadGroup | None:
-        """Return the group with the units that can be shared; None if this rank has none.
+        """Return the group with the ranges that can be shared; None if this rank has none.
 
         Ranks that are not on one machine, though their hosts have one name, get separate hosts.
         """
         group = self
         if unreachable.unlinked or unreachable.elsewhere:
-            wants = {r: want for r, want in self.wants.items() if r not in unreachable.unlinked}
+            runs_by_rank = {
+                r: rank_runs
+                for r, rank_runs in self.runs_by_rank.items()
+                if r not in unreachable.unlinked
+            }
             for rank in unreachable.elsewhere:
-                wants[rank] = structs.replace(wants[rank], host=f"{wants[rank].host} ({rank})")
+                runs_by_rank[rank] = structs.replace(
+                    runs_by_rank[rank], host=f"{runs_by_rank[rank].host} ({rank})"
+                )
             own = self.ranks.channel.rank
-            units = _units(own, wants, self.files, between_hosts=self.between_hosts)
-            group = replace(self, units=units)
-        return group if any(group.units.values()) else None
+            shared_ranges = _shared_ranges_of(
+                own, runs_by_rank, self.files, between_hosts=self.between_hosts
+            )
+            group = replace(self, shared_ranges=shared_ranges)
+        return group if any(group.shared_ranges.values()) else None
 
     @property
     def partners(self) -> list[int]:
-        """The ranks of this host with which it has units in common."""
+        """The ranks of this host with which it has ranges in common."""
         if self.links is None:
             return []
-        return receivers_of(self.links.rank, (u for units in self.units.values() for u in units))
+        return receivers_of(
+            self.links.rank, (r for ranges in self.shared_ranges.values() for r in ranges)
+        )
 
     def give_up(self) -> None:
         """Close the links after an error, so that no rank waits for this one. Never raises."""
         if self.links is not None:
             self.links.close()
-        if any(len(unit.hosts) > 1 for units in self.units.values() for unit in units):
+        if any(len(r.hosts) > 1 for ranges in self.shared_ranges.values() for r in ranges):
             self.ranks.collectives_group.break_off()
 
 
-def _units(
-    own: int, wants: Mapping[int, BlockRequests], files: OpenFiles, *, between_hosts: bool
+def _shared_ranges_of(
+    own: int, runs_by_rank: Mapping[int, RankBlockRuns], files: OpenFiles, *, between_hosts: bool
 ) -> dict[int, tuple[SharedBlockRange, ...]]:
-    """Return the units that a rank shares with the ranks in `wants`, by file."""
-    if own not in wants:
+    """Return the ranges that a rank shares with the ranks in `runs_by_rank`, by file."""
+    if own not in runs_by_rank:
         return {}
-    by_file: dict[int, dict[int, BlockRequests]] = {file: {} for file in wants[own].steps}
-    for rank, want in sorted(wants.items()):
-        if between_hosts or want.host == wants[own].host:
-            for file in want.steps.keys() & by_file.keys():
-                by_file[file][rank] = want
-    units_by_file = {}
+    by_file: dict[int, dict[int, RankBlockRuns]] = {
+        file: {} for file in runs_by_rank[own].gaps_and_lengths
+    }
+    for rank, rank_runs in sorted(runs_by_rank.items()):
+        if between_hosts or rank_runs.host == runs_by_rank[own].host:
+            for file in rank_runs.gaps_and_lengths.keys() & by_file.keys():
+                by_file[file][rank] = rank_runs
+    ranges_by_file = {}
     for file, requests in sorted(by_file.items()):
         if len(requests) > 1:
-            units = shared_block_ranges(file, files.files[file].block_starts, requests)
-            units_by_file[file] = tuple(u for u in units if any(own in ranks for ranks in u.hosts))
-    return units_by_file
+            shared_ranges = shared_block_ranges(file, files.files[file].block_starts, requests)
+            ranges_by_file[file] = tuple(
+                r for r in shared_ranges if any(own in ranks for ranks in r.hosts)
+            )
+    return ranges_by_file

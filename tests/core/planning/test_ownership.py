@@ -143,14 +143,14 @@ def test_a_stage_of_a_pipeline_holds_its_tensors_alone() -> None:
             parts((8,), ElementRange(0, 4), Region((4,), (4,))),
             "ranges of elements on rank 0 and boxes on rank 1",
         ),
-        (parts((8,), None, None), "no rank holds any of it, but the states of ranks 0-1 have it"),
+        (parts((8,), None, None), "the states of ranks 0-1 name it, but no rank holds a part"),
         (
             [share(MeshPlaced(line(0, 1, 2), (Shard(0),)), (6,), 0, 2)],
-            r"\[2:4\] is on rank 1 of the mesh, whose state does not hold the tensor",
+            r"by the mesh, \[2:4\] is on rank 1\. But only the state of ranks 0, 2 has",
         ),
         (
             [share(Flattened(line(0, 1)), (6,), 0), share(Whole(), (6,), 1)],
-            r"\[flat 3:6\] is on rank 1 of the mesh",
+            r"by the mesh, \[flat 3:6\] is on rank 1",
         ),
         (
             [share(RuleSharded(line(0, 1), ((0,),)), (6,), 0), share(Whole(), (6,), 1)],
@@ -169,7 +169,7 @@ def test_a_stage_of_a_pipeline_holds_its_tensors_alone() -> None:
         ),
         (
             [share(RuleSharded(line(0, 1, 2), ((0,),)), (3,), 0, 2)],
-            "no rank holds a part of dimension 0 that rank 1 would hold, which x cuts",
+            "x cuts dimension 0, but the part of rank 1 is on no rank",
         ),
         (
             [share(RuleSharded(line(0, 1), ((0,),)), (3,), 0, 1, 5)],

@@ -22,30 +22,30 @@ SHARED_RANGE_NBYTES = 4 << 20
 BlockRuns = tuple[range, ...]
 
 # Identifies a shared range: its file and its first block.
-Name = tuple[int, int]
+RangeKey = tuple[int, int]
 
 
-class BlockRequests(Message, frozen=True):
+class RankBlockRuns(Message, frozen=True):
     """The blocks that one rank needs of each file, by the file's number in the index.
 
-    `steps` alternates the gap before a run of blocks and its length: these are small numbers.
+    `gaps_and_lengths` alternates the gap before a run and its length: these are small numbers.
     """
 
     host: str
-    steps: dict[int, tuple[int, ...]]
+    gaps_and_lengths: dict[int, tuple[int, ...]]
 
     @staticmethod
-    def of(host: str, runs: Mapping[int, Iterable[range]]) -> BlockRequests:
+    def of(host: str, runs: Mapping[int, Iterable[range]]) -> RankBlockRuns:
         """Return the request for these runs of blocks of each file."""
-        steps = {}
+        gaps_and_lengths = {}
         for file, file_runs in sorted(runs.items()):
             edges = [0, *(edge for run in file_runs for edge in (run.start, run.stop))]
-            steps[file] = tuple(stop - start for start, stop in pairwise(edges))
-        return BlockRequests(host, steps)
+            gaps_and_lengths[file] = tuple(stop - start for start, stop in pairwise(edges))
+        return RankBlockRuns(host, gaps_and_lengths)
 
     def runs(self, file: int) -> BlockRuns:
         """Return the runs of blocks of a file; empty if none is needed."""
-        edges = list(accumulate(self.steps.get(file, ())))
+        edges = list(accumulate(self.gaps_and_lengths.get(file, ())))
         return tuple(starmap(range, zip(edges[::2], edges[1::2], strict=True)))
 
 
@@ -62,7 +62,7 @@ class SharedBlockRange:
     hosts: tuple[tuple[int, ...], ...]
 
     @property
-    def name(self) -> Name:
+    def key(self) -> RangeKey:
         """Identifies it among all shared ranges of a load."""
         return self.file, self.blocks.start
 
@@ -81,48 +81,55 @@ class SharedBlockRange:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
-def have_equal_requests(wants: Iterable[BlockRequests], *, between_hosts: bool) -> bool:
+def have_equal_requests(requests: Iterable[RankBlockRuns], *, between_hosts: bool) -> bool:
     """Return True if a block is needed by several ranks of one host or, `between_hosts`, of any."""
     runs = [
-        ("" if between_hosts else want.host, file, run.start, run.stop)
-        for want in wants
-        for file in want.steps
-        for run in want.runs(file)
+        ("" if between_hosts else rank_runs.host, file, run.start, run.stop)
+        for rank_runs in requests
+        for file in rank_runs.gaps_and_lengths
+        for run in rank_runs.runs(file)
     ]
     runs.sort()
     return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(runs))
 
 
 def shared_block_ranges(
-    file: int, starts: Sequence[int], wants: Mapping[int, BlockRequests]
+    file: int, starts: Sequence[int], runs_by_rank: Mapping[int, RankBlockRuns]
 ) -> tuple[SharedBlockRange, ...]:
-    """Return the shared ranges of a file, in order. `wants` has requests by rank.
+    """Return the shared ranges of a file, in order. `runs_by_rank` has the requests.
 
     `starts` has the start of each block, and the end of the last. Fetches are balanced by bytes
     within a file; remainders rotate with the file's number.
     """
-    share = _Shares(file, {rank: want.host for rank, want in wants.items() if file in want.steps})
-    segments = list(_segments({rank: wants[rank].runs(file) for rank in share.host_of}))
+    share = _Shares(
+        file,
+        {
+            rank: rank_runs.host
+            for rank, rank_runs in runs_by_rank.items()
+            if file in rank_runs.gaps_and_lengths
+        },
+    )
+    segments = list(_segments({rank: runs_by_rank[rank].runs(file) for rank in share.host_of}))
     for blocks, ranks in segments:
         if len(ranks) == 1:
             share.fetched[ranks[0]] += starts[blocks.stop] - starts[blocks.start]
-    units = []
+    shared_ranges = []
     for blocks, ranks in segments:
         if len(ranks) > 1:
-            units += [share.assign(part, starts, ranks) for part in _parts(blocks, starts)]
-    return tuple(units)
+            shared_ranges += [share.assign(part, starts, ranks) for part in _parts(blocks, starts)]
+    return tuple(shared_ranges)
 
 
-def receivers_of(rank: int, units: Iterable[SharedBlockRange]) -> list[int]:
+def receivers_of(rank: int, shared_ranges: Iterable[SharedBlockRange]) -> list[int]:
     """Return the ranks of its host with which a rank shares some of these ranges."""
-    ranks = {other for unit in units for other in unit.host_of(rank)}
+    ranks = {other for shared_range in shared_ranges for other in shared_range.host_of(rank)}
     return sorted(ranks - {rank})
 
 
-def _segments(wants: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int, ...]]]:
+def _segments(runs_by_rank: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int, ...]]]:
     """Cut the blocks of a file where the set of ranks that need them changes."""
     changes: dict[int, list[int]] = {}
-    for rank, runs in wants.items():
+    for rank, runs in runs_by_rank.items():
         for run in runs:
             changes.setdefault(run.start, []).append(rank)
             changes.setdefault(run.stop, []).append(rank)

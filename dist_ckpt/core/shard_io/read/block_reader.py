@@ -26,9 +26,9 @@ from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.read.block_reads import (
     READ_NBYTES,
     BlockRead,
-    BlockRequest,
+    NeededBlock,
     every_block,
-    gathered,
+    group_successive,
 )
 from dist_ckpt.core.shard_io.read.open_files import (
     OpenFile,
@@ -141,7 +141,7 @@ class BlockReader:
         if isinstance(read, SmallShardRun):
             self._check_row(file, read, data)
             return
-        _check_blocks(file, read.needs, data)
+        _check_blocks(file, read.blocks, data)
 
     def _place_row(self, row: SmallShardRun, parts: Iterable[memoryview]) -> None:
         for item, part in zip(row.items, parts, strict=True):
@@ -155,7 +155,7 @@ class BlockReader:
                 target.place(match.target, box, part, row_major_strides(box.shape))
 
     def _read_into_target(self, file: OpenFile, read: BlockRead) -> None:
-        first = read.needs[0]
+        first = read.blocks[0]
         (item,) = first.items
         memory = self._touch(item).memory()
         assert memory is not None
@@ -168,32 +168,32 @@ class BlockReader:
             self._fetch_row(file, read, data)
             return
         with file.reading() as readable:
-            for needs in gathered(read.needs, _fits_chunk):
-                self._read_chunk(file, readable, needs, data[needs[0].start - read.span.start :])
+            for needed in group_successive(read.blocks, _fits_chunk):
+                self._read_chunk(file, readable, needed, data[needed[0].start - read.span.start :])
 
     def _read_chunk(
         self,
         file: OpenFile,
         readable: ReadableFile,
-        needs: Sequence[BlockRequest],
+        needed: Sequence[NeededBlock],
         data: memoryview,
     ) -> None:
         """Read and check one block in several steps, or several blocks in one step."""
-        first = needs[0].start
-        nbytes = needs[-1].stop - first
+        first = needed[0].start
+        nbytes = needed[-1].stop - first
         digest, verifies = streamed_digest(), self._verifies(file)
         for start in range(0, nbytes, IO_CHUNK_NBYTES):
             part = data[start : min(start + IO_CHUNK_NBYTES, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
-                cut_off = next(need for need in needs if need.stop > first + start + count)
+                cut_off = next(block for block in needed if block.stop > first + start + count)
                 raise CorruptError(damage_error(file.path, file.header, cut_off, _CUT_OFF))
-            if verifies and len(needs) == 1:
+            if verifies and len(needed) == 1:
                 digest.update(part)
-        if verifies and len(needs) == 1:
-            _check(file, needs[0], digest.hexdigest())
+        if verifies and len(needed) == 1:
+            _check(file, needed[0], digest.hexdigest())
         elif verifies:
-            _check_blocks(file, needs, data)
+            _check_blocks(file, needed, data)
 
     def place(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
@@ -201,7 +201,7 @@ class BlockReader:
             with self._python_lock:
                 self._place_row(read, read.parts(file, data))
             return
-        for row in gathered(read.needs, _are_placed_at_once):
+        for row in group_successive(read.blocks, _are_placed_at_once):
             itemsize = DTYPES[row[0].shard.dtype].itemsize
             start, stop = row[0].span.start, row[-1].span.stop
             stored = ElementRange(start // itemsize, stop // itemsize)
@@ -217,30 +217,30 @@ class BlockReader:
         return self.targets[item.fqn, item.match.requested_number]
 
 
-def _fits_chunk(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
+def _fits_chunk(needed: Sequence[NeededBlock], block: NeededBlock) -> bool:
     """Return True if a processor still has the first blocks cached after one more is read."""
-    return need.stop - needs[0].start <= IO_CHUNK_NBYTES
+    return block.stop - needed[0].start <= IO_CHUNK_NBYTES
 
 
-def _only_block(file: OpenFile, number: int) -> BlockRequest:
-    (need,) = every_block((file.shards[number],), file.header.block_nbytes)
-    return need
+def _only_block(file: OpenFile, number: int) -> NeededBlock:
+    (block,) = every_block((file.shards[number],), file.header.block_nbytes)
+    return block
 
 
-def _check(file: OpenFile, need: BlockRequest, actual: str) -> None:
-    if (problem := digest_problem(need, actual)) is not None:
-        raise CorruptError(damage_error(file.path, file.header, need, problem))
+def _check(file: OpenFile, block: NeededBlock, actual: str) -> None:
+    if (problem := digest_problem(block, actual)) is not None:
+        raise CorruptError(damage_error(file.path, file.header, block, problem))
 
 
-def _check_blocks(file: OpenFile, needs: Sequence[BlockRequest], data: memoryview) -> None:
-    first = needs[0].start
-    for need in needs:
-        _check(file, need, block_digest(data[need.start - first : need.stop - first]))
+def _check_blocks(file: OpenFile, needed: Sequence[NeededBlock], data: memoryview) -> None:
+    first = needed[0].start
+    for block in needed:
+        _check(file, block, block_digest(data[block.start - first : block.stop - first]))
 
 
-def _are_placed_at_once(needs: Sequence[BlockRequest], need: BlockRequest) -> bool:
+def _are_placed_at_once(needed: Sequence[NeededBlock], block: NeededBlock) -> bool:
     """Return True if one more block is of the same shard and the same items."""
-    return needs[-1].shard is need.shard and needs[-1].items == need.items
+    return needed[-1].shard is block.shard and needed[-1].items == block.items
 
 
 def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:

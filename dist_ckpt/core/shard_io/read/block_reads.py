@@ -28,7 +28,7 @@ ZERO_COPY_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRequest:
+class NeededBlock:
     """A block that `items` need. With `is_zero_copy` it is read into its one item's memory."""
 
     shard: StoredShard
@@ -53,19 +53,19 @@ class BlockRead:
     """One read: a span of the data section, and the needed blocks in it, in order."""
 
     span: ByteRange
-    needs: tuple[BlockRequest, ...]
+    blocks: tuple[NeededBlock, ...]
 
     @property
     def is_zero_copy(self) -> bool:
         """True if the read goes into a target's memory."""
-        return self.needs[0].is_zero_copy
+        return self.blocks[0].is_zero_copy
 
 
-def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[BlockRequest]:
+def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[NeededBlock]:
     """Yield all blocks of all shards."""
     for shard in sorted(shards, key=lambda shard: shard.span):
         for number, span in enumerate(blocks(shard.span.nbytes, block_nbytes)):
-            yield BlockRequest(shard, number, span, (), is_zero_copy=False)
+            yield NeededBlock(shard, number, span, (), is_zero_copy=False)
 
 
 def requested_blocks(
@@ -73,76 +73,76 @@ def requested_blocks(
     items: Sequence[ReadItem],
     block_nbytes: int,
     has_memory: Callable[[ReadItem], bool],
-) -> Iterator[BlockRequest]:
+) -> Iterator[NeededBlock]:
     """Yield the blocks of a shard that contain elements of the items, each once, in order."""
     itemsize = DTYPES[shard.dtype].itemsize
     if shard.span.nbytes <= min(block_nbytes, ZERO_COPY_NBYTES - 1):
         span = ByteRange(0, shard.span.nbytes)
-        yield BlockRequest(shard, 0, span, tuple(items), is_zero_copy=False)
+        yield NeededBlock(shard, 0, span, tuple(items), is_zero_copy=False)
         return
     wanted: dict[int, list[ReadItem]] = {}
     for item in items:
         for number in _block_numbers(item, block_nbytes // itemsize):
             wanted.setdefault(number, []).append(item)
-    needs = []
+    needed = []
     for number, wanting in sorted(wanted.items()):
         start = number * block_nbytes
         span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
         is_zero_copy = len(wanting) == 1 and _maps_whole(wanting[0], span, itemsize)
         is_zero_copy = is_zero_copy and has_memory(wanting[0])
-        needs.append(BlockRequest(shard, number, span, tuple(wanting), is_zero_copy))
-    yield from _without_short_runs(needs)
+        needed.append(NeededBlock(shard, number, span, tuple(wanting), is_zero_copy))
+    yield from _without_short_runs(needed)
 
 
-def _without_short_runs(needs: Iterable[BlockRequest]) -> Iterator[BlockRequest]:
+def _without_short_runs(needed: Iterable[NeededBlock]) -> Iterator[NeededBlock]:
     """Use a scratch buffer for runs that are too short for zero copy."""
-    for run in gathered(needs, lambda run, need: _can_join_zero_copy(run[-1], need)):
+    for run in group_successive(needed, lambda run, block: _can_join_zero_copy(run[-1], block)):
         if run[0].is_zero_copy and run[-1].stop - run[0].start < ZERO_COPY_NBYTES:
             yield from (
-                BlockRequest(n.shard, n.number, n.span, n.items, is_zero_copy=False) for n in run
+                NeededBlock(n.shard, n.number, n.span, n.items, is_zero_copy=False) for n in run
             )
         else:
             yield from run
 
 
-def _can_join_zero_copy(a: BlockRequest, b: BlockRequest) -> bool:
+def _can_join_zero_copy(a: NeededBlock, b: NeededBlock) -> bool:
     """Return True if one read into one target can fetch two successive blocks."""
     return a.is_zero_copy and b.is_zero_copy and a.items[0] is b.items[0]
 
 
-def gathered(
-    needs: Iterable[BlockRequest], fits: Callable[[Sequence[BlockRequest], BlockRequest], bool]
-) -> Iterator[list[BlockRequest]]:
+def group_successive(
+    needed: Iterable[NeededBlock], fits: Callable[[Sequence[NeededBlock], NeededBlock], bool]
+) -> Iterator[list[NeededBlock]]:
     """Group successive blocks: each joins the group before it if it fits."""
-    row: list[BlockRequest] = []
-    for need in needs:
-        if row and not fits(row, need):
+    row: list[NeededBlock] = []
+    for block in needed:
+        if row and not fits(row, block):
             yield row
             row = []
-        row.append(need)
+        row.append(block)
     if row:
         yield row
 
 
-def reads_of(needs: Iterable[BlockRequest]) -> Iterator[BlockRead]:
+def reads_of(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
     """Group needed blocks, sorted by offset, into reads."""
-    row: list[BlockRequest] = []
+    row: list[NeededBlock] = []
     first = last = wasted = 0
-    for need in needs:
-        start, stop = need.start, need.stop
+    for block in needed:
+        start, stop = block.start, block.stop
         gap = start - last
-        uses_zero_copy = need.is_zero_copy or (row and row[-1].is_zero_copy)
+        uses_zero_copy = block.is_zero_copy or (row and row[-1].is_zero_copy)
         if row and not (
             stop - first <= READ_NBYTES
             and gap < MAX_GAP_NBYTES
             and wasted + gap <= MAX_WASTE * (stop - first)
-            and (not uses_zero_copy or _can_join_zero_copy(row[-1], need))
+            and (not uses_zero_copy or _can_join_zero_copy(row[-1], block))
         ):
             yield BlockRead(ByteRange(first, last), tuple(row))
             row = []
         if not row:
             first, gap, wasted = start, 0, 0
-        row.append(need)
+        row.append(block)
         last = stop
         wasted += gap
     if row:

@@ -24,7 +24,7 @@ from dist_ckpt.core.format.objects.plain_types import Placeholder
 from dist_ckpt.core.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import BlockRequest
+from dist_ckpt.core.shard_io.read.block_reads import NeededBlock
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, listed
 
@@ -256,26 +256,26 @@ def rows_of(cell: Cell, shape: Shape, part: ElementRange) -> ByteRange | None:
     return ByteRange(first + start // row_numel, first - (-stop // row_numel))
 
 
-def rows_of_block(need: BlockRequest) -> ByteRange | None:
+def rows_of_block(block: NeededBlock) -> ByteRange | None:
     """Return the rows of the tensor that a block belongs to."""
-    shard = need.shard
+    shard = block.shard
     itemsize = DTYPES[shard.dtype].itemsize
-    part = ElementRange(need.span.start // itemsize, need.span.stop // itemsize)
+    part = ElementRange(block.span.start // itemsize, block.span.stop // itemsize)
     return rows_of(shard.cell, shard.shape, part)
 
 
-def damage_error(path: str, header: ShardFile, need: BlockRequest, problem: str) -> str:
+def damage_error(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
     """Return a message with tensor, rows, rank, file and bytes of a damaged block."""
     start = header.header_nbytes
     return (
-        f"{need.shard.fqn} {rows_text(rows_of_block(need))}: {problem} "
-        f"({path} of rank {header.rank}, bytes {start + need.start}:{start + need.stop})"
+        f"{block.shard.fqn} {rows_text(rows_of_block(block))}: {problem} "
+        f"({path} of rank {header.rank}, bytes {start + block.start}:{start + block.stop})"
     )
 
 
-def digest_problem(need: BlockRequest, actual: str) -> str | None:
+def digest_problem(block: NeededBlock, actual: str) -> str | None:
     """Return a message if a block's digest differs from the one in the header, or None."""
-    expected = need.shard.digests[need.number]
+    expected = block.shard.digests[block.number]
     if actual == expected:
         return None
     return f"damaged, the block's digest is {actual}, the header says {expected}"

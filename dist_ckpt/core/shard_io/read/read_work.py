@@ -17,7 +17,7 @@ from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.read.block_reads import (
     ZERO_COPY_NBYTES,
     BlockRead,
-    BlockRequest,
+    NeededBlock,
     reads_of,
     requested_blocks,
 )
@@ -126,7 +126,7 @@ def split_into_work(
             if len(rows) == MAX_ROWS:
                 yield rows
                 rows = []
-        for read in reads_of(needs_of(file, remaining, targets)):
+        for read in reads_of(needed_blocks(file, remaining, targets)):
             reads.append((file, read))
             nbytes += read.span.nbytes
             if nbytes >= min(WORK_NBYTES, num_left // (2 * threads)):
@@ -144,9 +144,9 @@ def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[
     return sorted(items_by_number.items())
 
 
-def needs_of(
+def needed_blocks(
     file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
-) -> Iterator[BlockRequest]:
+) -> Iterator[NeededBlock]:
     """Yield the blocks of a file that items need, in the file's order."""
 
     def has_memory(item: ReadItem) -> bool:

@@ -154,10 +154,10 @@ def _opened(
 def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRead) -> memoryview:
     """Return the bytes of some blocks. CorruptError if one was changed."""
     data = read_at(file, path, header.header_nbytes + read.span.start, read.span.nbytes)
-    for need in read.needs:
-        block = data[need.start - read.span.start : need.stop - read.span.start]
-        if (problem := digest_problem(need, block_digest(block))) is not None:
-            raise CorruptError(damage_error(path, header, need, problem))
+    for block in read.blocks:
+        content = data[block.start - read.span.start : block.stop - read.span.start]
+        if (problem := digest_problem(block, block_digest(content))) is not None:
+            raise CorruptError(damage_error(path, header, block, problem))
     return data
 
 
