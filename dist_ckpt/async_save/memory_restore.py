@@ -215,7 +215,7 @@ class _MemoryRestore:
             if folder.rank < self.ranks.channel.world_size or folder.owner("trainer") is None:
                 yield folder
             else:
-                _log.warning("%s is not read: its trainer lives", folder.path)
+                _log.warning("%s is not read, as its trainer is alive", folder.path)
 
     def _check_usable(self, candidate: _SaveOnAllHosts) -> str | None:
         """Return the attempt of the rebuilt index, or None if the save is committed.
@@ -260,7 +260,7 @@ def _uncommitted_attempt(
         committed, index = attempts.find_checkpoint(storage, save.path)
     except NotFoundError:
         if candidate.was_committed:
-            raise _UnusableError("it was committed, and is deleted by now") from None
+            raise _UnusableError("it was committed, and has been deleted since") from None
         return candidate.attempt_above(0).name
     except (CorruptError, IncompatibleError) as error:
         raise _UnusableError(str(error)) from error
@@ -271,7 +271,7 @@ def _uncommitted_attempt(
     would_overwrite = save.overwrite and index.saved_at < save.began_at
     may_replace = would_overwrite or _is_orphaned(history, index.step, committed)
     if candidate.was_committed or not is_above or not may_replace:
-        raise _UnusableError(f"{committed} is the checkpoint at its path")
+        raise _UnusableError(f"its path already has the checkpoint {committed}")
     return attempt.name
 
 

@@ -150,7 +150,7 @@ class MaintenanceThread:
         if step > max(self._restored, 0) or any(save.step == step for save in self._queue.handles):
             return None
         return self._find_earlier(step) or (
-            f"the run has begun with step {step}, which is not durable, and no step was done since"
+            f"the run began with step {step}, which is not durable, and has done no step since"
         )
 
     def close(self, timeout_s: float | None) -> None:
@@ -160,7 +160,7 @@ class MaintenanceThread:
             self._changed.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            _log.warning("%s: metrics and pruning were not done within the time", self._root)
+            _log.warning("%s: metrics and pruning are not finished in time", self._root)
 
     # --- the thread ------------------------------------------------------------------------------
 

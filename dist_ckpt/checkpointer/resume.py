@@ -351,7 +351,7 @@ class Resume:
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
         if alive := describe_liveness(self.storage, self.root, self._after):
             _log.info(
-                "%s: incarnation %d has not ended by itself%s. If it still runs, it saves no more",
+                "%s: incarnation %d has not reported its end%s. If it still runs, it saves no more",
                 self.root,
                 self._after,
                 alive,

@@ -237,7 +237,7 @@ _log = logging.getLogger("dist_ckpt")
 Decision = tuple[RunCheckpoint, tuple[str, ...]]
 
 NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
-NEWEST_WHOLE = "the newest that is whole by a quick check"
+NEWEST_WHOLE = "the newest that passes a quick check"
 _NOT_REQUESTED = "its removal was not requested"
 
 
@@ -269,12 +269,12 @@ def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
 def _exempt_reasons(info: RunCheckpoint) -> list[str]:
     """Return why rules do not apply to a checkpoint, or nothing if they apply."""
     if info.state != "committed":
-        return [f"it is {info.state}: that is for dist-ckpt gc, or rm"]
+        return [f"it is {info.state}: remove it by dist-ckpt gc or rm"]
     if info.where is None:
         return ["it has no step"]
     if info.is_orphaned and info.where[1].incarnation == 0:
         # A single save, for example of the final model: the run does not resume from it.
-        return ["no incarnation of the run has saved it: that is for dist-ckpt rm"]
+        return ["no incarnation of the run has saved it: remove it by dist-ckpt rm"]
     return ["a save over it is in progress, or died"] * info.is_being_replaced
 
 

@@ -135,7 +135,7 @@ def test_a_damaged_byte_in_memory_sends_the_load_to_the_storage(root, folder, ca
     assert kept.step_in(states) == 7
     assert reports is not None
     assert all(report.nbytes_from_memory == 0 for report in reports)
-    assert told(caplog, "model.w rows", "damaged", "All of it is read from storage now")
+    assert told(caplog, "model.w rows", "damaged", "Everything is now read from storage")
 
 
 def test_damage_in_the_memory_of_one_host_sends_all_ranks_to_the_storage(tmp_path, root):
@@ -311,7 +311,7 @@ def test_a_save_that_was_claimed_before_the_checkpoint_there_is_not_restored(roo
     kept.keep(folder, first, edit=lambda one, _: replace(one, **LATER))
     second = kept.save(root / "latest", 2, 6, overwrite=True)
     assert kept.restore(folder, 2)[0] is None
-    assert told(caplog, f"{second.attempt} is the checkpoint at its path")
+    assert told(caplog, f"its path already has the checkpoint {second.attempt}")
 
 
 def test_a_save_that_was_never_committed_and_lacks_a_rank_is_not_restored(root, folder, caplog):
@@ -378,7 +378,7 @@ def test_a_save_that_another_attempt_has_replaced_is_not_restored(root, folder, 
     kept.keep(folder, saved, arena=1)
     other = kept.save(root / "ck", 2, 6, overwrite=True)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 6
-    assert told(caplog, "step 7", f"{other.attempt} is the checkpoint at its path")
+    assert told(caplog, "step 7", f"its path already has the checkpoint {other.attempt}")
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
@@ -592,7 +592,7 @@ def test_a_load_reads_the_storage_where_the_memory_is_damaged(root, folder, capl
     report, state = load(root / "ck")
     assert kept.step_in([state]) == 7
     assert report.nbytes_from_memory == 0
-    assert told(caplog, "All of it is read from storage now")
+    assert told(caplog, "Everything is now read from storage")
 
 
 @pytest.mark.parametrize("content", [None, "no id"])

@@ -139,7 +139,7 @@ def test_a_checkpoint_of_a_newer_start_at_the_path_is_never_passed_over(root, fo
     begin_from(root, 7, 1)  # somebody goes back to what the second start had orphaned
     caplog.set_level(logging.WARNING)
     assert kept.restore(folder, 2)[0] is None
-    assert f"{newer.attempt} is the checkpoint at its path" in caplog.text
+    assert f"its path already has the checkpoint {newer.attempt}" in caplog.text
 
 
 def test_without_a_start_nothing_is_left_behind_and_who_records_none_is(root, folder):

@@ -226,7 +226,7 @@ def test_a_forked_child_lets_go_and_is_told_to_ask_its_parent(writer, fakes):
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         assert time.monotonic() < until, "the child hangs"
         time.sleep(0.005)
-    assert b"ask there" in os.read(read_end, 1000)
+    assert b"use the handle there" in os.read(read_end, 1000)
     os.close(read_end)
     assert not handle.done()
     fakes.ends[0].send(done("a"))

@@ -357,7 +357,7 @@ def test_a_run_that_has_done_no_step_since_answers_with_what_it_restored(
         assert ck.restore({"x": 1}) is None
         nothing = asked_while_it_polls(ck, tmp_path)
         assert (nothing.outcome, nothing.saved) == ("failed", None)
-        assert "no step was done since" in nothing.why
+        assert "has done no step since" in nothing.why
         ck.step(1)
         first, again = (asked_while_it_polls(ck, tmp_path) for _ in range(2))
     (saved,) = dc.checkpoints(tmp_path)
@@ -413,11 +413,11 @@ def test_a_start_after_one_that_did_not_end_says_when_that_was_last_alive(
     for _ in range(2):
         with open_run(tmp_path, monkeypatch) as ck:
             ck.restore({"x": 1})
-    assert "has not ended by itself" not in caplog.text
+    assert "has not reported its end" not in caplog.text
     LivenessFile(LocalStorage(), str(tmp_path), 2).renew()
     with open_run(tmp_path, monkeypatch) as ck:
         ck.restore({"x": 1})
-    assert "incarnation 2 has not ended by itself; it was last seen at 2" in caplog.text
+    assert "incarnation 2 has not reported its end; it was last seen at 2" in caplog.text
 
 
 def test_who_only_reads_looks_for_no_requests(

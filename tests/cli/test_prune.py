@@ -29,7 +29,7 @@ def test_a_dry_run_explains_what_keeps_each(run, root):
     code, out, _ = run("prune", root, "--keep", "last(1)", "--dry-run", "--explain")
     assert code == 0
     assert "kept  s2  pinned: the paper" in out
-    assert "kept  s4  last(1); the newest; the newest that is whole by a quick check" in out
+    assert "kept  s4  last(1); the newest; the newest that passes a quick check" in out
     assert "would be removed  s1" in out
     assert steps(root) == [1, 2, 3, 4]
     _, out, _ = run("prune", root, "--keep", "last(1)", "--dry-run", "--json")

@@ -205,7 +205,7 @@ def test_nothing_is_touched_by_bytes_that_do_not_fit() -> None:
 def test_what_is_loaded_is_converted_when_asked_for() -> None:
     data = dc.to_bytes({"w": torch.tensor([1.5, 2.0])})
     half = {"w": torch.zeros(2, dtype=torch.bfloat16)}
-    with pytest.raises(IncompatibleError, match="nothing is cast unless `cast` says so"):
+    with pytest.raises(IncompatibleError, match="values are converted only with `cast`"):
         dc.load_bytes(half, data)
     assert dc.load_bytes(half, data, cast=True).restored == ("w",)
     assert half["w"].tolist() == [1.5, 2.0]

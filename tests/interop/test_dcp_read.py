@@ -126,7 +126,7 @@ def test_a_folder_fills_a_state_where_it_is(folder: Path) -> None:
     assert report.step is None
     assert_same(expected["model"], model.state_dict())
     assert torch.equal(state["half"], expected["half"])
-    with pytest.raises(IncompatibleError, match=r"does not ask for .*optim"):
+    with pytest.raises(IncompatibleError, match=r"does not have .*optim"):
         load(state, folder)
     live = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     load({"net": live}, folder, include="net", rename={"model.*": "net.*"})

@@ -146,7 +146,7 @@ def test_what_was_saved_beside_a_run_is_no_matter_of_its_rules(storage: MemorySt
     committed(storage, 3, name="final")
     found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
     told = {one.name: reasons for one, reasons in found}
-    assert told["final"] == ("no incarnation of the run has saved it: that is for dist-ckpt rm",)
+    assert told["final"] == ("no incarnation of the run has saved it: remove it by dist-ckpt rm",)
     assert told["step-1"] == ()
     assert step_at(storage, f"{ROOT}/final") == 3
 
@@ -329,7 +329,7 @@ def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> N
     committed(storage, 2)
     times = iter([0.0, DELETION_INTENT_S])
     monkeypatch.setattr(leases, "monotonic", lambda: next(times))
-    assert "was delayed" in pruned(storage)[1]
+    assert "took so long" in pruned(storage)[1]
     assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
 
 

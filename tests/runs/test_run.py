@@ -135,7 +135,7 @@ def test_a_prune_keeps_the_newest_that_is_whole(tmp_path: Path) -> None:
     told = {one.step: told for one, told in dc.Run(tmp_path).prune(dc.keep.last(1))}
     assert told == {
         1: (),
-        7: ("the newest that is whole by a quick check",),
+        7: ("the newest that passes a quick check",),
         8: ("last(1)", "the newest"),
     }
 

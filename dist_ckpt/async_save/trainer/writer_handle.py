@@ -400,7 +400,7 @@ class WriterHandle:
         if self._link is not None:
             self._link.close()
             self._link = None
-        message = "this process was forked from the one that made the save: ask there"
+        message = "this process was forked from the one that began the save: use the handle there"
         for order in self.unsettled:
             order.lost = Failure("ValueError", message, None, None)
 

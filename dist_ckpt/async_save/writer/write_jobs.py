@@ -55,10 +55,9 @@ _STEP_S = 60.0
 WRITER_STORE_TEXTS = StoreErrorTexts(
     gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
     "into that writer's log, then save again",
-    lost="This is about background writers: look into that one's log, then save again. Training "
-    "can continue.",
-    absent="Its trainer may have ended, or be late: look into that rank's log, then save again.",
-    mixed="Their trainers are out of step: look into the logs of these ranks, then save again.",
+    lost="Training can continue, as this is a background writer: read its log, then save again.",
+    absent="Its trainer may have ended, or be late: read that rank's log, then save again.",
+    mixed="Their trainers are at different saves: read the logs of these ranks, then save again.",
     strange="Use the same version of dist_ckpt on all ranks, then save again.",
 )
 

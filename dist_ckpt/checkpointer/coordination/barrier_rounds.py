@@ -340,7 +340,7 @@ class BarrierRounds:
         if match[1]:
             self._remove_last_round()
         else:
-            _log.info("a request to save is void for now: %s", text)
+            _log.info("a request to save is postponed: %s", text)
             self._not_before = time.monotonic() + AGAIN_S
             self._is_over = match[2] == "closed"
             if self._is_over and self._proposal is not None and self._proposal.stops:

@@ -286,10 +286,10 @@ class ExternalRequests:
             act()
         except (CheckpointError, OSError) as error:
             level = logging.DEBUG if self._has_warned else logging.WARNING
-            _log.log(level, "requests to save are not seen or not answered for now: %s", error)
+            _log.log(level, "requests to save cannot be read or answered now: %s", error)
             self._has_warned = True
         except Exception:  # noqa: BLE001 - a thread's outer edge
-            _log.exception("requests to save are not seen or not answered for now")
+            _log.exception("requests to save cannot be read or answered now")
         else:
             return True
         return False
@@ -328,7 +328,7 @@ class ExternalRequests:
                 else:
                     self._states.saving[request.id] = self._states.last_step
         elif request.incarnation < number:
-            why = f"incarnation {number} of the run has begun since: to ask that one, ask again"
+            why = f"incarnation {number} of the run has begun since: send it another request"
             self._answer(request.id, "ended", why)
         else:  # for the job that has taken over
             self._done.add(request.id)

@@ -173,7 +173,7 @@ def load_together(
         return _load(call)
     except _DamagedInMemoryError as error:
         reason = error.__cause__
-        _log.warning("%s: %s. All of it is read from storage now", text_of(path), reason)
+        _log.warning("%s: %s. Everything is now read from storage", text_of(path), reason)
     return _load(replace(call, memory=NOTHING_IN_MEMORY))
 
 

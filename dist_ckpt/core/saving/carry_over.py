@@ -199,7 +199,7 @@ class CarryOver:
         source, objects = self.source.opened(storage), dict(live)
         if rank == 0:
             if hidden := self.plan.names.hidden:
-                text = "%s: %s: not carried on, the state has something else there"
+                text = "%s: %s is not carried over: the state has another value there"
                 _log.warning(text, self.source.path, listed(hidden))
             values = {fqn: source.value(fqn) for fqn in self.plan.names.values}
             main = objects_file.decode(objects[filenames.OBJECTS])

@@ -410,8 +410,9 @@ def _unequal_replicas(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]])
         for name, by_digest in ranks_by_digest.items()
         if len(by_digest) > 1
     ]
-    remedy = remedy_of_parts(ranks_by_digest, "wrap what belongs to one rank in dc.PerRank")
+    remedy = remedy_of_parts(ranks_by_digest, "wrap values that differ by design in dc.PerRank")
     return (
-        f"ranks hold different values under the same name: {listed(unequal, '; ')}. What is stored "
-        f"once must be equal everywhere: broadcast it first, or {remedy}."
+        f"ranks hold different values under the same name: {listed(unequal, '; ')}. A name is "
+        f"stored once, so its value must be equal on all ranks: broadcast the value first, or "
+        f"{remedy}."
     )

@@ -490,7 +490,7 @@ def test_unequal_replicas_are_refused_by_name_and_rank(what: str) -> None:
         for error in errors:
             assert f"{what}" in str(error)
             assert "ranks 0-1 differs from rank 2" in str(error)
-            assert "wrap what belongs to one rank in dc.PerRank" in str(error)
+            assert "wrap values that differ by design in dc.PerRank" in str(error)
     assert storage.tree() == before
 
 

@@ -454,7 +454,7 @@ def test_models_that_share_names_keep_their_numbers(tmp_path: Path) -> None:
 
 def test_a_part_alone_does_not_take_the_place_of_the_whole(tmp_path: Path) -> None:
     dc.save({"model": parts_of(net(0))}, tmp_path / "step")
-    with pytest.raises(dc.IncompatibleError, match=r"does not ask for 2 names: model\.2\.weight"):
+    with pytest.raises(dc.IncompatibleError, match=r"does not have 2 names: model\.2\.weight"):
         dc.load({"model": parts_of(net(1))[:1]}, tmp_path / "step")
 
 

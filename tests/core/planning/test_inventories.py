@@ -188,7 +188,7 @@ def test_every_problem_is_listed_with_its_ranks() -> None:
     assert "model.d: a tensor on ranks 1, 3, a value on ranks 0, 2" in text
     assert "extra: a value on ranks 0, 2, a value per rank on ranks 1, 3" in text
     assert "model: list on ranks 0, 2, dict on ranks 1, 3" in text
-    assert "model: the key 0 is a number on some ranks and a text on others" in text
+    assert "model: the key 0 is a number on some ranks and a text on other ranks" in text
     assert "dc.PerRank" in text
 
 

@@ -437,7 +437,7 @@ def test_where_the_state_has_a_container_or_a_tensor_it_hides_what_was_there(
     report = load_on_threads(storage, [{"lr": 0}], A, include="lr", strict=False)
     now = {"a": {"x": one}, "b": 5, "lr": 7}
     save_on_threads(storage, [now], B, carry_over=report)
-    assert "/runs/a: a, b.c, b.d: not carried on, the state has something else" in caplog.text
+    assert "/runs/a: a, b.c, b.d is not carried over: the state has another" in caplog.text
     found: dict[str, Any] = {}
     load_on_threads(storage, [found], B)
     assert found == {"a": {"x": one}, "b": 5, "lr": 7, "lr.max": 2, "l": [one]}

@@ -462,7 +462,7 @@ def test_a_config_cuts_uneven_on_save_and_as_chunk_does_on_load() -> None:
     target = tp_state(2)
     load(saved, target, rank=1, world_size=2, sharding=TP)
     assert target["optim"].state[target["model"]["w"]]["sum"].tolist() == [[6, 6], [6, 6]]
-    refuses(tp_state(3), saved, "gives this rank another part", rank=1, world_size=2, sharding=TP)
+    refuses(tp_state(3), saved, "this rank has another part", rank=1, world_size=2, sharding=TP)
 
 
 # --- objects ---------------------------------------------------------------------------------

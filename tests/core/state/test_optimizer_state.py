@@ -287,7 +287,7 @@ def test_a_checkpoint_without_what_a_class_adds_is_incomplete_for_it() -> None:
     state = {"model": model, "optim": counted(model)}
     with pytest.raises(IncompatibleError, match=r"the checkpoint lacks optim\.skipped"):
         load(checkpoint, state)
-    with pytest.raises(IncompatibleError, match=r"does not ask for optim\.skipped"):
+    with pytest.raises(IncompatibleError, match=r"does not have optim\.skipped"):
         load(save(state), {"model": model, "optim": adamw(model)})
 
 

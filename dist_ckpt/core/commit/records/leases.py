@@ -253,7 +253,7 @@ def remove_if_unprotected(
         if not protections:
             check()
         if not protections and monotonic() - began > DELETION_INTENT_S / 2:
-            protections = ("its removal was delayed for so long that others may lease it by now",)
+            protections = ("its removal took so long that another process may have a lease by now",)
     except BaseException:
         subject.withdraw(intent)
         raise

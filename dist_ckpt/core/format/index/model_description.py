@@ -93,8 +93,8 @@ def problems_of_description(
 
 def _unknown(name: str) -> str:
     return (
-        f"{name}: it was saved without {name}=, so there is nothing to compare with: load it "
-        f"without {name}= if it is the right one"
+        f"{name}: the checkpoint was saved without {name}=, so it cannot be compared: leave out "
+        f"{name}= if this is the right checkpoint"
     )
 
 

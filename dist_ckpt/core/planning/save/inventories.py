@@ -150,7 +150,7 @@ def merged_tree(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[N
                 if type(node_keys.setdefault(str(key), key)) is not type(key):
                     problems.append(
                         f"{node.fqn or 'the state'}: the key {key} is a number on some ranks and "
-                        f"a text on others ({ranks_text(body.ranks)} among them)"
+                        f"a text on other ranks, such as {ranks_text(body.ranks)}"
                     )
     for fqn, node_kinds in kinds.items():
         if len({kind for kind, _ in node_kinds}) > 1:

@@ -78,7 +78,7 @@ def plan_save(
     tensors = _tensors(bodies, problems)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
-        remedy = remedy_of_parts(problems, "wrap what each rank has for itself in dc.PerRank")
+        remedy = remedy_of_parts(problems, "wrap values that differ by design in dc.PerRank")
         raise ValueError(
             f"the states of the ranks do not make one checkpoint:{listed}\n"
             f"Make the ranks agree, or {remedy}."

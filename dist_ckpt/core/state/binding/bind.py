@@ -212,8 +212,8 @@ def missing_problem(
 def unexpected_problem(names: Sequence[str], holder: str = "the checkpoint") -> str:
     """Return the error text for saved names that are not in the state of any rank."""
     return (
-        f"the state does not ask for {_counted(names)}, which {holder} holds: set None or "
-        "{} there to load the saved value, choose with `include` what to load (such as "
+        f"the state does not have {_counted(names)}, which {holder} holds: set None or "
+        "{} there to load the saved value, select the names to load with `include` (such as "
         "include=['model']), or load with strict=False"
     )
 
@@ -339,8 +339,8 @@ def _object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
     first, *further = sources or [""]
     if further:
         context.problems.append(
-            f"{fact}some of it is found{first}, and some{further[0]}: exclude it from one of the "
-            "two"
+            f"{fact}a part of it was saved{first}, and another{further[0]}: exclude it from one "
+            "of the two"
         )
     try:
         saved_by = context.saved.catalog_of(saved[0]).world_size

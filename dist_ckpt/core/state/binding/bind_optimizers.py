@@ -303,8 +303,8 @@ def _bind_flat(
         if lacking and len(lacking) < len(here):
             has = next(name for name in here if name not in lacking)
             context.problems.append(
-                f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, and the load has "
-                f"some for {has} alone: wrap the model with use_orig_params=True, or exclude both"
+                f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, but the load has "
+                f"state for {has} only: wrap the model with use_orig_params=True, or exclude both"
             )
     context.effects.append(optimizer.write_back)
 

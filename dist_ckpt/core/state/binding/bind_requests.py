@@ -289,8 +289,9 @@ class BindContext:
         own = class_name(leaf.value)
         if is_meta(leaf.value) and self.chosen(name):
             self.problems.append(
-                f"{name}: a {own} without data, which only its class could allocate: materialize "
-                "it (`to_empty`), or convert the model after that, before the load"
+                f"{name}: a {own} on the meta device has no memory, and only its class can "
+                "allocate it: before the load, materialize it (`to_empty`), or materialize the "
+                "model and then convert it"
             )
             return
         if name in self.saved.leaves and self.selected(name):

@@ -38,10 +38,10 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.ELOOP: "choose a path without circular links",
     errno.ENOTDIR: "a part of the path is a file; choose another path",
-    errno.ENOTEMPTY: "look what is in it",
+    errno.ENOTEMPTY: "list its contents",
     errno.EXDEV: "choose a path on the same file system",
-    errno.EMLINK: "the file has as many names as this file system allows",
-    errno.ESTALE: "look whether the server is up, mount it again if need be, then try again",
+    errno.EMLINK: "the file has the maximum number of names; copy it",
+    errno.ESTALE: "check that the server is up, mount it again if needed, then try again",
     errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
 }
 _DEFAULT_REMEDY = "check the disk or the network (the kernel's log may say more), then try again"

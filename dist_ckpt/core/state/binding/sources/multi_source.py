@@ -138,9 +138,9 @@ class _Allocation:
         for (key, other), names in self.clashing.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             yield (
-                f"{names[0]}{more}: the sources of {key!r} and of {other!r} both have it: leave it "
-                "to one of the two with `exclude`, or give one key both in a list, of which the "
-                "first that has a name wins"
+                f"{names[0]}{more}: the sources of {key!r} and of {other!r} both have it: "
+                f"`exclude` it from one of them, or give one key a list of both sources, where the "
+                f"first source that has a name provides it"
             )
 
     def _key_of(self, unit: str) -> str | None:

@@ -262,9 +262,9 @@ class FillTargets:
         if as_bits:
             return "the inner tensors of a subclass are never cast"
         if self._cast is None or name not in self._cast:
-            return "nothing is cast unless `cast` says so"
+            return "values are converted only with `cast`"
         if not can_cast(self._tensor(name)[1].dtype, local.dtype):
-            return "only floating dtypes are cast, and dtypes that lose nothing by it"
+            return "`cast` converts only between floating dtypes, or without loss"
         return None
 
     def fits(self, name: str, leaf: TensorLeaf) -> bool:
@@ -436,8 +436,8 @@ class FillTargets:
                 "as it was saved, or exclude the name"
             )
         return (
-            f"{name}: saved with shape {shape}, of which the ShardingConfig gives this rank "
-            f"another part than the {local.shape} in the state: change the rule or the shape"
+            f"{name}: saved with shape {shape}. By the ShardingConfig this rank has another part "
+            f"of it than the {local.shape} in the state: change the rule or the shape"
         )
 
     def _is_new(self, name: str, value: object, part: torch.Tensor) -> bool:
