@@ -140,7 +140,7 @@ def test_a_compound_tensor_without_data_is_refused_with_the_remedy() -> None:
     written = save({"m": {"w": Quantized.of(weights())}})
     inner = torch.empty(4, 8, dtype=torch.int8, device="meta"), torch.empty(4, 1, device="meta")
     live = Quantized(*inner)
-    assert "m.w: a subclass_tensors.Quantized without data" in problems_of(
+    assert "m.w: a subclass_tensors.Quantized on the meta device" in problems_of(
         written, {"m": {"w": live}}
     )
     stands_for = model_of(GatheredLow(weights().to("meta")))
