@@ -208,7 +208,7 @@ def _same_again(name: str, world_size: int, count: int, rounds: int) -> SmallSha
         seconds.append(sum(save.channel.seconds.values()))
     facts = {
         "exchanges": save.session.exchanges.num,
-        "collectives": save.session.collectives.num,
+        "collectives": save.session.collective_calls.num,
         "agree B": save.channel.nbytes["agree"],
         "receipt B": save.channel.nbytes["write"],
         "write ms": save.channel.seconds["write"] * 1e3,

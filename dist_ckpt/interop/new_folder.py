@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dist_ckpt.core.commit.new_files import check_parent, temporary_beside
+from dist_ckpt.core.commit.user_files import check_parent, temporary_beside
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.exclusive_rename import exchange
 from dist_ckpt.core.storage.local.local_storage import with_remedy

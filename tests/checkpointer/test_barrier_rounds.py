@@ -439,7 +439,7 @@ def test_a_store_that_is_gone_stops_who_waits_at_a_line_and_nobody_else():
         return "trained on"
 
     # Only one of them has seen the ask.
-    members[1].notes = StoreNotes(ThreadChannel(SlowStore(0.0), 1, 2)._control.client)
+    members[1].notes = StoreNotes(ThreadChannel(SlowStore(0.0), 1, 2)._state.client)
     found = in_threads(2, run)
     assert isinstance(found[0], NoAnswerError)
     assert found[1] == "trained on"

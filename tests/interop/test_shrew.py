@@ -16,7 +16,7 @@ import pytest
 import dist_ckpt as dc
 import shrew_writer as w
 from dist_ckpt.core.checkpoint.checkpoint import open_at
-from dist_ckpt.core.commit.new_files import new_file
+from dist_ckpt.core.commit.user_files import new_file
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.errors import (
     CorruptError,

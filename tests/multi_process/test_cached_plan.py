@@ -41,13 +41,13 @@ class Counting:
 @contextmanager
 def counted() -> Iterator[list[str]]:
     ranks: Any = session_of()
-    channel, bulk = ranks.channel, ranks.collectives_group
+    channel, bulk = ranks.channel, ranks.collective
     phases: list[str] = []
-    ranks.channel, ranks.collectives_group = Counting(channel, phases), Counting(bulk, phases)
+    ranks.channel, ranks.collective = Counting(channel, phases), Counting(bulk, phases)
     try:
         yield phases
     finally:
-        ranks.channel, ranks.collectives_group = channel, bulk
+        ranks.channel, ranks.collective = channel, bulk
 
 
 PLANNED, REUSED = ["agree", "plan", "collective", "write"], ["agree", "write"]

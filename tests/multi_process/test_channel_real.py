@@ -75,7 +75,7 @@ def exchange_and_gather(rank: int) -> Any:
     total = save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        bulk = ranks.collectives_group
+        bulk = ranks.collective
         bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
         assert [(body[:1], len(body), who) for body, who in bodies] == [
             (b"\0", 100_000, (0, 2)),
@@ -102,7 +102,7 @@ def use_own_groups(rank: int) -> Any:
     save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.collectives_group.broadcast(b"data")
+        ranks.collective.broadcast(b"data")
     if rank in (1, 3):
         part = session_of(odd)
         assert part.group_ranks == (1, 3)
@@ -110,7 +110,7 @@ def use_own_groups(rank: int) -> Any:
         assert save(part, rank) == 4
         with part.operation("load"):
             exchange(part.channel, "open", int, len)
-            assert part.collectives_group.all_gather_distinct(b"x") == ((b"x", (0, 1)),)
+            assert part.collective.all_gather_distinct(b"x") == ((b"x", (0, 1)),)
     else:
         with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
             session_of(odd)
@@ -141,7 +141,7 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
     ranks = session_of()
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.collectives_group.broadcast(b"data")
+        ranks.collective.broadcast(b"data")
     return save(ranks, rank)
 
 
@@ -418,14 +418,14 @@ def lose_the_bulk_connections(rank: int) -> Any:
 
     def bulk(*, skip: bool) -> bytes:
         with ranks.operation("load"):
-            ranks.collectives_group.renew(
-                exchange(ranks.channel, "open", lambda: ranks.collectives_group.epoch, max)
+            ranks.collective.renew(
+                exchange(ranks.channel, "open", lambda: ranks.collective.epoch, max)
             )
 
             def receive() -> bytes:
                 if skip and rank == 1:
                     raise ValueError("bad index")
-                return ranks.collectives_group.broadcast(b"data" if rank == 0 else None)
+                return ranks.collective.broadcast(b"data" if rank == 0 else None)
 
             return bytes(exchange(ranks.channel, "index", receive, lambda parts: parts[-1]))
 
@@ -434,7 +434,7 @@ def lose_the_bulk_connections(rank: int) -> Any:
         bulk(skip=True)
     except (ValueError, RankError) as error:
         failed = str(error)
-    return first, failed, bulk(skip=False), ranks.collectives_group.epoch
+    return first, failed, bulk(skip=False), ranks.collective.epoch
 
 
 @pytest.mark.slow
@@ -453,7 +453,7 @@ def die_in_the_bulk(rank: int) -> Any:
     save(ranks, rank)
     with ranks.operation("load"):
         exchange(ranks.channel, "open", int, len)
-        ranks.collectives_group.broadcast(b"data")
+        ranks.collective.broadcast(b"data")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
@@ -461,7 +461,7 @@ def die_in_the_bulk(rank: int) -> Any:
             exchange(
                 ranks.channel,
                 "plan",
-                lambda: len(ranks.collectives_group.all_gather_distinct(b"x")),
+                lambda: len(ranks.collective.all_gather_distinct(b"x")),
                 sum,
             )
         except RankError as error:

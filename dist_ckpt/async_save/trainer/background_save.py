@@ -386,7 +386,7 @@ def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
         if devices := local_state.cuda_devices:
             _copy_overlapped(job, room, order, images, devices)
         else:
-            local_state.local.synchronize()
+            local_state.state.synchronize()
             _copy(job, order, lambda: stage(arena, images, room.files))
     except BaseException as error:
         if order not in job.writer.orders:  # other writers wait for it
@@ -407,7 +407,7 @@ def _copy_overlapped(
     """Start the copies of CUDA devices, and copy the rest. A thread waits for the devices."""
     job.pinned.pin(room.number, room.arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
-        late = room.local_state.local.changed_in_steps()
+        late = room.local_state.state.changed_in_steps()
         follow = stage_overlapped(room.arena, images, room.files, device_copies, late)
 
         def copy() -> None:
@@ -434,7 +434,7 @@ def _abort(job: Job, order: WriteJob, error: BaseException) -> None:
 def _reporter(ranks: Session, seconds: Mapping[str, float]) -> Callable[[SaveReport], SaveReport]:
     """Return a function that adds the trainer's part to the report of the writer."""
     # The handle keeps these values, and nothing of the state.
-    staged_s, exchanges, collectives = dict(seconds), ranks.exchanges, ranks.collectives
+    staged_s, exchanges, collectives = dict(seconds), ranks.exchanges, ranks.collective_calls
 
     def report(written: SaveReport) -> SaveReport:
         return replace(

@@ -21,7 +21,7 @@ class Session:
 
     `group_ranks` are the ranks of the group as ranks of the job. `slots` are a few tens of MiB of
     scratch memory for reads and writes: touching new memory each time would cost more.
-    `collectives_group` connects when it is first used.
+    `collective` connects when it is first used.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Session:
         self._caches: dict[type, object] = {}
         self.slots = BufferPool()
         self._common: SharedScratch | None = None
-        self.collectives_group = collective
+        self.collective = collective
         self._began = channel.exchanges, collective.calls
 
     @contextmanager
@@ -48,7 +48,7 @@ class Session:
         """
         self.channel.enter(call)
         try:
-            self._began = self.channel.exchanges, self.collectives_group.calls
+            self._began = self.channel.exchanges, self.collective.calls
             yield
         finally:
             try:
@@ -63,9 +63,9 @@ class Session:
         return self.channel.exchanges.since(self._began[0])
 
     @property
-    def collectives(self) -> IoCount:
+    def collective_calls(self) -> IoCount:
         """The bulk collectives of the operation so far, and the bytes that this rank has sent."""
-        return self.collectives_group.calls.since(self._began[1])
+        return self.collective.calls.since(self._began[1])
 
     def cache(self, kind: type[T]) -> T:
         """Return the session's cache of a type; it is created empty at its first use."""
@@ -87,6 +87,6 @@ class Session:
     def close(self) -> None:
         """Stop the heartbeat and close the connections."""
         self.channel.close()
-        self.collectives_group.close()
+        self.collective.close()
         self.slots.clear()
         self._common = None

@@ -43,7 +43,7 @@ from dist_ckpt.core.commit.attempts import (
     was_provably_removed,
     write_small_file,
 )
-from dist_ckpt.core.commit.preflight import MayReplace, check_not_taken, list_replaceable
+from dist_ckpt.core.commit.path_checks import MayReplace, check_not_taken, list_replaceable
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.commit.records.record_store import check_upgraded

@@ -123,7 +123,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         read_once=options.read_once,
         host=ranks.channel.host,
         keys=tuple(template.keys.items()),
-        bulk=ranks.collectives_group.epoch,
+        connection_epoch=ranks.collective.epoch,
     )
     locations = tuple(_open_location(call, path) for path in paths)
     return LoadArguments(request, template, locations, shares, selection)

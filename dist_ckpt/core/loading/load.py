@@ -228,7 +228,7 @@ def _report(
         nbytes_from_memory=sum(location.storage.from_memory.nbytes for location in locations),
         seconds=phases.seconds,
         exchanges=ranks.exchanges,
-        collectives=ranks.collectives,
+        collectives=ranks.collective_calls,
         storage_reads=reduce(IoCount.plus_all, (each.counting.reads for each in locations)),
         sources=prepared.sources(),
         as_saved=call.options.rename is None
@@ -285,13 +285,13 @@ def _open(
             answer, checkpoints, encoded = find(arguments.storages, requests, call.opener, leases)
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
-    ranks.collectives_group.renew(opened.bulk)
+    ranks.collective.renew(opened.connection_epoch)
     if opened.indexes is not None:
         encoded = opened.indexes
     else:  # they are too long for the answer
         with ranks.channel.exchange(f"index{suffix}"):
             own = typed_msgpack.encode(encoded) if checkpoints else None
-            sent = ranks.collectives_group.broadcast(own)
+            sent = ranks.collective.broadcast(own)
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
     arguments = arguments.at([path for path, _ in opened.attempts])
     return arguments, resolved_sources(opened, checkpoints, encoded, arguments.storages)

@@ -41,7 +41,7 @@ class LoadRequest(Message, frozen=True):
     """The request of one rank. The fields up to `read_once` must be equal on all ranks.
 
     `path` has all paths if there are several sources. `sources` are the key and the path of each,
-    in order. `keys` are those of the rank's per-rank templates; `bulk` numbers the bulk
+    in order. `keys` are those of the rank's per-rank templates; `connection_epoch` numbers the bulk
     connections.
     """
 
@@ -52,7 +52,7 @@ class LoadRequest(Message, frozen=True):
     read_once: ReadOnce
     host: str
     keys: tuple[tuple[str, Key], ...]
-    bulk: int
+    connection_epoch: int
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class OpenedMessage(Message, frozen=True):
     attempts: tuple[tuple[str, Attempt], ...]
     indexes: tuple[bytes, ...] | None
     keys: dict[str, tuple[Key, ...]]
-    bulk: int
+    connection_epoch: int
     meeting: str
 
 
@@ -193,7 +193,7 @@ def find(
         attempts=tuple((checkpoint.path, checkpoint.attempt) for checkpoint in checkpoints),
         indexes=encoded if is_short else None,
         keys=_merge_keys(requests),
-        bulk=max(request.bulk for request in requests),
+        connection_epoch=max(request.connection_epoch for request in requests),
         meeting=os.urandom(16).hex() if _can_share(requests) else "",
     )
     return opened, tuple(checkpoints), encoded

@@ -74,10 +74,13 @@ class OpenedInput:
 
 
 class _ReadRequests(Message, frozen=True):
-    """The encoded requests of one rank, None if they are too long; `bulk` numbers connections."""
+    """The encoded requests of one rank, None if they are too long.
+
+    `connection_epoch` numbers the bulk connections.
+    """
 
     encoded_runs: bytes | None
-    bulk: int
+    connection_epoch: int
 
 
 class _SharedRequests(Message, frozen=True):
@@ -85,7 +88,7 @@ class _SharedRequests(Message, frozen=True):
 
     shares: bool
     encoded_runs: tuple[bytes, ...]
-    bulk: int
+    connection_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +148,16 @@ def _link_ranks(
             opened = open_files()
         stack.callback(opened.files.close)
         links, own = request_blocks(ranks, meeting, opened.files, stack)
-        request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collectives_group.epoch)
+        request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collective.epoch)
         requests = checking.gather(request)
         if requests is not None:
             shares, encoded_runs = shared_requests(
                 [r.encoded_runs for r in requests], between_hosts=False
             )
-            bulk = max(request.bulk for request in requests)
-            checking.decide(_SharedRequests(shares, tuple(encoded_runs), bulk))
+            epoch = max(request.connection_epoch for request in requests)
+            checking.decide(_SharedRequests(shares, tuple(encoded_runs), epoch))
     common = checking.result(_SharedRequests)
-    ranks.collectives_group.renew(common.bulk)
+    ranks.collective.renew(common.connection_epoch)
     if not common.shares:
         return opened, None
     with ranks.channel.exchange("prepare") as preparing:
@@ -313,7 +316,7 @@ class SharedReading:
         self._work = work
         self._reading = reading
         self._group = group
-        self._channel, self._collective = group.ranks.channel, group.ranks.collectives_group
+        self._channel, self._collective = group.ranks.channel, group.ranks.collective
         self._num_slots = num_slots(between_hosts=group.between_hosts)
         self._most_own = 2 * threads
         self._decider = _ReadThreads(1, links.wake)

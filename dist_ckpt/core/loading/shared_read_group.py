@@ -132,7 +132,7 @@ def gather_requests(
     """
     if encoded_runs:
         return {rank: decode(encoded, RankBlockRuns) for rank, encoded in enumerate(encoded_runs)}
-    bodies = ranks.collectives_group.all_gather_distinct(own)
+    bodies = ranks.collective.all_gather_distinct(own)
     return {rank: decode(body, RankBlockRuns) for body, holders in bodies for rank in holders}
 
 
@@ -456,7 +456,7 @@ class SharedReadGroup:
         if self.links is not None:
             self.links.close()
         if any(len(r.hosts) > 1 for ranges in self.shared_ranges.values() for r in ranges):
-            self.ranks.collectives_group.break_off()
+            self.ranks.collective.break_off()
 
 
 def _shared_ranges_of(

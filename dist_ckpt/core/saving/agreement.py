@@ -146,13 +146,14 @@ class SaveRequest(Message, frozen=True):
 class SaveProposal(Message, frozen=True):
     """The request of a rank, and its cache.
 
-    `cached` names the save of the cached plan if that plan is valid on this rank, else "". `bulk`
-    numbers the bulk connections. `unmatched` are the problems of patterns that match nothing here.
+    `cached` names the save of the cached plan if that plan is valid on this rank, else "".
+    `connection_epoch` numbers the bulk connections. `unmatched` are the problems of patterns that
+    match nothing here.
     """
 
     request: SaveRequest
     cached: str
-    bulk: int
+    connection_epoch: int
     unmatched: tuple[str, ...]
 
 
@@ -164,11 +165,11 @@ class SaveAgreement(Message, Generic[NameT], frozen=True):
     """The answer to the proposals: the name of the save if the cached plan is valid on all ranks.
 
     The name is an attempt, or the id of a snapshot, and unique in this group. It is None if the
-    ranks have to make a new plan. `bulk` numbers the bulk connections.
+    ranks have to make a new plan. `connection_epoch` numbers the bulk connections.
     """
 
     name: NameT | None
-    bulk: int
+    connection_epoch: int
 
 
 class Preparation(Protocol):
@@ -193,12 +194,12 @@ class Preparation(Protocol):
 def agree(
     ranks: Session,
     prepare: Callable[[], PreparationT],
-    name: Callable[[PreparationT], NameT],
+    claim: Callable[[PreparationT], NameT],
     answer: type[SaveAgreement[NameT]],
 ) -> tuple[PreparationT, NameT, CachedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
-    One exchange is enough if the cached plan is valid on all ranks. The coordinator calls `name`
+    One exchange is enough if the cached plan is valid on all ranks. The coordinator calls `claim`
     after all checks: it begins the save. All ranks raise the error of any rank.
     """
     with ranks.channel.exchange("agree") as agreeing:
@@ -208,24 +209,22 @@ def agree(
             prepared.use(cached)
         cached_name = "" if cached is None else cached.save_name
         proposals = agreeing.gather(
-            SaveProposal(
-                prepared.request, cached_name, ranks.collectives_group.epoch, prepared.unmatched
-            )
+            SaveProposal(prepared.request, cached_name, ranks.collective.epoch, prepared.unmatched)
         )
         if proposals is not None:
-            save_name = name(prepared) if check_proposals(proposals) else None
-            bulk = max(proposal.bulk for proposal in proposals)
-            agreeing.decide(SaveAgreement(save_name, bulk))
+            save_name = claim(prepared) if check_proposals(proposals) else None
+            epoch = max(proposal.connection_epoch for proposal in proposals)
+            agreeing.decide(SaveAgreement(save_name, epoch))
     agreement = agreeing.result(answer)
     if agreement.name is not None and cached is not None:
         return prepared, agreement.name, cached
-    ranks.collectives_group.renew(agreement.bulk)
+    ranks.collective.renew(agreement.connection_epoch)
     with ranks.channel.exchange("plan") as planning:
         plan = plan_together(ranks, prepared.inventory)
         prepared.use(plan)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide(SaveAgreement(name(prepared), agreement.bulk))
+            planning.decide(SaveAgreement(claim(prepared), agreement.connection_epoch))
     chosen = planning.result(answer).name
     assert chosen is not None
     ranks.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
@@ -279,7 +278,7 @@ def _check_attached(requests: Sequence[SaveRequest]) -> None:
 
 def plan_together(ranks: Session, inventory: Inventory) -> CachedPlan:
     """Gather the inventories, and make the same plan on every rank. Collective."""
-    bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(inventory))
+    bodies = ranks.collective.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, ranks.channel.world_size)
     return CachedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 

@@ -48,18 +48,18 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class CarryRequest(Message, frozen=True):
-    """The source of a rank, equal on all ranks; `bulk` numbers the bulk connections."""
+    """The source of a rank, equal on all ranks; `connection_epoch` numbers the bulk connections."""
 
     carry_over: str
     attempt: str
-    bulk: int
+    connection_epoch: int
 
 
 class CarrySourceInfo(Message, frozen=True):
-    """The attempt of the source; `bulk` numbers the connections for its index."""
+    """The attempt of the source; `connection_epoch` numbers the connections for its index."""
 
     attempt: Attempt
-    bulk: int
+    connection_epoch: int
 
 
 class RestoredNames(Message, frozen=True):
@@ -127,21 +127,22 @@ def open_source(
     channel, encoded, reads = ranks.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
-        request = CarryRequest(loaded.path, loaded.attempt, ranks.collectives_group.epoch)
+        request = CarryRequest(loaded.path, loaded.attempt, ranks.collective.epoch)
         requests = opening.gather(request)
         if requests is not None:
             check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             attempt, source = _find(counting, loaded)
             encoded, reads = index_json.encode(source), counting.reads
-            opening.decide(CarrySourceInfo(attempt, max(request.bulk for request in requests)))
+            epoch = max(request.connection_epoch for request in requests)
+            opening.decide(CarrySourceInfo(attempt, epoch))
     info = opening.result(CarrySourceInfo)
-    ranks.collectives_group.renew(info.bulk)
+    ranks.collective.renew(info.connection_epoch)
     with channel.exchange("carried names"):
-        index = index_json.decode(ranks.collectives_group.broadcast(encoded or None))
+        index = index_json.decode(ranks.collective.broadcast(encoded or None))
         assert isinstance(index, Index)
         own = RestoredNames((*loaded.restored, *loaded.dropped))
-        bodies = ranks.collectives_group.all_gather_distinct(typed_msgpack.encode(own))
+        bodies = ranks.collective.all_gather_distinct(typed_msgpack.encode(own))
         restored = [typed_msgpack.decode(body, RestoredNames) for body, _ in bodies]
         done = {name for of_rank in restored for name in of_rank.names}
     remaining, names = not_loaded(index.catalog, done, excluded)

@@ -50,12 +50,12 @@ class StateReader:
 class LocalSaveState:
     """One rank's state in one save: its inventory, and its files by a plan."""
 
-    def __init__(self, ranks: Session, local: LocalState) -> None:
-        self.inventory = local.inventory
-        self.unmatched = local.unmatched
+    def __init__(self, ranks: Session, state: LocalState) -> None:
+        self.inventory = state.inventory
+        self.unmatched = state.unmatched
         self._cache = ranks.cache(SaveCache)
         self._rank = ranks.channel.rank
-        self.local = local
+        self.state = state
 
     @staticmethod
     def take(
@@ -95,7 +95,7 @@ class LocalSaveState:
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices of its tensors."""
-        parts = (part for parts in self.local.parts.values() for part in parts)
+        parts = (part for parts in self.state.parts.values() for part in parts)
         devices = {part.device for part in parts if part.is_cuda}
         return sorted(devices, key=str)
 
@@ -106,13 +106,13 @@ class LocalSaveState:
         metadata: Mapping[str, object],
         attached: Mapping[str, bytes],
     ) -> RankFiles:
-        """Return the files that this rank writes. First call `local.synchronize`.
+        """Return the files that this rank writes. First call `state.synchronize`.
 
         Rank 0 also writes the attached files.
         """
         with paused_collector():
             part = self._rank_plan(plan)
-        objects = objects_files(plan, self.local, self._rank, metadata)
+        objects = objects_files(plan, self.state, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
@@ -139,7 +139,7 @@ class LocalSaveState:
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
         fqn, cell_number, part = origins[number]
-        source = self.local.source(fqn, cell_number)
+        source = self.state.source(fqn, cell_number)
         return source if part is None else source.part(part)
 
     def _digests(self, group: ReplicaGroup, cells: CellNumbers) -> dict[str, str]:
@@ -154,9 +154,9 @@ class LocalSaveState:
         return digests
 
     def _value(self, fqn: str) -> object:
-        if fqn in self.local.values:
-            return self.local.values[fqn]
-        return self.local.per_rank[fqn]
+        if fqn in self.state.values:
+            return self.state.values[fqn]
+        return self.state.per_rank[fqn]
 
 
 def objects_files(

@@ -247,7 +247,7 @@ def save_together(
             phases,
             reads=reads if source is None else reads.plus_all(source.reads),
             writes=prepared.storage.writes,
-            collectives=ranks.collectives,
+            collectives=ranks.collective_calls,
         )
 
 
@@ -323,7 +323,7 @@ class _RankWriter:
         local_state, carried = self.prepared.local_state, self.carried
         receipts: tuple[FileReceipt, ...] = ()
         linked = IoCount()
-        local_state.local.synchronize()
+        local_state.state.synchronize()
         files = local_state.files(
             self.plan.plan, step, self.options.all_metadata(), self.prepared.attached
         )

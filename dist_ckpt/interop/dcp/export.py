@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, boxes_in_order
-from dist_ckpt.core.commit.new_files import check_outside
+from dist_ckpt.core.commit.user_files import check_outside
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo

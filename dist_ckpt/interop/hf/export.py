@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, TensorWindow
-from dist_ckpt.core.commit.new_files import check_outside
+from dist_ckpt.core.commit.user_files import check_outside
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.plan import TensorRequest

@@ -19,7 +19,7 @@ from contextlib import closing
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
-from dist_ckpt.core.commit.new_files import (
+from dist_ckpt.core.commit.user_files import (
     check_new_file,
     check_outside,
     checked_file_path,

@@ -24,7 +24,7 @@ from typing import IO, Any
 import torch
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.commit.new_files import check_new_file, check_outside, new_file
+from dist_ckpt.core.commit.user_files import check_new_file, check_outside, new_file
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import TensorRecord

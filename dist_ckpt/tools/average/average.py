@@ -240,7 +240,7 @@ def _average(
             phases,
             reads=storages.reads.plus_all(plan.storage.reads),
             writes=plan.storage.writes,
-            collectives=ranks.collectives,
+            collectives=ranks.collective_calls,
         )
 
 

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from dist_ckpt import __version__
-from dist_ckpt.core.commit.new_files import check_new_file, new_file
+from dist_ckpt.core.commit.user_files import check_new_file, new_file
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import NotFoundError

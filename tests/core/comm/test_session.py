@@ -24,7 +24,7 @@ def test_without_a_process_group_a_process_is_alone():
     assert session.group_ranks == (0,)
     with session.operation("save"):
         assert exchange(session.channel, "agree", lambda: 3, sum) == 3
-        assert session.collectives_group.broadcast(b"data") == b"data"
+        assert session.collective.broadcast(b"data") == b"data"
 
 
 def test_common_memory_is_kept_for_who_needs_no_more_than_it_has():
@@ -117,8 +117,8 @@ def test_an_operation_is_left_also_if_an_interrupt_meets_its_end(monkeypatch):
 def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():
     def run(rank: int, channel: ThreadChannel, collective: ThreadCollective) -> object:
         session = Session(channel, collective)
-        assert session.collectives_group.epoch == 0
-        session.collectives_group.renew(3)
+        assert session.collective.epoch == 0
+        session.collective.renew(3)
         return collective.epoch
 
     outcomes = try_ranks(run, world_size=2, harness="threads")

@@ -60,8 +60,8 @@ class FailedError(Exception):
 class Coordinator:
     """Rank 0's side: wait for all envelopes, decide, write one answer."""
 
-    def __init__(self, control: ExchangeState) -> None:
-        self._control = control
+    def __init__(self, state: ExchangeState) -> None:
+        self._state = state
         self._answers: list[str] = []
         self._nonces = b""
 
@@ -70,7 +70,7 @@ class Coordinator:
         envelopes, failures = self._collect(own)
         if failures:
             raise FailedError(first_failure(failures))
-        return [envelopes[rank].body for rank in range(self._control.world_size)]
+        return [envelopes[rank].body for rank in range(self._state.world_size)]
 
     def settle(
         self,
@@ -104,7 +104,7 @@ class Coordinator:
         return answer
 
     def _decided(self, error: BaseException | None, decided: bytes | Exception | None) -> Answer:
-        control = self._control
+        state = self._state
         if isinstance(decided, bytes) or (decided is None and error is None):
             return self._answer(decided or pack(None), None)
         raised = error if decided is None else decided
@@ -112,90 +112,90 @@ class Coordinator:
         if isinstance(raised, FailedError):
             return self._answer(b"", raised.failure)
         if isinstance(raised, CheckpointError | ValueError | TypeError):
-            return self._answer(b"", failure_of(raised, control.phase))
-        return self._answer(b"", failure_of(raised, control.phase, control.rank, control.host))
+            return self._answer(b"", failure_of(raised, state.phase))
+        return self._answer(b"", failure_of(raised, state.phase, state.rank, state.host))
 
     def ensure_failure_is_known(self) -> None:
         """Wait until the live ranks have the failure: the store may end with this process.
 
         At most for half the heartbeat timeout: other ranks may be at long work.
         """
-        self._control.linger(self._control.config.heartbeat_timeout_s / 2)
+        self._state.linger(self._state.config.heartbeat_timeout_s / 2)
 
     def clean_up(self) -> None:
         """Do nothing: other ranks may still read the answers of the operation that ends."""
 
     def _answer(self, body: bytes, failure: Failure | None) -> Answer:
-        return Answer(self._control.call, self._control.token, self._nonces, body, failure)
+        return Answer(self._state.call, self._state.token, self._nonces, body, failure)
 
     def _put(self, answer: Answer) -> None:
-        key = self._control.key("answer")
-        self._control.put(key, encode(answer))
+        key = self._state.key("answer")
+        self._state.put(key, encode(answer))
         self._answers.append(key)
 
     def _collect(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Return the envelopes and failures by rank; all envelopes if no rank has failed."""
-        control = self._control
+        state = self._state
         self._nonces = b""
         envelopes, failures = self._await(own)
         if not own.operation:
             while (late_answer := self._call_given_up(envelopes)) is not None:
                 self._put(late_answer)
-                control.begin(control.number + 1)
+                state.begin(state.number + 1)
                 envelopes, failures = self._await(own)
-            control.token = os.urandom(8).hex()
+            state.token = os.urandom(8).hex()
             self._nonces = b"".join(
                 envelopes[rank].nonce if rank in envelopes else NO_NONCE
-                for rank in range(control.world_size)
+                for rank in range(state.world_size)
             )
-            self._forget_answers(is_complete=len(envelopes) == control.world_size)
+            self._forget_answers(is_complete=len(envelopes) == state.world_size)
         for rank, envelope in envelopes.items():
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
-                failures[rank] = Failure("ConflictError", STALE, rank, control.phase)
+                failures[rank] = Failure("ConflictError", STALE, rank, state.phase)
         # First of all: other failures may be a consequence, or belong to another call.
         calls = {
             rank: (envelope.call, envelope.phase)
             for rank, envelope in envelopes.items()
             if envelope.operation == own.operation
         }
-        mismatched_calls = control.mismatched_calls(calls)
+        mismatched_calls = state.mismatched_calls(calls)
         if mismatched_calls is not None and mismatched_calls.rank is not None:
             failures = {mismatched_calls.rank: mismatched_calls}
         return envelopes, failures
 
     def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Wait until all envelopes have come, one has an error, or some rank's will never come."""
-        control = self._control
+        state = self._state
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
-        poll = PollInterval(control.world_size, control.config)
-        while len(envelopes) < control.world_size and not failures:
-            missing = [rank for rank in range(control.world_size) if rank not in envelopes]
-            keys = [control.key(rank) for rank in missing]
-            if (values := control.client.call(client_thread.get_all, keys)) is not None:
+        poll = PollInterval(state.world_size, state.config)
+        while len(envelopes) < state.world_size and not failures:
+            missing = [rank for rank in range(state.world_size) if rank not in envelopes]
+            keys = [state.key(rank) for rank in missing]
+            if (values := state.client.call(client_thread.get_all, keys)) is not None:
                 arrivals = zip(missing, values, strict=True)
                 envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in arrivals)
                 break
             if _has_final_failure(envelopes) or poll.is_time_to_look():
                 # Heartbeats first: if one says that a rank has left, its envelope is complete.
-                control.detector.look(missing)
-                looked = control.client.call(client_thread.get_each, keys)
+                state.detector.look(missing)
+                looked = state.client.call(client_thread.get_each, keys)
                 for rank, data in zip(missing, looked, strict=True):
                     if data is not None:
                         envelopes[rank] = self._envelope(own, rank, data)
                 if _has_final_failure(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
-                failures = control.failed_ranks(missing)
-                failures = failures or control.missing_ranks(missing, poll)
+                failures = state.failed_ranks(missing)
+                failures = failures or state.missing_ranks(missing, poll)
             poll.pause()
         return envelopes, failures
 
     def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
         try:
-            return self._control.unpack(rank, data, Envelope)
+            return self._state.unpack(rank, data, Envelope)
         except RankError as error:
             failure = failure_of(error, own.phase)
             return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
@@ -206,13 +206,13 @@ class Coordinator:
         They count one operation more than this rank, which was missing. None if no such call
         exists, or if it is this one, late.
         """
-        control = self._control
+        state = self._state
         given_up = [rank for rank, envelope in envelopes.items() if envelope.gave_up]
         if not given_up:
             return None
         earlier = envelopes[given_up[0]]
-        is_other = earlier.call != control.call
-        if not is_other and control.detector.newer(given_up, control.number) is None:
+        is_other = earlier.call != state.call
+        if not is_other and state.detector.newer(given_up, state.number) is None:
             return None
         return Answer(earlier.call, "", b"", b"", earlier.failure)
 
@@ -220,7 +220,7 @@ class Coordinator:
         num_retained = 0 if is_complete else MAX_KEPT_ANSWERS
         num_spent = max(0, len(self._answers) - num_retained)
         spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
-        self._control.client.post(client_thread.delete, spent)
+        self._state.client.post(client_thread.delete, spent)
 
 
 def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
@@ -238,8 +238,8 @@ def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
 class Participant:
     """The side of every other rank: write an envelope, wait for the answer."""
 
-    def __init__(self, control: ExchangeState) -> None:
-        self._control = control
+    def __init__(self, state: ExchangeState) -> None:
+        self._state = state
         self._envelopes: list[str] = []
         self._is_answered = False
 
@@ -252,62 +252,62 @@ class Participant:
         is_gathered: bool,
     ) -> Answer:
         """Return the coordinator's answer in the operation that the group is in."""
-        control = self._control
+        state = self._state
         while True:
             answer = self._ask(own)
-            number = control.number
-            if answer.is_to(control.rank, own):
-                control.token = answer.operation
+            number = state.number
+            if answer.is_to(state.rank, own):
+                state.token = answer.operation
                 return answer
             if answer.failure is None or own.operation:
-                raise NoAnswerError(STALE, rank=control.rank, phase=control.phase)
+                raise NoAnswerError(STALE, rank=state.rank, phase=state.phase)
             # The others gave up an operation without this rank. Was it this call?
-            if answer.call != control.call:
-                control.begin(number + 1)
-            elif (newer := control.detector.newer([COORDINATOR], number)) is not None:
-                control.begin(newer)
+            if answer.call != state.call:
+                state.begin(number + 1)
+            elif (newer := state.detector.newer([COORDINATOR], number)) is not None:
+                state.begin(newer)
             else:
-                control.catch_up()
+                state.catch_up()
                 return answer
 
     def clean_up(self) -> None:
         """Delete this rank's envelopes; without an answer the coordinator may still read them."""
         act = client_thread.delete if self._is_answered else client_thread.withdraw
-        self._control.client.post(act, tuple(self._envelopes))
+        self._state.client.post(act, tuple(self._envelopes))
         if self._is_answered:
             self._envelopes = []
 
     def ensure_failure_is_known(self) -> None:
         """Notify the coordinator, which waits for it, that this rank has received a failure."""
-        self._control.heartbeat.failed_turn = self._control.turn
-        self._control.client.beat()
+        self._state.heartbeat.failed_turn = self._state.turn
+        self._state.client.beat()
 
     def _ask(self, own: Envelope) -> Answer:
         """Write the envelope; wait for the answer, or until it can never come."""
-        control = self._control
-        envelope_key, answer_key = control.key(control.rank), control.key("answer")
+        state = self._state
+        envelope_key, answer_key = state.key(state.rank), state.key("answer")
         self._envelopes.append(envelope_key)
         self._is_answered = False
-        control.put(envelope_key, encode(own))
-        poll = PollInterval(control.world_size, control.config)
+        state.put(envelope_key, encode(own))
+        poll = PollInterval(state.world_size, state.config)
         while True:
             is_time_to_look = poll.is_time_to_look()
             if is_time_to_look:
-                control.detector.look([COORDINATOR])
-            (data,) = control.client.call(client_thread.get_each, [answer_key])
+                state.detector.look([COORDINATOR])
+            (data,) = state.client.call(client_thread.get_each, [answer_key])
             if data is not None:
-                answer = control.unpack(COORDINATOR, data, Answer)
+                answer = state.unpack(COORDINATOR, data, Answer)
                 self._is_answered = True
                 return answer
             if is_time_to_look:
-                for failure in control.failed_ranks([COORDINATOR]).values():
-                    control.catch_up()
-                    raise control.no_answer(failure.message)
-                for failure in control.missing_ranks([COORDINATOR], poll).values():
+                for failure in state.failed_ranks([COORDINATOR]).values():
+                    state.catch_up()
+                    raise state.no_answer(failure.message)
+                for failure in state.missing_ranks([COORDINATOR], poll).values():
                     # The envelope stays: it shows the coordinator that this call is over.
                     self._envelopes.remove(envelope_key)
-                    control.put(envelope_key, encode(replace(own, failure=failure, gave_up=True)))
-                    raise control.no_answer(failure.message)
+                    state.put(envelope_key, encode(replace(own, failure=failure, gave_up=True)))
+                    raise state.no_answer(failure.message)
             poll.pause()
 
 
@@ -328,34 +328,34 @@ class StoreChannel:
         self.world_size = world_size
         self.host = host
         self._num_exchanges = 0
-        self._control = control = ExchangeState(store, rank, world_size, host, config, texts)
-        self.notes: SharedNotes = StoreNotes(control.client)
-        self._role = Coordinator(control) if rank == COORDINATOR else Participant(control)
+        self._state = state = ExchangeState(store, rank, world_size, host, config, texts)
+        self.notes: SharedNotes = StoreNotes(state.client)
+        self._role = Coordinator(state) if rank == COORDINATOR else Participant(state)
         # Also at the end of the process: ranks that wait for this one are notified at once.
-        self._finalizer = weakref.finalize(self, _close, control)
+        self._finalizer = weakref.finalize(self, _close, state)
 
     @property
     def token(self) -> str:
         """The unique name of the current operation; "" until its first answer."""
-        return self._control.token
+        return self._state.token
 
     @property
     def exchanges(self) -> IoCount:
         """See `Channel.exchanges`."""
-        return IoCount(self._num_exchanges, self._control.nbytes_put)
+        return IoCount(self._num_exchanges, self._state.nbytes_put)
 
     def enter(self, call: str) -> None:
         """See `Channel.enter`. Raises ValueError during another operation."""
-        control = self._control
-        if control.heartbeat.inside:
+        state = self._state
+        if state.heartbeat.inside:
             raise ValueError(
-                f"{call} is called while {control.call} of the same group is still running in this "
+                f"{call} is called while {state.call} of the same group is still running in this "
                 "process: call one after the other"
             )
-        control.call, control.token, control.turn = call, "", 0
-        control.absence_reason = ""
+        state.call, state.token, state.turn = call, "", 0
+        state.absence_reason = ""
         try:
-            control.begin(control.number + 1)
+            state.begin(state.number + 1)
         except BaseException:  # an interrupt, or the store is gone: the next operation can begin
             with suppress(NoAnswerError):  # the first error says more
                 self.leave()
@@ -363,34 +363,32 @@ class StoreChannel:
 
     def watch(self, ranks: Sequence[int]) -> None:
         """See `Channel.watch`."""
-        control = self._control
-        control.detector.look(ranks)
-        for failure in control.failed_ranks(ranks).values():
+        state = self._state
+        state.detector.look(ranks)
+        for failure in state.failed_ranks(ranks).values():
             raise SecondaryError(failure.message, rank=failure.rank)
         # The failure of the coordinator itself is in its answer.
-        keys = [control.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
-        for rank, data in zip(
-            ranks, control.client.call(client_thread.get_each, keys), strict=True
-        ):
+        keys = [state.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
+        for rank, data in zip(ranks, state.client.call(client_thread.get_each, keys), strict=True):
             if data is not None and _has_failure(rank, data):
-                raise SecondaryError(f"{control.detector.name([rank])} has failed", rank=rank)
+                raise SecondaryError(f"{state.detector.name([rank])} has failed", rank=rank)
 
     def hurry(self, unseen_s: float) -> None:
         """Limit the wait for ranks that were never seen. Any thread may call it."""
-        self._control.unseen_s = min(unseen_s, self._control.config.join_timeout_s)
+        self._state.unseen_s = min(unseen_s, self._state.config.join_timeout_s)
 
     def fail_without_others(self, why: str) -> None:
         """See `Channel.fail_without_others`."""
-        self._control.absence_reason = why
+        self._state.absence_reason = why
 
     def linger(self, most_s: float) -> None:
         """Delay the coordinator's end until the others have the last answer, for this time."""
-        self._control.linger(most_s)
+        self._state.linger(most_s)
 
     def leave(self) -> None:
         """See `Channel.leave`."""
-        self._control.heartbeat.inside = False
-        self._control.client.beat()
+        self._state.heartbeat.inside = False
+        self._state.client.beat()
         self._role.clean_up()
 
     def close(self) -> None:
@@ -399,19 +397,19 @@ class StoreChannel:
 
     def exchange(self, phase: str) -> Exchange:
         """See `Channel.exchange`."""
-        control = self._control
-        assert control.heartbeat.inside, "exchange is called between enter and leave"
+        state = self._state
+        assert state.heartbeat.inside, "exchange is called between enter and leave"
         self._num_exchanges += 1
-        control.phase = phase
-        control.turn += 1
-        return _StoreExchange(phase, control, self._role)
+        state.phase = phase
+        state.turn += 1
+        return _StoreExchange(phase, state, self._role)
 
 
 class _StoreExchange(Exchange):
-    def __init__(self, phase: str, control: ExchangeState, role: Coordinator | Participant) -> None:
+    def __init__(self, phase: str, state: ExchangeState, role: Coordinator | Participant) -> None:
         super().__init__(phase)
-        self.is_coordinator = control.rank == COORDINATOR
-        self._control = control
+        self.is_coordinator = state.rank == COORDINATOR
+        self._state = state
         self._role = role
 
     def _gathered(self) -> Sequence[bytes]:
@@ -419,13 +417,13 @@ class _StoreExchange(Exchange):
         return self._role.gather(self._envelope(None))
 
     def _envelope(self, failure: Failure | None) -> Envelope:
-        control, body = self._control, b"" if failure else self._own or pack(None)
-        return Envelope(control.call, self.phase, control.token, new_nonce(), body, failure)
+        state, body = self._state, b"" if failure else self._own or pack(None)
+        return Envelope(state.call, self.phase, state.token, new_nonce(), body, failure)
 
     def _end(self, error: BaseException | None) -> None:
-        control, failure = self._control, None
+        state, failure = self._state, None
         if error is not None and not isinstance(error, FailedError):
-            failure = failure_of(error, self.phase, control.rank, control.host)
+            failure = failure_of(error, self.phase, state.rank, state.host)
         own, is_gathered = self._envelope(failure), self._own is not None
         try:
             answer = self._role.settle(own, error, self._decided, is_gathered=is_gathered)
@@ -442,7 +440,7 @@ class _StoreExchange(Exchange):
         raise error_of(raised) from (None if isinstance(error, FailedError) else error)
 
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
-        return self._control.unpack(rank, data, expected)
+        return self._state.unpack(rank, data, expected)
 
 
 def _has_failure(rank: int, data: bytes) -> bool:
@@ -453,10 +451,10 @@ def _has_failure(rank: int, data: bytes) -> bool:
         return True
 
 
-def _close(control: ExchangeState) -> None:
-    if control.client.is_open and not control.heartbeat.inside:
-        control.linger(LINGER_S)
-    control.client.close()
+def _close(state: ExchangeState) -> None:
+    if state.client.is_open and not state.heartbeat.inside:
+        state.linger(LINGER_S)
+    state.client.close()
 
 
 class StoreNotes:

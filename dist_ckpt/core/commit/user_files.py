@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dist_ckpt.core.commit.preflight import check_new_name
+from dist_ckpt.core.commit.path_checks import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage.local.exclusive_rename import rename_exclusively
 from dist_ckpt.core.storage.local.local_storage import LocalStorage, with_remedy
