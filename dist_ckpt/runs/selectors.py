@@ -1,4 +1,4 @@
-"""Name a checkpoint of a run by what it is: `runs/a@latest`, `runs/a@min:val/loss`, and so on.
+"""Name a checkpoint of a run by a property: `runs/a@latest`, `runs/a@min:val/loss`, and so on.
 
     @latest       the highest step that a run may resume from
     @12000        that step

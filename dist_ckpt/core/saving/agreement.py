@@ -88,7 +88,7 @@ class LinkPatterns:
             for pattern in patterns
         }
         unmatched = tuple(
-            f"link_unchanged: {pattern!r} matches no tensor: mend or remove it"
+            f"link_unchanged: {pattern!r} matches no tensor: correct or remove it"
             for pattern in patterns
             if not matches[pattern]
         )

@@ -50,7 +50,7 @@ class LocalShard:
         if any(o + n > g for o, n, g in zip(self.offset, shape, self.global_shape, strict=True)):
             raise ValueError(
                 f"LocalShard of shape {shape} at {self.offset} reaches beyond "
-                f"{self.global_shape}: mend `offset` or `global_shape`"
+                f"{self.global_shape}: correct `offset` or `global_shape`"
             )
 
 
@@ -73,7 +73,8 @@ class FlatShard:
         if self.start + numel > prod(self.global_shape):
             raise ValueError(
                 f"FlatShard of {numel} elements from {self.start} on reaches beyond the "
-                f"{prod(self.global_shape)} of {self.global_shape}: mend `start` or `global_shape`"
+                f"{prod(self.global_shape)} of {self.global_shape}: correct `start` or "
+                f"`global_shape`"
             )
 
 

@@ -99,7 +99,7 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
     """
     fields = _FieldReader(file, label)
     if (magic := fields.take(4, "the magic number")) != _MAGIC:
-        raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, the begin of a .shrew file", 0)
+        raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, the first bytes of a .shrew file", 0)
     version = fields.u32("the version")
     if version not in (1, 2):
         raise IncompatibleError(f"{label}, byte 4: version {version}: only 1 and 2 are supported")

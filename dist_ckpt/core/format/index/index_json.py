@@ -78,8 +78,8 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
             body = _index_body(index, text or EncodedCatalog(index.catalog))
     except ValueError as error:
         raise ValueError(
-            f"the index cannot be written: {error}; names must be valid Unicode, metadata's "
-            "numbers finite, and tensors and per-rank values fewer than that"
+            f"the index cannot be written: {error}; use names of valid Unicode, finite numbers "
+            "in metadata, and fewer tensors and per-rank values"
         ) from None
     data = strict_json.sealed(body)
     if len(data) > MAX_NBYTES_OF_INDEX:
