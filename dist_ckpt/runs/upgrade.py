@@ -123,8 +123,12 @@ def upgrade(storage: Storage, root: str, *, force: bool = False) -> UpgradePlan:
             f"{'; '.join(plan.alive)}. End them, then upgrade it"
         )
     for above in _roots(root, storage.list(root)):
-        _move_annotations(storage, above)
-        _convert_incarnations(storage, above)
+        # A file with the name of an old folder is not of dist_ckpt, and stays.
+        folders = find_old_folders(storage, above)
+        if OLD_ANNOTATIONS in folders:
+            _move_annotations(storage, above)
+        if OLD_INCARNATIONS in folders:
+            _convert_incarnations(storage, above)
         storage.sync(above)
     return plan
 

@@ -463,3 +463,13 @@ def test_a_root_without_old_folders_is_left_as_it_is() -> None:
     assert upgraded(tree) == tree
     plan = plan_upgrade(MemoryStorage(tree), ROOT)
     assert (plan.folders, plan.num_annotations, plan.num_incarnations) == ((), 0, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: OLD, both], ids=["renamed", "merged"])
+@pytest.mark.parametrize("name", [OLD_ANNOTATIONS, OLD_INCARNATIONS])
+def test_a_file_with_the_name_of_an_old_folder_stays(
+    make: Callable[[], dict[str, bytes | None]], name: str
+) -> None:
+    tree = {path: data for path, data in make().items() if not path.startswith(f"{ROOT}/{name}")}
+    file = {f"{ROOT}/{name}": b"not ours"}
+    assert upgraded(tree | file) == upgraded(tree) | file
