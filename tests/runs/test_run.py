@@ -146,6 +146,13 @@ def test_what_is_no_step_and_no_selector_is_refused(run: dc.Run, which: object) 
         run.find(which)  # type: ignore[arg-type]
 
 
+def test_a_text_that_no_record_can_have_is_refused_by_name(run: dc.Run) -> None:
+    with pytest.raises(ValueError, match=r"^why='\\udcff' is not valid UTF-8: give"):
+        run.pin(1, "\udcff")
+    with pytest.raises(ValueError, match=r"^name='\\udcff' is not valid UTF-8: give"):
+        run.tag(1, "\udcff")
+
+
 @pytest.mark.parametrize(
     "values", [{"": 1.0}, {"loss": "low"}, {"loss": None}, {"loss": b"1"}, {1: 1.0}]
 )

@@ -52,7 +52,7 @@ from dist_ckpt.core.format.filenames import (
     parse_annotation_name,
 )
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
@@ -96,6 +96,7 @@ class CheckpointRef:
 
 def pin(subject: CheckpointRef, why: str) -> None:
     """Keep a checkpoint until it is unpinned; durable on return. NotFoundError if it is gone."""
+    _check_text("why", why)
     _protect(subject, PIN, {"pinned": True, "why": why})
 
 
@@ -109,6 +110,7 @@ def tag(subject: CheckpointRef, name: str) -> None:
 
     Durable on return. NotFoundError if the checkpoint is gone.
     """
+    _check_text("name", name)
     _protect(subject, TAG, {name: True}, above=_highest_tag(subject))
 
 
@@ -161,6 +163,11 @@ def checked_ttl(ttl_s: float) -> float:
     if not (isfinite(ttl_s) and ttl_s > 0):
         raise ValueError(f"ttl_s={ttl_s}: give a number of seconds above 0")
     return float(ttl_s)
+
+
+def _check_text(name: str, text: str) -> None:
+    if not is_text(text):
+        raise ValueError(f"{name}={text!r} is not valid UTF-8: give another text")
 
 
 def _protect(
