@@ -471,5 +471,5 @@ def test_a_file_with_the_name_of_an_old_folder_stays(
     make: Callable[[], dict[str, bytes | None]], name: str
 ) -> None:
     tree = {path: data for path, data in make().items() if not path.startswith(f"{ROOT}/{name}")}
-    file = {f"{ROOT}/{name}": b"not ours"}
+    file: dict[str, bytes | None] = {f"{ROOT}/{name}": b"not ours"}
     assert upgraded(tree | file) == upgraded(tree) | file
