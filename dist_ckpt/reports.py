@@ -113,11 +113,11 @@ class SaveReport:
 
     def __str__(self) -> str:
         return (
-            f"saved {_label(self.path, self.step)}: {size(self.nbytes)} by "
+            f"saved {_label(self.path, self.step)}: {format_size(self.nbytes)} by "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
-            f"({size(_rate(self.nbytes, self.total_s))}/s; "
+            f"({format_size(_rate(self.nbytes, self.total_s))}/s; "
             f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)}"
-            f"{f'; {size(self.nbytes_linked)} linked' if self.num_linked else ''})"
+            f"{f'; {format_size(self.nbytes_linked)} linked' if self.num_linked else ''})"
         )
 
 
@@ -193,16 +193,16 @@ class LoadReport:
     def __str__(self) -> str:
         memory = self.nbytes_from_memory
         return (
-            f"loaded {_sources(self)}: {size(self.job_nbytes_placed)} on "
+            f"loaded {_sources(self)}: {format_size(self.job_nbytes_placed)} on "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
-            f"({size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
-            f"read {size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
+            f"({format_size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
+            f"read {format_size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
             f"{_slowest(self.world_size, self.slowest_rank)}"
-            f"{f'; {size(memory)} here from memory' if memory else ''})"
+            f"{f'; {format_size(memory)} here from memory' if memory else ''})"
         )
 
 
-def size(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """Return a size for people: three digits, decimal units."""
     value, unit = float(nbytes), 0
     while value >= 999.5 and unit + 1 < len(_UNITS):

@@ -92,14 +92,14 @@ class ResumeOptions:
     exclude: str | Sequence[str] | None = None
     include_frozen: bool = True
 
-    def load_options(self, *, notes: bool = True) -> LoadOptions:
+    def load_options(self, *, record_verified: bool = True) -> LoadOptions:
         """Return the options for checkpoints of the run, which have the saved part of the state."""
         return LoadOptions(
             sharding=self.sharding,
             include=self.include,
             exclude=self.exclude,
             include_frozen=self.include_frozen,
-            notes=notes,
+            record_verified=record_verified,
         )
 
 
@@ -302,7 +302,7 @@ class Resume:
                     self._leases.close()
                     ref = CheckpointRef(self.storage, self.root, point.path, _where(point))
                     self._leases.enter_context(renewed_lease(ref))
-        options = self.options.load_options(notes=not self.options.read_only)
+        options = self.options.load_options(record_verified=not self.options.read_only)
         try:
             load_together(
                 self.ranks, state, point.path, options, memory=OPENER.memory, opener=OPENER
@@ -331,7 +331,7 @@ class Resume:
         options = LoadOptions(
             sharding=self.options.sharding,
             strict=self.options.init_strict,
-            notes=not self.options.read_only,
+            record_verified=not self.options.read_only,
         )
         report = load_together(
             self.ranks, state, init, options, memory=OPENER.memory, opener=OPENER

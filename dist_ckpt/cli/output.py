@@ -31,7 +31,7 @@ from dist_ckpt.errors import (
     IncompatibleError,
     NotFoundError,
 )
-from dist_ckpt.reports import SaveReport, size
+from dist_ckpt.reports import SaveReport, format_size
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
@@ -177,7 +177,9 @@ def write_checkpoint(
         for source in plan.sources:
             click.echo(printable(source))
     linked = f", {report.num_linked} linked" * bool(report.num_linked)
-    summary = f"{report.num_tensors} tensors, {size(report.nbytes)} in {report.num_files} files"
+    summary = (
+        f"{report.num_tensors} tensors, {format_size(report.nbytes)} in {report.num_files} files"
+    )
     print_result(convert(report, document), f"{report.path}: {summary}{linked}", as_json=as_json)
 
 
@@ -209,10 +211,10 @@ def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
     for path in plan.replaces:
         click.echo(f"would be replaced  {printable(path)}")
     for name, num in [*sizes.items()][:MOST_FILES]:
-        click.echo(f"would be written  {printable(name)}  {size(num)}")
+        click.echo(f"would be written  {printable(name)}  {format_size(num)}")
     if (num_more := len(sizes) - MOST_FILES) > 0:
         click.echo(f"... and {num_more} files more, which --json lists")
-    total = f"{size(nbytes)} in {len(sizes)} files would be written"
+    total = f"{format_size(nbytes)} in {len(sizes)} files would be written"
     click.echo(f"{printable(plan.path)}: {total}")
 
 
@@ -285,4 +287,6 @@ class _ProgressLog:
         rate = (done - before) / (now - since) if now > since else 0.0
         has_estimate = rate and total > done >= total * MIN_PART_FOR_ESTIMATE
         remaining = f", {age((total - done) / rate)} left" if has_estimate else ""
-        click.echo(f"{self._label}: {size(done)} of {size(total)}{remaining}", err=True)
+        click.echo(
+            f"{self._label}: {format_size(done)} of {format_size(total)}{remaining}", err=True
+        )

@@ -258,7 +258,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         rename=rename,
         cast=cast,
         read_once="off",
-        notes=False,
+        record_verified=False,
     )
     with view:
         return load_together(single_process_session(), state, _PATH, options, _files_in(view))

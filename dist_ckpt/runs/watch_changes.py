@@ -12,7 +12,7 @@ from dist_ckpt.core.commit.records.protections import DELETION_INTENT
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.prune import plan_prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy
@@ -126,7 +126,7 @@ def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Ite
     if before is None or before.attempt != after.attempt:
         again = " again" if before is not None and before.attempt is not None else ""
         ranks = f"{after.world_size} rank{'s' * (after.world_size != 1)}"
-        yield f"{name} is durable{again}: {size(after.nbytes or 0)} by {ranks}"
+        yield f"{name} is durable{again}: {format_size(after.nbytes or 0)} by {ranks}"
         before = replace(after, metrics={}, protected_by=(), is_verified=False, is_orphaned=False)
     if new := set(_metric_texts(after)) - set(_metric_texts(before)):
         yield f"{name}: {', '.join(sorted(new))}"

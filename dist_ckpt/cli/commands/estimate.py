@@ -9,7 +9,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import EstimateResult, convert
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.tools.inspect.estimate import Estimate, measured_rate
 from dist_ckpt.tools.inspect.estimate import estimate as compute
@@ -90,16 +90,16 @@ def estimate(  # noqa: PLR0913 - those of dc.estimate
 def _print(costs: Estimate) -> None:
     lines = [
         ("like", costs.path),
-        ("size", f"{size(costs.nbytes)} in {costs.num_files} files"),
-        ("by", f"{costs.world_size} ranks, at most {size(costs.nbytes_rank)} each"),
+        ("size", f"{format_size(costs.nbytes)} in {costs.num_files} files"),
+        ("by", f"{costs.world_size} ranks, at most {format_size(costs.nbytes_rank)} each"),
         ("saves", f"{costs.num_saves}, and {costs.num_kept} of them stay"),
     ]
     if costs.rate is not None and costs.save_s is not None:
-        lines.append(("a save", f"{costs.save_s:.3g} s at {size(costs.rate)}/s"))
+        lines.append(("a save", f"{costs.save_s:.3g} s at {format_size(costs.rate)}/s"))
     fits = "the peak fits" if costs.fits else "the peak does NOT fit"
     lines += [
-        ("peak", f"{size(costs.nbytes_peak)}: {costs.num_at_once} checkpoints at once"),
-        ("free", f"{size(costs.nbytes_free)} at {costs.folder}: {fits}"),
+        ("peak", f"{format_size(costs.nbytes_peak)}: {costs.num_at_once} checkpoints at once"),
+        ("free", f"{format_size(costs.nbytes_free)} at {costs.folder}: {fits}"),
     ]
     for name, text in lines:
         click.echo(f"{name:<7} {output.printable(text)}")

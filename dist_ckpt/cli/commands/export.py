@@ -11,7 +11,7 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ExportResult
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.shrew import files
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 
@@ -104,4 +104,4 @@ def export(
         nbytes = output.run_plan(plan, "export", dry_run=dry_run, as_json=as_json)
     if nbytes is not None:
         document = ExportResult(path=file, format=format_, nbytes=nbytes)
-        output.print_result(document, f"{file}: {size(nbytes)}", as_json=as_json)
+        output.print_result(document, f"{file}: {format_size(nbytes)}", as_json=as_json)

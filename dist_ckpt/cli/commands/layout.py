@@ -9,7 +9,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import FileRow, LayoutResult, ShardRow
 from dist_ckpt.core.format.geometry import Cell, Region
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, ShardPlacement
 from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
 
@@ -33,17 +33,19 @@ def layout(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_
         return
     rows = []
     for file in shard_layout.files:
-        rows.append((file.name, str(file.rank), size(file.nbytes), f"{file.num_shards} shards"))
+        rows.append(
+            (file.name, str(file.rank), format_size(file.nbytes), f"{file.num_shards} shards")
+        )
         rows += [
-            ("", "", size(shard.nbytes), f"{shard.tensor} {_cell_text(shard)}")
+            ("", "", format_size(shard.nbytes), f"{shard.tensor} {_cell_text(shard)}")
             for shard in file.shards
         ]
     output.print_table(("FILE", "RANK", "SIZE", "HOLDS"), rows, right=frozenset({1, 2}))
     ranks = shard_layout.nbytes_by_rank
     most = max(range(len(ranks)), key=ranks.__getitem__)
     click.echo(
-        f"{len(ranks)} ranks, {size(sum(ranks))}; the most is {size(ranks[most])} on rank {most}, "
-        f"{shard_layout.imbalance:.2f} times the mean"
+        f"{len(ranks)} ranks, {format_size(sum(ranks))}; the most is {format_size(ranks[most])} "
+        f"on rank {most}, {shard_layout.imbalance:.2f} times the mean"
     )
 
 

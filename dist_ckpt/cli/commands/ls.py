@@ -14,7 +14,7 @@ from dist_ckpt.core.commit.attempts import attempts_in, entries_at
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, listed
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 
@@ -50,7 +50,7 @@ def ls(path: str, *, as_json: bool) -> None:
             checkpoint.name,
             "-" if checkpoint.step is None else str(checkpoint.step),
             checkpoint.state,
-            "-" if checkpoint.nbytes is None else size(checkpoint.nbytes),
+            "-" if checkpoint.nbytes is None else format_size(checkpoint.nbytes),
             "-" if checkpoint.world_size is None else str(checkpoint.world_size),
             "-" if checkpoint.num_tensors is None else str(checkpoint.num_tensors),
             "-" if checkpoint.saved_at is None else output.age(time.time() - checkpoint.saved_at),

@@ -8,7 +8,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import PruneResult, PruneRow
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.prune import Decision
 from dist_ckpt.runs.run import Run
@@ -71,8 +71,8 @@ def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[st
     gone = [checkpoint for checkpoint, reasons in plan if not reasons]
     for checkpoint, reasons in plan:
         if not reasons:
-            yield f"{verb}  {checkpoint.name}  {size(checkpoint.nbytes or 0)}"
+            yield f"{verb}  {checkpoint.name}  {format_size(checkpoint.nbytes or 0)}"
         elif explain:
             yield f"kept  {checkpoint.name}  {'; '.join(reasons)}"
-    freed = size(sum(checkpoint.nbytes or 0 for checkpoint in gone))
+    freed = format_size(sum(checkpoint.nbytes or 0 for checkpoint in gone))
     yield f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept"

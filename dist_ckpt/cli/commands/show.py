@@ -13,7 +13,7 @@ from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.format.index.model_description import KIND, as_json, leaves_of
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.tools.inspect.summary import CheckpointSummary, summarize
 
 
@@ -65,7 +65,7 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
         *([("committed", f"{saved}, attempt {summary.attempt}")] if summary.saved_at else []),
         ("laid out", f"for {summary.world_size} ranks{f', saved on mesh {mesh}' if mesh else ''}"),
         ("saved by", by),
-        ("size", f"{size(summary.nbytes)} in {summary.num_files} files"),
+        ("size", f"{format_size(summary.nbytes)} in {summary.num_files} files"),
         ("tensors", f"{summary.num_tensors}, and {summary.num_aliases} tied names"),
         # The names help to write globs.
         ("values", f"{len(values)}: {listed(values)}" if values else "0"),
@@ -76,7 +76,7 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
     lines += _size_lines("component", summary.nbytes_by_component)
     lines += _size_lines("dtype", summary.nbytes_by_dtype)
     lines += [("per rank", f"{fqn}: {num} keys") for fqn, num in summary.per_rank.items()]
-    lines += [("attached", f"{name}: {size(num)}") for name, num in summary.attached.items()]
+    lines += [("attached", f"{name}: {format_size(num)}") for name, num in summary.attached.items()]
     lines += [("config", text) for text in _config_lines(summary)]
     metadata = {key: value for key, value in summary.metadata.items() if key != KIND}
     lines += [("metadata", f"{key} = {value!r}") for key, value in metadata.items()]
@@ -86,7 +86,7 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
 
 def _size_lines(label: str, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     largest_first = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    return [(label, f"{name}: {size(nbytes)}") for name, nbytes in largest_first]
+    return [(label, f"{name}: {format_size(nbytes)}") for name, nbytes in largest_first]
 
 
 def _config_lines(summary: CheckpointSummary) -> list[str]:

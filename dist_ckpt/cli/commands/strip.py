@@ -7,7 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import StripResult
 from dist_ckpt.core.commit import removal
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.strip import remaining_after, strip_at
 
@@ -46,5 +46,5 @@ def strip(
         path=folder, num_tensors=num, nbytes=nbytes, num_linked=num_linked, dry_run=dry_run
     )
     suffix = "would be left" if dry_run else f"left, {num_linked} files linked"
-    text = f"{folder}: {num} tensors, {size(nbytes)} {suffix}"
+    text = f"{folder}: {num} tensors, {format_size(nbytes)} {suffix}"
     output.print_result(document, text, as_json=as_json)

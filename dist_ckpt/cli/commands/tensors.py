@@ -13,7 +13,7 @@ from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 
 
 @click.command()
@@ -61,7 +61,7 @@ def tensors(
                 name,
                 info.dtype,
                 str(list(info.shape)),
-                size(info.nbytes),
+                format_size(info.nbytes),
                 info.component,
                 str(info.num_shards),
                 f"tied to {info.alias_of}" if info.alias_of else "",
@@ -71,7 +71,7 @@ def tensors(
         right=frozenset({3, 5}),
     )
     nbytes = sum(info.nbytes for _, info in rows if info.alias_of is None)
-    click.echo(f"{len(rows)} tensors, {size(nbytes)}")
+    click.echo(f"{len(rows)} tensors, {format_size(nbytes)}")
 
 
 def selected_tensors(

@@ -7,7 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.commands.tensors import selected_tensors
 from dist_ckpt.cli.results import TreeNode, TreeResult
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 
 
 @click.command()
@@ -44,8 +44,8 @@ def tree(
         )
         output.print_json(TreeResult(path=path, depth=depth, nodes=tuple(nodes)))
         return
-    click.echo(f"{output.printable(path)}  {size(nbytes.get((), 0))}")
+    click.echo(f"{output.printable(path)}  {format_size(nbytes.get((), 0))}")
     for parts in sorted(part for part in nbytes if part):
         name = output.printable("  " * len(parts) + parts[-1])
         tensor = output.printable(leaves.get(parts, ""))
-        click.echo(f"{name:<48}  {size(nbytes[parts]):>8}  {tensor}".rstrip())
+        click.echo(f"{name:<48}  {format_size(nbytes[parts]):>8}  {tensor}".rstrip())

@@ -22,7 +22,7 @@ from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 
@@ -132,7 +132,7 @@ def _print(report: VerifyReport | _NotChecked) -> None:
         click.echo(f"DAMAGED  {output.printable(problem.what)}")
     for note in report.notes:
         click.echo(f"note     {output.printable(note)}")
-    checked = f"{report.num_files} files, {size(report.nbytes_checked)} checked"
+    checked = f"{report.num_files} files, {format_size(report.nbytes_checked)} checked"
     num = len(report.problems)
     result = "ok" if report.ok else f"{num} problem{'s' * (num != 1)}; load an older one"
     click.echo(f"{output.printable(report.path)}: {checked}: {result}")

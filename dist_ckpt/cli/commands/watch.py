@@ -19,7 +19,7 @@ from dist_ckpt.cli.results import WatchedRow, WatchResult
 from dist_ckpt.core.commit.records.incarnations import NO_LIVENESS
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.watch_changes import (
@@ -188,7 +188,7 @@ def lines(
     for path, status in run.writing.items():
         quiet = output.age(run.at - status.modified_at)
         name = output.printable(os.path.basename(path))
-        head.append(f"being written: {name}, {size(status.nbytes)}, last write {quiet} ago")
+        head.append(f"being written: {name}, {format_size(status.nbytes)}, last write {quiet} ago")
     if run.listing.history_problem:
         head.append(output.printable(run.listing.history_problem))
     # Two lines are the head of the table and the number of older checkpoints.
@@ -206,7 +206,7 @@ def _table(run: RunObservation, keep: RetentionPolicy | None, most: int | None) 
         (
             checkpoint.name if checkpoint.step is None else str(checkpoint.step),
             "orphaned" if checkpoint.is_orphaned else checkpoint.state,
-            "-" if checkpoint.nbytes is None else size(checkpoint.nbytes),
+            "-" if checkpoint.nbytes is None else format_size(checkpoint.nbytes),
             "-" if checkpoint.saved_at is None else output.age(run.at - checkpoint.saved_at),
             output.metrics_cell(checkpoint.metrics),
             "; ".join(reasons.get(checkpoint.path, ())),

@@ -20,7 +20,7 @@ from dist_ckpt.core.loading.load_messages import (
     bits_of,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceShare, uses_of
-from dist_ckpt.core.loading.shared_read_group import request_blocks, short
+from dist_ckpt.core.loading.shared_read_group import none_if_too_long, request_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
@@ -232,14 +232,14 @@ def check_load(
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
     files = open_all(sources.checkpoints, wanted, saved, threads=ranks.config.threads, stack=stack)
     targets = None if binding.makes_memory else binding.allocate()
-    links, encoded_runs = request_blocks(ranks, sources.meeting, files, stack)
+    links, encoded_runs = request_blocks(ranks, sources.shared_read_id, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
-        encoded_runs=short(encoded_runs, ranks.channel.world_size),
+        encoded_runs=none_if_too_long(encoded_runs, ranks.channel.world_size),
         from_memory=from_memory,
     )
     return PreparedLoad(sources, saved, binding, files, targets, links, encoded_runs), findings

@@ -48,7 +48,7 @@ from dist_ckpt.core.loading.load_messages import (
     RankTotals,
     ResolvedSources,
     decide_load,
-    find,
+    resolve_checkpoints,
     resolved_sources,
     total_reports,
 )
@@ -196,7 +196,7 @@ def _load(call: LoadCall) -> LoadReport:
                 raise _DamagedInMemoryError from error
             raise
         report = _report(call, arguments, prepared, decision, totals, phases)
-        if call.options.notes and ranks.channel.rank == COORDINATOR:
+        if call.options.record_verified and ranks.channel.rank == COORDINATOR:
             _note_verified(call.options, arguments, report, decision)
         phases.done(report)
         return report
@@ -282,7 +282,9 @@ def _open(
         arguments = arguments or read_arguments(call)
         requests = opening.gather(arguments.request)
         if requests is not None:
-            answer, checkpoints, encoded = find(arguments.storages, requests, call.opener, leases)
+            answer, checkpoints, encoded = resolve_checkpoints(
+                arguments.storages, requests, call.opener, leases
+            )
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
     ranks.collective.renew(opened.connection_epoch)

@@ -67,15 +67,15 @@ class OpenedMessage(Message, frozen=True):
     """The checkpoints that all ranks load: the path and the attempt of each.
 
     `indexes` are their encoded indexes, or None if a broadcast sends them. `keys` are the keys of
-    the per-rank templates of all ranks. `meeting` names the shared read of this load; it is "" if
-    the ranks can share nothing.
+    the per-rank templates of all ranks. `shared_read_id` names the shared read of this load; it is
+    "" if the ranks can share nothing.
     """
 
     attempts: tuple[tuple[str, Attempt], ...]
     indexes: tuple[bytes, ...] | None
     keys: dict[str, tuple[Key, ...]]
     connection_epoch: int
-    meeting: str
+    shared_read_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ResolvedSources:
 
     checkpoints: tuple[OpenCheckpoint, ...]
     keys: Mapping[str, Sequence[Key]]
-    meeting: str
+    shared_read_id: str
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class JobTotals(Message, frozen=True):
     slowest_s: float
 
 
-def find(
+def resolve_checkpoints(
     storages: Sequence[Storage], requests: Sequence[LoadRequest], opener: Opener, leases: ExitStack
 ) -> tuple[OpenedMessage, tuple[OpenCheckpoint, ...], tuple[bytes, ...]]:
     """Resolve the checkpoints, each on its storage. Coordinator only.
@@ -194,7 +194,7 @@ def find(
         indexes=encoded if is_short else None,
         keys=_merge_keys(requests),
         connection_epoch=max(request.connection_epoch for request in requests),
-        meeting=os.urandom(16).hex() if _can_share(requests) else "",
+        shared_read_id=os.urandom(16).hex() if _can_share(requests) else "",
     )
     return opened, tuple(checkpoints), encoded
 
@@ -212,7 +212,7 @@ def resolved_sources(
             OpenCheckpoint(storage, path, attempt, _decode_index(index), make=make)
             for storage, (path, attempt), index in parts
         )
-    return ResolvedSources(checkpoints, opened.keys, opened.meeting)
+    return ResolvedSources(checkpoints, opened.keys, opened.shared_read_id)
 
 
 def _decode_index(encoded: bytes) -> Index:

@@ -21,7 +21,7 @@ ReadOnce = Literal["host", "job", "off"]
 class LoadOptions:
     """The options of `load`. Call `check` when an error can reach all ranks.
 
-    `notes` is internal: if the load checks the whole checkpoint, record that in its run.
+    `record_verified` is internal: if the load checks the whole checkpoint, record that in its run.
     """
 
     sharding: ShardingConfig | None = None
@@ -35,7 +35,7 @@ class LoadOptions:
     config: Mapping[str, object] | None = None
     kind: str | None = None
     read_once: ReadOnce = "host"
-    notes: bool = True
+    record_verified: bool = True
     cast: Cast = None
 
     def check(self) -> None:

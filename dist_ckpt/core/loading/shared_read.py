@@ -47,10 +47,10 @@ from dist_ckpt.core.loading.shared_read_group import (
     SharedWork,
     UnreachableRanks,
     gather_requests,
+    none_if_too_long,
     num_slots,
     request_blocks,
     shared_requests,
-    short,
 )
 from dist_ckpt.core.planning.load.read_sharing import RangeKey
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
@@ -95,12 +95,13 @@ class _SharedRequests(Message, frozen=True):
 class CollectiveReader:
     """The ranks that read together. `phases` measures this rank.
 
-    `meeting` is a name that only this read has, the same on all ranks. With "" nothing is shared.
+    `shared_read_id` is a name that only this read has, the same on all ranks; with "" nothing is
+    shared.
     """
 
     ranks: Session
     phases: Phases
-    meeting: str
+    shared_read_id: str
 
 
 def read_together(
@@ -117,7 +118,9 @@ def read_together(
     ranks, phases = together.ranks, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
-            opened, group = _link_ranks(ranks, together.meeting, open_files, while_open, stack)
+            opened, group = _link_ranks(
+                ranks, together.shared_read_id, open_files, while_open, stack
+            )
         with phases.phase("read"), ranks.channel.exchange("read"), while_open():
             reading = BlockReader(opened.files, opened.targets, verify=True, slots=ranks.slots)
             return run(ranks, group, reading)
@@ -137,7 +140,7 @@ def run(ranks: Session, group: SharedReadGroup | None, reading: BlockReader) -> 
 
 def _link_ranks(
     ranks: Session,
-    meeting: str,
+    shared_read_id: str,
     open_files: Callable[[], OpenedInput],
     while_open: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
@@ -147,8 +150,10 @@ def _link_ranks(
         with while_open():
             opened = open_files()
         stack.callback(opened.files.close)
-        links, own = request_blocks(ranks, meeting, opened.files, stack)
-        request = _ReadRequests(short(own, ranks.channel.world_size), ranks.collective.epoch)
+        links, own = request_blocks(ranks, shared_read_id, opened.files, stack)
+        request = _ReadRequests(
+            none_if_too_long(own, ranks.channel.world_size), ranks.collective.epoch
+        )
         requests = checking.gather(request)
         if requests is not None:
             shares, encoded_runs = shared_requests(

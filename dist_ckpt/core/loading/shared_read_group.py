@@ -57,7 +57,7 @@ def fits_exchange(nbytes: int, world_size: int) -> bool:
     return nbytes * world_size <= MAX_SPREAD_NBYTES
 
 
-def short(data: bytes, world_size: int) -> bytes | None:
+def none_if_too_long(data: bytes, world_size: int) -> bytes | None:
     """Return the data of one rank, or None if it is too long for an exchange."""
     return data if fits_exchange(len(data), world_size) else None
 
@@ -66,18 +66,20 @@ def short(data: bytes, world_size: int) -> bytes | None:
 
 
 def request_blocks(
-    ranks: Session, meeting: str, files: OpenFiles, stack: ExitStack
+    ranks: Session, shared_read_id: str, files: OpenFiles, stack: ExitStack
 ) -> tuple[HostLinks | None, bytes]:
     """Let the ranks of this host connect, and return this rank's encoded block requests.
 
-    `meeting` is a name that only this load has; with "" the ranks share nothing. The links are None
-    if there can be none. `stack` closes them after the load.
+    `shared_read_id` is a name that only this load has; with "" the ranks share nothing. The links
+    are None if there can be none. `stack` closes them after the load.
     """
-    if not meeting:
+    if not shared_read_id:
         return None, b""
     links = None
     with suppress(OSError):
-        links = HostLinks(meeting, ranks.channel.rank, timeout_s=ranks.config.heartbeat_timeout_s)
+        links = HostLinks(
+            shared_read_id, ranks.channel.rank, timeout_s=ranks.config.heartbeat_timeout_s
+        )
         stack.callback(links.close)
     return links, encode(RankBlockRuns.of(ranks.channel.host, runs_of(files)))
 

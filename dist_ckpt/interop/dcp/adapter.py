@@ -58,7 +58,7 @@ from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, local_s
 from dist_ckpt.interop.imports import open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import LoadReport, Phases, SaveReport, size
+from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -97,7 +97,7 @@ def load(
         include_frozen=include_frozen,
         read_once=read_once,
         cast=cast,
-        notes=False,
+        record_verified=False,
     )
     needed = ImportFilter(needs=RequiredValues(state, path, options))
 
@@ -132,8 +132,8 @@ class DcpLoadReport:
     def __str__(self) -> str:
         """Return one line for people and logs."""
         return (
-            f"loaded {self.path} for DCP: {size(self.nbytes_read)} read and "
-            f"{size(self.nbytes_received)} received here in {self.total_s:.3g} s"
+            f"loaded {self.path} for DCP: {format_size(self.nbytes_read)} read and "
+            f"{format_size(self.nbytes_received)} received here in {self.total_s:.3g} s"
         )
 
 
@@ -323,14 +323,14 @@ class StorageReader(dcp.StorageReader):
                 "the ranks that call dcp.load are not those of the group of the StorageReader: "
                 "pass the same process_group= to both"
             )
-        meeting = os.urandom(16).hex() if is_group else ""
-        return [replace(plan, storage_data=meeting) for plan in plans]
+        shared_read_id = os.urandom(16).hex() if is_group else ""
+        return [replace(plan, storage_data=shared_read_id) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the requested items into the planner's tensors. CorruptError if one is damaged."""
-        (opened, keys), meeting = self._source, str(plan.storage_data or "")
+        (opened, keys), shared_read_id = self._source, str(plan.storage_data or "")
         # Other ranks of the job may read the same data by themselves.
-        is_one_of_many = not meeting and _is_in_job()
+        is_one_of_many = not shared_read_id and _is_in_job()
         ranks = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with _lost_ranks_logged():
@@ -338,7 +338,7 @@ class StorageReader(dcp.StorageReader):
             storage, _ = OPENER.open(opened.path, direct_reads=not is_one_of_many)
             nbytes_read, nbytes_received = PlannedReads(tensors, planner, keys).fill(
                 OpenCheckpoint(storage, opened.path, opened.attempt, opened.index),
-                CollectiveReader(ranks, self._phases, meeting),
+                CollectiveReader(ranks, self._phases, shared_read_id),
             )
         with self._phases.phase("place"):
             for item in plan.items:

@@ -49,7 +49,7 @@ class _Properties(PickledRecord):
         super().set_state({"dtype": state[0]})
 
 
-def _first(value: object) -> object:
+def _unchanged(value: object) -> object:
     return value
 
 
@@ -68,10 +68,12 @@ _TABLE: Mapping[str, object] = {
         f"{module} TensorProperties": record_maker("TensorProperties", _Properties)
         for module in (f"{_MODULE}.metadata", _OLD)
     },
-    f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": PlaceholderFactory("_MEM_FORMAT_ENCODING", _first),
-    f"{_OLD} MEM_FORMAT_ENCODING": PlaceholderFactory("MEM_FORMAT_ENCODING", _first),
+    f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": PlaceholderFactory(
+        "_MEM_FORMAT_ENCODING", _unchanged
+    ),
+    f"{_OLD} MEM_FORMAT_ENCODING": PlaceholderFactory("MEM_FORMAT_ENCODING", _unchanged),
     f"{_MODULE}.filesystem _StorageInfo": record_maker("_StorageInfo"),
-    "torch.serialization _get_layout": PlaceholderFactory("_get_layout", _first),
+    "torch.serialization _get_layout": PlaceholderFactory("_get_layout", _unchanged),
 }
 
 

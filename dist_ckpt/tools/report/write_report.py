@@ -21,7 +21,7 @@ from dist_ckpt.core.commit.user_files import check_new_file, new_file
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import NotFoundError
-from dist_ckpt.reports import size
+from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.report.checkpoint_facts import CHECKS, Check, bounded, checkpoint_facts, utc
@@ -256,6 +256,6 @@ _FILTERS = {
     "seconds": _seconds,
     "shape": lambda shape: " x ".join(map(str, shape)) or "scalar",
     "share": _share,
-    "size": size,
+    "size": format_size,
     "utc": utc,
 }

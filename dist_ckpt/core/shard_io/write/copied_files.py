@@ -70,7 +70,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
         record, new = files[name], f"{target}/{name}"
         if isinstance(record, ShardFileRecord):
             return carry_shards(record, new)
-        if links and linked(storage, f"{source}/{name}", new):
+        if links and try_link(storage, f"{source}/{name}", new):
             return record.nbytes
         write_document(storage, target, name, read_document(storage, f"{source}/{name}", record))
         report(record.nbytes)
@@ -78,7 +78,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 
     def carry_shards(record: ShardFileRecord, new: str) -> int:
         may_link = links and _may_link(storage, source, index, record, most_names)
-        if may_link and linked(storage, f"{source}/{index.file_name(record)}", new):
+        if may_link and try_link(storage, f"{source}/{index.file_name(record)}", new):
             return record.nbytes
         _copy_shards(storage, source, index, record, new, report)
         return -1
@@ -88,7 +88,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     return IoCount(len(done), sum(done))
 
 
-def linked(storage: Storage, old: str, new: str) -> bool:
+def try_link(storage: Storage, old: str, new: str) -> bool:
     """Link a file into the caller's attempt, or return False: then the caller writes it instead.
 
     ConflictError if the new name exists.

@@ -24,7 +24,7 @@ from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
-from dist_ckpt.core.shard_io.write.copied_files import linked, read_at, read_blocks
+from dist_ckpt.core.shard_io.write.copied_files import read_at, read_blocks, try_link
 from dist_ckpt.core.shard_io.write.shard_writer import (
     NullStorage,
     RankFiles,
@@ -152,7 +152,7 @@ def _link(
             continue
         if checked is None:
             return None
-        is_linked = linked(storage, f"{saved.folder}/{name}", f"{folder}/{name}")
+        is_linked = try_link(storage, f"{saved.folder}/{name}", f"{folder}/{name}")
         return checked if is_linked else None
     return None
 

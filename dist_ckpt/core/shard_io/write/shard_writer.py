@@ -138,11 +138,14 @@ def write_shard_files(
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
 
-        def prepare(step: tuple[_FileWrite, Batch]) -> Callable[[], FileReceipt | None]:
-            return step[0].prepare(step[1], slots)
+        def prepare(work_item: tuple[_FileWrite, Batch]) -> Callable[[], FileReceipt | None]:
+            file_write, batch = work_item
+            return file_write.prepare(batch, slots)
 
         if threads == 1:
-            results = parallel_for(lambda step: prepare(step)(), work, threads=1, stall_s=stall_s)
+            results = parallel_for(
+                lambda work_item: prepare(work_item)(), work, threads=1, stall_s=stall_s
+            )
         else:
             preparing = min(threads // 2, MAX_PREPARING)
             ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
