@@ -273,7 +273,7 @@ def test_a_configuration_that_must_be_the_same_is_refused_with_what_differs(tmp_
     run(tmp_path, 1, config=CONFIG, config_must_match=("model.*",))
     other = {"model": {"depth": 4, "wide": (1, 2)}, "lr": 1e-4}
     with pytest.raises(
-        IncompatibleError, match=r"must be the same: model.depth: 3 there, 4 here\. Use"
+        IncompatibleError, match=r"must_match= forbids that: model.depth: 3 there, 4 here\. Use"
     ):
         restored(tmp_path, config=other, config_must_match=("model.*",))
     with pytest.raises(IncompatibleError, match=r"lr: 0\.001 there, nothing here"):

@@ -87,7 +87,7 @@ def test_what_is_not_found_is_told_with_what_there_is(storage, selector, error, 
 
 def test_an_empty_run_has_no_latest() -> None:
     storage = MemoryStorage({ROOT: None})
-    with pytest.raises(NotFoundError, match="nothing here is the latest: it has no checkpoint"):
+    with pytest.raises(NotFoundError, match="no latest checkpoint: it has no checkpoint"):
         chosen(storage, "latest")
     with pytest.raises(NotFoundError, match="there are no metrics"):
         chosen(storage, "min:loss")
@@ -102,7 +102,7 @@ def test_a_damaged_one_is_no_candidate_and_that_is_logged(storage, caplog) -> No
     storage.create(file, 2).write_at(0, b"{}")
     with caplog.at_level(logging.WARNING, "dist_ckpt"):
         assert chosen(storage, "latest") == "step-40"
-    assert "step-50 is damaged and is no candidate" in caplog.text
+    assert "step-50 is damaged and is ignored" in caplog.text
 
 
 def test_without_a_history_only_steps_and_tags_are_found(storage: MemoryStorage) -> None:

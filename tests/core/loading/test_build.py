@@ -63,13 +63,15 @@ def test_the_model_is_made_from_the_stored_config_and_filled(path: Path) -> None
 def test_the_component_may_have_another_name(tmp_path: Path, path: Path) -> None:
     dc.save({"net[0]": trained()}, tmp_path / "ck", kind="ddl", config=CONFIG)
     assert same(dc.build(tmp_path / "ck", {"ddl": Ddl}, component="net[0]"), trained())
-    message = r"nothing of 'model': give as component= one of net\[0\]$"
+    message = r"no component 'model': give component= one of net\[0\]$"
     with pytest.raises(IncompatibleError, match=message):
         dc.build(tmp_path / "ck", {"ddl": Ddl})
 
 
 def test_a_kind_that_the_table_lacks_is_told_with_what_it_has(path: Path) -> None:
-    with pytest.raises(IncompatibleError, match="kind 'ddl', and the table has baseline, other"):
+    with pytest.raises(
+        IncompatibleError, match="kind 'ddl', but the table has only baseline, other: add it"
+    ):
         dc.build(path, {"other": Ddl, "baseline": Ddl})
     with pytest.raises(NotFoundError):
         dc.build(path.parent / "gone", {"ddl": Ddl})

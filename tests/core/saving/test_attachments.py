@@ -205,7 +205,10 @@ def test_it_is_rank_0_that_attaches_and_others_give_nothing_or_the_same() -> Non
     for given in ([None, {"a": b"1"}], [{"a": b"1"}, {"a": b"2"}], [{"b": b""}, {"a": b"1"}]):
         storage = MemoryStorage()
         for error in errors_of(save_as_ranks(storage, given)):
-            assert "rank 1 attaches another 'a' than rank 0: give attach= on rank 0" in str(error)
+            assert (
+                "rank 1 attaches a different 'a' than rank 0: give attach= only on rank 0"
+                in str(error)
+            )
         assert storage.list("/") == []
 
 

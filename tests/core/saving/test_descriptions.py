@@ -146,9 +146,9 @@ def test_names_with_dots_hide_no_difference(tmp_path: Path) -> None:
 
 def test_what_was_saved_without_a_description_cannot_be_compared(tmp_path: Path) -> None:
     path, state = saved(tmp_path / "ck"), {"w": torch.zeros(2)}
-    with pytest.raises(IncompatibleError, match="it was saved without config="):
+    with pytest.raises(IncompatibleError, match="the checkpoint was saved without config="):
         dc.load(state, path, config={})
-    with pytest.raises(IncompatibleError, match="it was saved without kind="):
+    with pytest.raises(IncompatibleError, match="the checkpoint was saved without kind="):
         dc.load(state, path, kind="ddl")
     with pytest.raises(TypeError, match="kind=5"):
         dc.load(state, path, kind=5)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_a_run_of_another_kind_does_not_go_on(tmp_path: Path) -> None:
         return step
 
     assert start(kind="ddl", config={"a": 1}) is None
-    with pytest.raises(IncompatibleError, match="is of the kind 'ddl', and this run of 'other'"):
+    with pytest.raises(IncompatibleError, match="has the kind 'ddl', and this run has 'other'"):
         start(kind="other")
     assert start(kind="ddl") == 1
     assert [one.kind for one in dc.checkpoints(tmp_path / "run")] == ["ddl", "ddl"]
