@@ -137,7 +137,7 @@ class RunSaves:
             kind=resume.kind,
             attach=self._attach(step),
             link_unchanged=self.options.link_unchanged,
-            run=self.run,
+            incarnation=self.run,
             boundary=boundary,
             is_urgent=is_urgent,
         )

@@ -60,7 +60,7 @@ def test_what_was_never_committed_and_is_left_behind_is_not_restored(
     root, folder, caplog, unclaimed
 ):
     first = begin_from(root, None)
-    saved = kept.save(root / "step-7", 2, 7, run=first)
+    saved = kept.save(root / "step-7", 2, 7, incarnation=first)
     keep(folder, saved, first, unclaimed=unclaimed)
     lose(saved)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 7
@@ -73,7 +73,7 @@ def test_what_was_never_committed_and_is_left_behind_is_not_restored(
 @pytest.mark.parametrize("step", [7, 6])
 def test_what_was_committed_is_restored_unless_it_is_left_behind(root, folder, step):
     first = begin_from(root, None)
-    keep(folder, kept.save(root / "step-7", 2, 7, run=first), first, was_committed=True)
+    keep(folder, kept.save(root / "step-7", 2, 7, incarnation=first), first, was_committed=True)
     begin_from(root, step, 1)
     reports, states = kept.restore(folder, 2)
     assert (reports is None) == (step == 6)
@@ -83,7 +83,7 @@ def test_what_was_committed_is_restored_unless_it_is_left_behind(root, folder, s
 def test_an_older_save_is_restored_if_the_newest_is_left_behind(root, folder):
     first = begin_from(root, None)
     for arena, step in enumerate((7, 8)):
-        saved = kept.save(root / f"step-{step}", 2, step, run=first)
+        saved = kept.save(root / f"step-{step}", 2, step, incarnation=first)
         keep(folder, saved, first, arena=arena, details={"began_at": 1e12 + step})
     begin_from(root, 7, 1)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 7
@@ -91,24 +91,24 @@ def test_an_older_save_is_restored_if_the_newest_is_left_behind(root, folder):
 
 def test_a_checkpoint_that_is_left_behind_does_not_count_as_newer(root, folder):
     first = begin_from(root, None)
-    kept.save(root / "step-9", 2, 9, run=first)
+    kept.save(root / "step-9", 2, 9, incarnation=first)
     second = begin_from(root, 6, 1)
-    saved = kept.save(root / "step-7", 2, 7, run=second)
+    saved = kept.save(root / "step-7", 2, 7, incarnation=second)
     keep(folder, saved, second)
     lose(saved)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 7
-    kept.save(root / "step-8", 2, 8, run=second)
+    kept.save(root / "step-8", 2, 8, incarnation=second)
     assert kept.restore(folder, 2)[0] is None
 
 
 @pytest.mark.parametrize("unclaimed", [(), (0, 1)])
 def test_a_checkpoint_that_is_left_behind_at_the_same_path_is_no_obstacle(root, folder, unclaimed):
     first = begin_from(root, None)
-    old = kept.save(root / "step-7", 2, 7, run=first)
+    old = kept.save(root / "step-7", 2, 7, incarnation=first)
     aside = root.parent / "aside"
     shutil.copytree(old.path, aside)
     second = begin_from(root, 6, 1)
-    saved = kept.save(root / "step-7", 2, 7, run=second)
+    saved = kept.save(root / "step-7", 2, 7, incarnation=second)
     keep(folder, saved, second, unclaimed=unclaimed, details={"began_at": 1.0})
     lose(saved)
     shutil.move(aside, old.path)
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_left_behind_at_the_same_path_is_no_obstacle(root, 
 
 def test_an_attempt_that_is_made_up_has_a_number_of_its_start(root, folder):
     run = begin_from(root, None)
-    saved = kept.save(root / "step-7", 2, 7, run=run)
+    saved = kept.save(root / "step-7", 2, 7, incarnation=run)
     keep(folder, saved, run, unclaimed=(0, 1))
     lose(saved)
     reports, _ = kept.restore(folder, 2)
@@ -133,9 +133,9 @@ def test_an_attempt_that_is_made_up_has_a_number_of_its_start(root, folder):
 
 def test_a_checkpoint_of_a_newer_start_at_the_path_is_never_passed_over(root, folder, caplog):
     first = begin_from(root, None)
-    saved = kept.save(root / "step-7", 2, 7, run=first)
+    saved = kept.save(root / "step-7", 2, 7, incarnation=first)
     keep(folder, saved, first, unclaimed=(0, 1), details={"overwrite": True, "began_at": 1e12})
-    newer = kept.save(root / "step-7", 2, 7, run=begin_from(root, 6, 1))
+    newer = kept.save(root / "step-7", 2, 7, incarnation=begin_from(root, 6, 1))
     begin_from(root, 7, 1)  # somebody goes back to what the second start had orphaned
     caplog.set_level(logging.WARNING)
     assert kept.restore(folder, 2)[0] is None
@@ -154,7 +154,7 @@ def test_without_a_start_nothing_is_left_behind_and_who_records_none_is(root, fo
 
 def test_a_history_that_is_given_is_not_read_again(root, folder):
     run = begin_from(root, None)
-    keep(folder, kept.save(root / "step-7", 2, 7, run=run), run)
+    keep(folder, kept.save(root / "step-7", 2, 7, incarnation=run), run)
     known = read_history(LocalStorage(), str(root))
     begin_from(root, 6, 1)
     assert kept.step_in(kept.restore(folder, 2, history=known)[1]) == 7
@@ -162,7 +162,7 @@ def test_a_history_that_is_given_is_not_read_again(root, folder):
 
 def test_a_start_that_cannot_be_read_stops_the_restore_on_all_ranks(root, folder):
     run = begin_from(root, None)
-    keep(folder, kept.save(root / "step-7", 2, 7, run=run), run)
+    keep(folder, kept.save(root / "step-7", 2, 7, incarnation=run), run)
     (root / ".incarnations" / "1.json").write_bytes(b"{}")
     for found in kept.try_restore(folder, 2)[0]:
         assert isinstance(found.error, dc.CheckpointError)

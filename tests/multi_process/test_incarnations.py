@@ -54,7 +54,7 @@ def save(
     saver: dc.AsyncSaver, state: dict[str, Any], root: str, step: int, run: Incarnation
 ) -> Any:
     assign(state, step)
-    options = SaveOptions(step=step, run=run, boundary=step)
+    options = SaveOptions(step=step, incarnation=run, boundary=step)
     return saver.save_with(state, folder_of(root, step), options)
 
 

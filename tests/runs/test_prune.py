@@ -289,7 +289,7 @@ def test_what_a_start_replaces_stays_while_it_is_held(storage, clock) -> None:
     old = committed(storage, 1, start=1)
     begin_incarnation(storage, ROOT, restored=None, why="", by="")
     Lease(subject(storage, old), 60.0).take()
-    claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", run=Incarnation(ROOT, 2))
+    claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", incarnation=Incarnation(ROOT, 2))
     new = committed(storage, 1, start=2)
     supersede(storage, f"{ROOT}/step-1", new[1])
     collect(storage, f"{ROOT}/step-1", grace_s=60)

@@ -234,7 +234,7 @@ def test_everything_that_writes_is_refused_and_changes_nothing(
 CALLS: dict[str, Callable[[Storage], object]] = {
     "claim": lambda s: claim(s, f"{ROOT}/new", overwrite=False, by="x"),
     "claim of a run": lambda s: claim(
-        s, f"{ROOT}/new", overwrite=False, by="x", run=Incarnation(ROOT, 3)
+        s, f"{ROOT}/new", overwrite=False, by="x", incarnation=Incarnation(ROOT, 3)
     ),
     "claim with force": lambda s: claim(s, f"{ROOT}/{STEP_3}", overwrite=True, by="x", force=True),
     "begin": lambda s: begin_incarnation(s, ROOT, restored=None, why="", by="x"),

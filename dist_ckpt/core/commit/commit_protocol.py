@@ -88,8 +88,8 @@ CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
 class Claim:
     """An attempt that this process created and alone may commit.
 
-    `new_folders` are the folders that were created for it. `run` is its incarnation, if any: after
-    a newer one has begun it is not committed.
+    `new_folders` are the folders that were created for it. `incarnation` is that of its run, if
+    any: after a newer one has begun it is not committed.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Claim:
     folder: str
     by: str
     new_folders: tuple[str, ...]
-    run: Incarnation | None = None
+    incarnation: Incarnation | None = None
 
 
 # --- claim -----------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def claim(
     *,
     overwrite: bool,
     by: str,
-    run: Incarnation | None = None,
+    incarnation: Incarnation | None = None,
     force: bool = False,
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
@@ -120,22 +120,22 @@ def claim(
     ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade. After
     any error nothing is left behind.
 
-    `run` is the incarnation that saves. It saves only above the step that it restored, so later
+    `incarnation` is the one that saves. It saves only above the step that it restored, so later
     checkpoints of older incarnations are orphaned, and replaced without `overwrite`. ConflictError
     if a newer incarnation exists, StorageError if this one has no attempts left.
     """
     new_folders: list[str] = []
     attempt: Attempt | None = None
-    may_replace = partial(_may_replace, overwrite=overwrite, run=run)
+    may_replace = partial(_may_replace, overwrite=overwrite, incarnation=incarnation)
     try:
-        if run is not None:
-            run.check(storage)
+        if incarnation is not None:
+            incarnation.check(storage)
         check_upgraded(storage, posixpath.dirname(real_path(path)))
         for _ in range(MAX_TRIES):
             entries = _survey(storage, path, new_folders, may_replace=may_replace)
-            if run is None and not force:  # what a run replaces stays while protected
+            if incarnation is None and not force:  # what a run replaces stays while protected
                 check_unprotected(storage, path, list(attempts_in(entries)), read_storage_clock)
-            attempt = _next_attempt(entries, path, run)
+            attempt = _next_attempt(entries, path, incarnation)
             try:
                 storage.make_folder(f"{path}/{attempt}")
                 break
@@ -166,11 +166,11 @@ def claim(
     except BaseException:
         _take_back(storage, path, attempt, new_folders)
         raise
-    return Claim(path, attempt, f"{path}/{attempt}", by, tuple(new_folders), run)
+    return Claim(path, attempt, f"{path}/{attempt}", by, tuple(new_folders), incarnation)
 
 
-def _may_replace(attempt: Attempt, *, overwrite: bool, run: Incarnation | None) -> bool:
-    return overwrite or (run is not None and attempt.number < run.first)
+def _may_replace(attempt: Attempt, *, overwrite: bool, incarnation: Incarnation | None) -> bool:
+    return overwrite or (incarnation is not None and attempt.number < incarnation.first)
 
 
 def _survey(
@@ -184,11 +184,13 @@ def _survey(
     return entries
 
 
-def _next_attempt(entries: Sequence[Entry], path: str, run: Incarnation | None) -> Attempt:
+def _next_attempt(entries: Sequence[Entry], path: str, incarnation: Incarnation | None) -> Attempt:
     numbers = [attempt.number for attempt in attempts_in(entries)]
     numbers += [old.number for entry in entries if (old := parse_trash(entry.name)) is not None]
     highest = max(numbers, default=0)
-    return Attempt(highest + 1 if run is None else run.next_attempt(highest, path), new_id())
+    return Attempt(
+        highest + 1 if incarnation is None else incarnation.next_attempt(highest, path), new_id()
+    )
 
 
 def _abandon_lower_rivals(
@@ -344,8 +346,8 @@ def commit(
         _check_readable(data, text, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back with other content: check the storage")
-        if claim.run is not None:
-            claim.run.check(storage)  # last: `secure` abandons only attempts opened before
+        if claim.incarnation is not None:
+            claim.incarnation.check(storage)  # last: `secure` abandons only attempts opened before
     except FileNotFoundError:
         raise _conflict(storage, claim.path, claim.attempt, None) from None
     try:

@@ -52,7 +52,7 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
 
 
 def supersede(
-    storage: Storage, path: str, attempt: Attempt, run: Incarnation | None = None
+    storage: Storage, path: str, attempt: Attempt, incarnation: Incarnation | None = None
 ) -> None:
     """Remove attempts lower than the one just committed, and all trash.
 
@@ -68,8 +68,8 @@ def supersede(
             if lower in protections:
                 _log.info("%s/%s stays for now: %s", path, lower, "; ".join(protections[lower]))
                 continue
-            if run is not None:
-                run.check(storage)
+            if incarnation is not None:
+                incarnation.check(storage)
             if not is_decided(storage, path, lower):
                 abandon(storage, path, lower, by=by, reason="a later attempt was committed")
             remove(storage, path, lower)

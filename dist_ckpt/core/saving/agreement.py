@@ -192,7 +192,7 @@ class Preparation(Protocol):
 
 
 def agree(
-    ranks: Session,
+    session: Session,
     prepare: Callable[[], PreparationT],
     claim: Callable[[PreparationT], NameT],
     answer: type[SaveAgreement[NameT]],
@@ -202,14 +202,16 @@ def agree(
     One exchange is enough if the cached plan is valid on all ranks. The coordinator calls `claim`
     after all checks: it begins the save. All ranks raise the error of any rank.
     """
-    with ranks.channel.exchange("agree") as agreeing:
+    with session.channel.exchange("agree") as agreeing:
         prepared = prepare()
-        cached = cached_plan(ranks, prepared.inventory)
+        cached = cached_plan(session, prepared.inventory)
         if cached is not None:
             prepared.use(cached)
         cached_name = "" if cached is None else cached.save_name
         proposals = agreeing.gather(
-            SaveProposal(prepared.request, cached_name, ranks.collective.epoch, prepared.unmatched)
+            SaveProposal(
+                prepared.request, cached_name, session.collective.epoch, prepared.unmatched
+            )
         )
         if proposals is not None:
             save_name = claim(prepared) if check_proposals(proposals) else None
@@ -218,22 +220,22 @@ def agree(
     agreement = agreeing.result(answer)
     if agreement.name is not None and cached is not None:
         return prepared, agreement.name, cached
-    ranks.collective.renew(agreement.connection_epoch)
-    with ranks.channel.exchange("plan") as planning:
-        plan = plan_together(ranks, prepared.inventory)
+    session.collective.renew(agreement.connection_epoch)
+    with session.channel.exchange("plan") as planning:
+        plan = plan_together(session, prepared.inventory)
         prepared.use(plan)
         planning.gather(None)
         if planning.is_coordinator:
             planning.decide(SaveAgreement(claim(prepared), agreement.connection_epoch))
     chosen = planning.result(answer).name
     assert chosen is not None
-    ranks.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
+    session.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
     return prepared, chosen, plan
 
 
-def cached_plan(ranks: Session, inventory: Inventory) -> CachedPlan | None:
+def cached_plan(session: Session, inventory: Inventory) -> CachedPlan | None:
     """Return the cached plan if this rank's inventory has not changed."""
-    cached = ranks.cache(SaveCache).plan
+    cached = session.cache(SaveCache).plan
     return cached if cached is not None and cached.inventory == inventory else None
 
 
@@ -276,10 +278,10 @@ def _check_attached(requests: Sequence[SaveRequest]) -> None:
             )
 
 
-def plan_together(ranks: Session, inventory: Inventory) -> CachedPlan:
+def plan_together(session: Session, inventory: Inventory) -> CachedPlan:
     """Gather the inventories, and make the same plan on every rank. Collective."""
-    bodies = ranks.collective.all_gather_distinct(typed_msgpack.encode(inventory))
-    plan = plan_of(bodies, ranks.channel.world_size)
+    bodies = session.collective.all_gather_distinct(typed_msgpack.encode(inventory))
+    plan = plan_of(bodies, session.channel.world_size)
     return CachedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 
 

@@ -118,16 +118,16 @@ class CarrySource:
 
 
 def open_source(
-    ranks: Session,
+    session: Session,
     report: object,
     exclude: str | Sequence[str] | None,
     storage: Storage | None,
 ) -> CarrySource:
     """Open the checkpoint of a load's `report`, and gather the restored names. Collective."""
-    channel, encoded, reads = ranks.channel, b"", IoCount()
+    channel, encoded, reads = session.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
-        request = CarryRequest(loaded.path, loaded.attempt, ranks.collective.epoch)
+        request = CarryRequest(loaded.path, loaded.attempt, session.collective.epoch)
         requests = opening.gather(request)
         if requests is not None:
             check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
@@ -137,12 +137,12 @@ def open_source(
             epoch = max(request.connection_epoch for request in requests)
             opening.decide(CarrySourceInfo(attempt, epoch))
     info = opening.result(CarrySourceInfo)
-    ranks.collective.renew(info.connection_epoch)
+    session.collective.renew(info.connection_epoch)
     with channel.exchange("carried names"):
-        index = index_json.decode(ranks.collective.broadcast(encoded or None))
+        index = index_json.decode(session.collective.broadcast(encoded or None))
         assert isinstance(index, Index)
         own = RestoredNames((*loaded.restored, *loaded.dropped))
-        bodies = ranks.collective.all_gather_distinct(typed_msgpack.encode(own))
+        bodies = session.collective.all_gather_distinct(typed_msgpack.encode(own))
         restored = [typed_msgpack.decode(body, RestoredNames) for body, _ in bodies]
         done = {name for of_rank in restored for name in of_rank.names}
     remaining, names = not_loaded(index.catalog, done, excluded)
@@ -223,13 +223,13 @@ class CarryOver:
         return objects
 
     def write(
-        self, ranks: Session, storage: Storage, folder: str, step: int | None
+        self, session: Session, storage: Storage, folder: str, step: int | None
     ) -> tuple[tuple[FileReceipt, ...], IoCount]:
         """Link and copy this rank's files. Return their receipts, and the count of linked ones.
 
         On return the files and their names are durable. CorruptError if the source is damaged.
         """
-        rank, threads = ranks.channel.rank, ranks.config.threads
+        rank, threads = session.channel.rank, session.config.threads
         files = {name: file for name, file in self.plan.linked.items() if file.rank == rank}
         linked = IoCount()
         if files:
@@ -238,15 +238,15 @@ class CarryOver:
         receipts = tuple(
             (name, file.nbytes, file.header_nbytes, file.digest) for name, file in files.items()
         )
-        return (*receipts, *self._copy(ranks, storage, folder, step)), linked
+        return (*receipts, *self._copy(session, storage, folder, step)), linked
 
     def _copy(
-        self, ranks: Session, storage: Storage, folder: str, step: int | None
+        self, session: Session, storage: Storage, folder: str, step: int | None
     ) -> tuple[FileReceipt, ...]:
         if self.plan.copied is None:
             return ()
-        plans = files_of_rank(self.plan.copied, ranks.channel.rank)
-        with self.source.opened(storage, slots=ranks.slots) as source:
+        plans = files_of_rank(self.plan.copied, session.channel.rank)
+        with self.source.opened(storage, slots=session.slots) as source:
             windows = Windows(
                 plans, read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
             )

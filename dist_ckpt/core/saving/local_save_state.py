@@ -50,16 +50,16 @@ class StateReader:
 class LocalSaveState:
     """One rank's state in one save: its inventory, and its files by a plan."""
 
-    def __init__(self, ranks: Session, state: LocalState) -> None:
+    def __init__(self, session: Session, state: LocalState) -> None:
         self.inventory = state.inventory
         self.unmatched = state.unmatched
-        self._cache = ranks.cache(SaveCache)
-        self._rank = ranks.channel.rank
+        self._cache = session.cache(SaveCache)
+        self._rank = session.channel.rank
         self.state = state
 
     @staticmethod
     def take(
-        ranks: Session,
+        session: Session,
         state: State | StateReader,
         sharding: ShardingConfig | None,
         selection: Selection = SELECT_ALL,
@@ -67,19 +67,19 @@ class LocalSaveState:
     ) -> LocalSaveState:
         """Read the state of this rank. ValueError or TypeError if it cannot be saved."""
         if isinstance(state, StateReader):
-            return LocalSaveState(ranks, state.read())
-        cached = ranks.cache(SaveCache).plan
+            return LocalSaveState(session, state.read())
+        cached = session.cache(SaveCache).plan
         with paused_collector():
             local = build_inventory(
                 state,
                 sharding=sharding,
-                rank=ranks.channel.rank,
-                world_size=ranks.channel.world_size,
-                group_ranks=ranks.group_ranks,
+                rank=session.channel.rank,
+                world_size=session.channel.world_size,
+                group_ranks=session.group_ranks,
                 last=None if cached is None else cached.inventory,
                 selection=selection,
             )
-        local_state = LocalSaveState(ranks, local)
+        local_state = LocalSaveState(session, local)
         if link_unchanged:
             local_state._separate_files(link_unchanged)
         return local_state

@@ -71,7 +71,7 @@ class SaveOptions:
     attach: Attachments | ReadAttachments | None = None
     link_unchanged: str | Sequence[str] = ()
     carry_over: LoadReport | None = None
-    run: Incarnation | None = None
+    incarnation: Incarnation | None = None
     boundary: int | None = None
     is_urgent: Callable[[], bool] = bool
 
@@ -97,10 +97,10 @@ class SaveOptions:
         """Return the metadata with `config` and `kind` in it."""
         return described(self.metadata, self.config, self.kind)
 
-    def local_state(self, ranks: Session, state: State | StateReader) -> LocalSaveState:
+    def local_state(self, session: Session, state: State | StateReader) -> LocalSaveState:
         """Read this rank's state. ValueError or TypeError if it cannot be saved."""
         link_unchanged = patterns(self.link_unchanged, "link_unchanged")
-        return LocalSaveState.take(ranks, state, self.sharding, self.selection(), link_unchanged)
+        return LocalSaveState.take(session, state, self.sharding, self.selection(), link_unchanged)
 
     def selection(self) -> Selection:
         """Return the selection of the names to save. Raises TypeError or ValueError."""
@@ -124,8 +124,8 @@ class SaveOptions:
             metadata=document_digest(encode_value(self.all_metadata())),
             attached=digests,
             selection=self.selection_text(),
-            root="" if self.run is None else self.run.root,
-            incarnation_number=0 if self.run is None else self.run.number,
+            root="" if self.incarnation is None else self.incarnation.root,
+            incarnation_number=0 if self.incarnation is None else self.incarnation.number,
             boundary=self.boundary,
         )
 
@@ -206,7 +206,7 @@ def save(
 
 
 def save_together(
-    ranks: Session,
+    session: Session,
     state: State | StateReader,
     path: str | os.PathLike[str],
     options: SaveOptions,
@@ -214,25 +214,25 @@ def save_together(
 ) -> SaveReport:
     """Save over a given session. Collective: every rank of the session calls this."""
     with (
-        ranks.operation(f"save to {path}"),
+        session.operation(f"save to {path}"),
         ExitStack() as lease,
-        Transaction(ranks.channel, ranks.config) as transaction,
+        Transaction(session.channel, session.config) as transaction,
     ):
-        phases = Phases("save", str(path), quiet=ranks.channel.rank != COORDINATOR)
+        phases = Phases("save", str(path), quiet=session.channel.rank != COORDINATOR)
         with phases.phase("agree"):
             source = None
             if options.carry_over is not None:
-                source = open_source(ranks, options.carry_over, options.exclude, storage)
+                source = open_source(session, options.carry_over, options.exclude, storage)
             prepared, attempt, plan = agree(
-                ranks,
-                partial(_prepare, ranks, state, path, options, storage, source),
+                session,
+                partial(_prepare, session, state, path, options, storage, source),
                 partial(_claim, transaction),
                 SaveAgreement[Attempt],
             )
             transaction.join(prepared.storage, prepared.request.path, attempt)
             carried = None if source is None else source.planned(plan.plan)
-        cache = ranks.cache(SaveCache)
-        writer = _RankWriter(ranks, options, prepared, plan, carried, lease)
+        cache = session.cache(SaveCache)
+        writer = _RankWriter(session, options, prepared, plan, carried, lease)
         with phases.phase("write"):
             catalog = plan.text if carried is None else carried.text
             decision = transaction.commit(catalog, options.index_fields(), writer.write)
@@ -247,7 +247,7 @@ def save_together(
             phases,
             reads=reads if source is None else reads.plus_all(source.reads),
             writes=prepared.storage.writes,
-            collectives=ranks.collective_calls,
+            collectives=session.collective_calls,
         )
 
 
@@ -271,7 +271,7 @@ class _PreparedSave:
 
 
 def _prepare(
-    ranks: Session,
+    session: Session,
     state: State | StateReader,
     path: str | os.PathLike[str],
     options: SaveOptions,
@@ -283,7 +283,7 @@ def _prepare(
     default_storage, storage_path = open_storage(path)
     attached = read_attached(options.attach)
     request = options.request(storage_path, attached)
-    local_state = options.local_state(ranks, state)
+    local_state = options.local_state(session, state)
     unmatched = local_state.unmatched
     if source is not None:
         unmatched = source.unmatched(unmatched)
@@ -308,7 +308,7 @@ class _RankWriter:
     On the coordinator `lease` gets a lease on the source of `carried`.
     """
 
-    ranks: Session
+    session: Session
     options: SaveOptions
     prepared: _PreparedSave
     plan: CachedPlan
@@ -319,7 +319,7 @@ class _RankWriter:
     def write(self, folder: str) -> RankWriteResult:
         """Write the files into the folder of the attempt."""
         start = time.monotonic()
-        ranks, storage, step = self.ranks, self.prepared.storage, self.options.step
+        session, storage, step = self.session, self.prepared.storage, self.options.step
         local_state, carried = self.prepared.local_state, self.carried
         receipts: tuple[FileReceipt, ...] = ()
         linked = IoCount()
@@ -328,19 +328,19 @@ class _RankWriter:
             self.plan.plan, step, self.options.all_metadata(), self.prepared.attached
         )
         if carried is not None:
-            if ranks.channel.rank == COORDINATOR:
+            if session.channel.rank == COORDINATOR:
                 carried.source.take_lease(storage, self.lease)
             with carried.reading(storage):
-                objects = carried.objects(storage, files.objects, ranks.channel.rank)
-                receipts, linked = carried.write(ranks, storage, folder, step)
+                objects = carried.objects(storage, files.objects, session.channel.rank)
+                receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
         part = write_or_link(
             storage,
             folder,
             files,
-            ranks.cache(SaveCache).linkable_saves,
-            threads=ranks.config.threads,
-            slots=ranks.slots,
+            session.cache(SaveCache).linkable_saves,
+            threads=session.config.threads,
+            slots=session.slots,
         )
         self.saved = part.saved
         return RankWriteResult(

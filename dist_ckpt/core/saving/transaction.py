@@ -177,7 +177,7 @@ class Transaction:
         """
         self._storage, self._path = storage, path
         self._claim = commit_protocol.claim(
-            storage, path, overwrite=overwrite, by=self._by, run=incarnation, force=force
+            storage, path, overwrite=overwrite, by=self._by, incarnation=incarnation, force=force
         )
         self._attempt = self._claim.attempt
         return self._claim.attempt
@@ -355,7 +355,7 @@ class Transaction:
     def supersede(self) -> None:
         """Remove the attempts that the committed one replaces. On other ranks, do nothing."""
         if self._claim is not None:
-            removal.supersede(self.storage, self._path, self.attempt, self._claim.run)
+            removal.supersede(self.storage, self._path, self.attempt, self._claim.incarnation)
 
     def report(
         self,

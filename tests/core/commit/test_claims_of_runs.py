@@ -42,7 +42,7 @@ def started(storage: Storage, root: str = ROOT, step: int = 0) -> Incarnation:
 def claimed(
     storage: Storage, run: Incarnation | None, path: str = PATH, *, overwrite: bool = False
 ) -> commit_protocol.Claim:
-    return commit_protocol.claim(storage, path, overwrite=overwrite, by="a test", run=run)
+    return commit_protocol.claim(storage, path, overwrite=overwrite, by="a test", incarnation=run)
 
 
 def finish(storage: Storage, claim: commit_protocol.Claim, step: int) -> Attempt:
@@ -50,7 +50,7 @@ def finish(storage: Storage, claim: commit_protocol.Claim, step: int) -> Attempt
     write_rank(storage, claim.folder, step, 0)
     commit_protocol.check_files(storage, claim.folder, sizes_of(step, 1))
     commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
-    removal.supersede(storage, claim.path, claim.attempt, claim.run)
+    removal.supersede(storage, claim.path, claim.attempt, claim.incarnation)
     return claim.attempt
 
 

@@ -99,7 +99,7 @@ def saver(start: int, step: int, *, overwrite: bool = False, looks: bool = True)
     def claim(storage: Storage, late: bool) -> Claim | Outcome:
         try:
             made = commit_protocol.claim(
-                storage, path, overwrite=overwrite, by=f"start {start}", run=run
+                storage, path, overwrite=overwrite, by=f"start {start}", incarnation=run
             )
         except CheckpointError:
             return Outcome("refused")

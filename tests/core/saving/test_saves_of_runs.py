@@ -57,18 +57,18 @@ def save(root: Path, step: int, **options: Any) -> SaveReport:
 
 def test_a_start_saves_by_its_own_numbers_and_replaces_what_is_left_behind(tmp_path: Path) -> None:
     first = started(tmp_path)
-    assert save(tmp_path, 0, run=first).attempt.startswith("a1000-")
-    assert save(tmp_path, 1, run=first).attempt.startswith("a1000-")
+    assert save(tmp_path, 0, incarnation=first).attempt.startswith("a1000-")
+    assert save(tmp_path, 1, incarnation=first).attempt.startswith("a1000-")
     with pytest.raises(ExistsError):
-        save(tmp_path, 1, run=first)
-    assert save(tmp_path, 1, run=first, overwrite=True).attempt.startswith("a1001-")
-    assert save(tmp_path, 1, run=started(tmp_path)).attempt.startswith("a2000-")
+        save(tmp_path, 1, incarnation=first)
+    assert save(tmp_path, 1, incarnation=first, overwrite=True).attempt.startswith("a1001-")
+    assert save(tmp_path, 1, incarnation=started(tmp_path)).attempt.startswith("a2000-")
     assert len(list_attempts(LocalStorage(), f"{tmp_path}/step-1")) == 1
 
 
 def test_a_save_of_a_start_has_no_more_exchanges(tmp_path: Path) -> None:
     plain = save(tmp_path, 1)
-    of_run = save(tmp_path, 2, run=started(tmp_path), boundary=7)
+    of_run = save(tmp_path, 2, incarnation=started(tmp_path), boundary=7)
     assert of_run.exchanges.num == plain.exchanges.num
 
 
@@ -76,14 +76,14 @@ def test_a_save_of_a_start_has_no_more_exchanges(tmp_path: Path) -> None:
     ("options", "name"),
     [
         (
-            ({"run": Incarnation("/runs", 1)}, {"run": Incarnation("/runs", 2)}),
+            ({"incarnation": Incarnation("/runs", 1)}, {"incarnation": Incarnation("/runs", 2)}),
             "incarnation_number: rank 0: 1; rank 1: 2",
         ),
         (
-            ({"run": Incarnation("/a", 1)}, {"run": Incarnation("/b", 1)}),
+            ({"incarnation": Incarnation("/a", 1)}, {"incarnation": Incarnation("/b", 1)}),
             "root: rank 0: '/a'; rank 1: '/b'",
         ),
-        (({"run": Incarnation("/runs", 1)}, {}), "root: rank 0: '/runs'; rank 1: ''"),
+        (({"incarnation": Incarnation("/runs", 1)}, {}), "root: rank 0: '/runs'; rank 1: ''"),
         (({"boundary": 4}, {"boundary": 5}), "boundary: rank 0: 4; rank 1: 5"),
         (({"boundary": 4}, {}), "boundary: rank 0: 4; rank 1: None"),
     ],
@@ -99,10 +99,10 @@ def test_ranks_that_save_for_different_starts_or_boundaries_are_named(
 
 def test_an_older_start_is_refused_on_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     older = started(tmp_path)
-    save(tmp_path, 0, run=older)
+    save(tmp_path, 0, incarnation=older)
     started(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    for found in try_save(tmp_path, 1, {"run": older}):
+    for found in try_save(tmp_path, 1, {"incarnation": older}):
         assert isinstance(found.error, ConflictError)
         assert "incarnation 2 of this run, a job, has taken over" in str(found.error)
     assert sorted(tmp_path.rglob("*")) == before
@@ -112,7 +112,7 @@ def test_a_start_that_is_replaced_while_it_writes_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = started(tmp_path)
-    save(tmp_path, 0, run=older)
+    save(tmp_path, 0, incarnation=older)
     before = sorted(tmp_path.rglob("*.safetensors"))
     check = commit_protocol.check_files
 
@@ -121,7 +121,7 @@ def test_a_start_that_is_replaced_while_it_writes_commits_nothing(
         check(*args, **options)
 
     monkeypatch.setattr(commit_protocol, "check_files", begin_meanwhile)
-    for found in try_save(tmp_path, 1, {"run": older}):
+    for found in try_save(tmp_path, 1, {"incarnation": older}):
         assert isinstance(found.error, ConflictError)
         assert "incarnation 2 of this run, a job, has taken over" in str(found.error)
     assert sorted(tmp_path.rglob("*.safetensors")) == before
@@ -133,8 +133,8 @@ def test_a_start_that_is_replaced_after_its_commit_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     older = started(tmp_path)
-    save(tmp_path, 0, run=older)
-    save(tmp_path, 1, run=older)
+    save(tmp_path, 0, incarnation=older)
+    save(tmp_path, 1, incarnation=older)
     commit = commit_protocol.commit
 
     def commit_and_begin(*args: Any) -> None:
@@ -142,6 +142,6 @@ def test_a_start_that_is_replaced_after_its_commit_removes_nothing(
         started(tmp_path)
 
     monkeypatch.setattr(commit_protocol, "commit", commit_and_begin)
-    assert save(tmp_path, 1, run=older, overwrite=True).attempt.startswith("a1001-")
+    assert save(tmp_path, 1, incarnation=older, overwrite=True).attempt.startswith("a1001-")
     assert len(list_attempts(LocalStorage(), f"{tmp_path}/step-1")) == 2
     assert "incarnation 2 of this run, a job, has taken over" in caplog.text
