@@ -52,7 +52,7 @@ def test_what_is_asked_for_is_cast_and_nothing_else(place: Path) -> None:
         state = asking()
         with pytest.raises(dc.IncompatibleError) as caught:
             dc.load(state, place, cast=cast)
-        assert "w: saved as float32, the state has bfloat16: nothing is cast unless" in str(
+        assert "w: saved as float32, the state has bfloat16: values are converted" in str(
             caught.value
         )
         assert ("small: saved" in str(caught.value)) == (not cast)
