@@ -211,8 +211,8 @@ class AsyncSaver:
         self, state: State, path: str | os.PathLike[str], options: SaveOptions
     ) -> SaveHandle:
         """Save with all options, also internal ones. Not public."""
-        info = self._options.saver_info()
         with self._exclusive(), self._ranks.operation(f"background save to {path}"):
+            info = self._options.saver_info()
             if self._options.job is None and self._root_id is None:
                 self._root_id = self._agree_on_root_id(path)
             handle = save_in_background(
