@@ -24,9 +24,9 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 @pytest.mark.parametrize(
     ("arguments", "kind", "match"),
     [
-        ({"job": 5}, TypeError, "job=5: .* pass a str"),
-        ({"job": ""}, ValueError, "job='': .* pass a str"),
-        ({"job": "a/b"}, ValueError, "job='a/b': .* pass a str"),
+        ({"job": 5}, TypeError, "job=5: .* Pass a str"),
+        ({"job": ""}, ValueError, "job='': .* Pass a str"),
+        ({"job": "a/b"}, ValueError, "job='a/b': .* Pass a str"),
         ({"root": 5}, TypeError, "root=5: .* pass a str or a pathlib.Path"),
         ({"root": ""}, ValueError, "root='': .* pass the path of a folder"),
         ({"root": "s3://a", "job": "a"}, ValueError, "root='s3://a': .* only file systems"),

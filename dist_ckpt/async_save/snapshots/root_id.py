@@ -56,9 +56,9 @@ def find_root_id(storage: Storage, root: str) -> str | None:
         reader.close()
     if (content := _CONTENT.fullmatch(data[:count])) is None:
         raise CorruptError(
-            f"{file} is not what dist_ckpt writes there. Use another root, or "
-            f"AsyncSaver(job=...), or remove it: then snapshots of this folder in memory are "
-            f"not found again"
+            f"{file} is not what dist_ckpt writes there: remove it, or use another root, or "
+            f"AsyncSaver(job=...). If you remove it, snapshots of this folder in memory are not "
+            f"found again"
         )
     return content[1].decode()
 
