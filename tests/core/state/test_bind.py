@@ -535,7 +535,7 @@ def test_other_keys_than_saved_follow_the_policy_of_the_template() -> None:
     def state(policy: Any) -> dict[str, Any]:
         return {"p": PerRank(-1, key=("dp", 0), on_reshard=policy)}
 
-    refuses(state("error"), saved, 'choose on_reshard="drop"', world_size=2, keys=keys)
+    refuses(state("error"), saved, "an argument of its dc.PerRank", world_size=2, keys=keys)
     kept = state("drop")
     binding = load(saved, kept, world_size=2, keys=keys)
     assert kept["p"].value == -1

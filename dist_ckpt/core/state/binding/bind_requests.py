@@ -356,8 +356,8 @@ class BindContext:
                 f"{name}: saved{self.saved.source_text(name)} for the keys {_listed([*keys])} "
                 f"(mesh {mesh_text(self.saved.catalog_of(name).mesh)}), the state has "
                 f"{_listed(now)} (mesh {mesh_text(self._live_mesh())}): the value of one rank has "
-                'no meaning for another; choose on_reshard="drop" or a function for it, or exclude '
-                "it"
+                'no meaning for another; choose on_reshard="drop" or a function for it (an '
+                f"argument of its dc.{type(wrapper).__name__}, not of dc.load), or exclude it"
             )
         else:
             self.restore(name)
