@@ -1,6 +1,6 @@
 """`.shrew` files, version 1 and 2.
 
-Shrew is a deep learning framework in Rust: it saves a model, or a training, as one such file.
+The shrew library saves a model, or a training, as one such file.
 """
 
 from __future__ import annotations
