@@ -136,7 +136,7 @@ def test_a_trainer_settles_with_the_writer_that_its_predecessor_has_left(folder,
 def test_a_process_that_is_no_writer_is_never_ended(folder):
     with writer(folder, 2, "told", name="something_else") as other:
         with pytest.raises(
-            ConflictError, match=r"the writer of rank 2 belongs to process \d+ on .* stop it"
+            ConflictError, match=r"the writer of rank 2 belongs to process \d+ on .* Stop it"
         ):
             end_orphan_writers(folder, 0)
         assert other.process.poll() is None

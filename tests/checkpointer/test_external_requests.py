@@ -288,7 +288,7 @@ def test_a_storage_that_refuses_for_a_while_is_told_once_and_asked_again(
     looks(job, 5)
     told = [one for one in caplog.records if one.levelname == "WARNING"]
     assert [one.getMessage() for one in told] == [
-        "requests to save are not seen or not answered for now: planted"
+        "requests to save cannot be read or answered now: planted"
     ]
     job.storage.is_down = False
     job.ask()

@@ -61,6 +61,15 @@ MOST_NAMES_AT_THE_TOP = 16
 REGISTERS = {"cli.commands"}
 MOST_DEPTH = 4
 MOST_LINES = 600
+# A module for one importer is at least this long: else it is a part of that one. Programs, the
+# front door, adapters and readers of one other library, and public modules may be smaller.
+LEAST_LINES_FOR_ONE = 130
+SMALL_FOR_ONE = {
+    *("__main__", "async_save.writer.__main__", "storage", "testing.faulty_storage"),
+    *("integrations.mlflow", "integrations.ray_train", "integrations.wandb"),
+    *("interop.frameworks.lightning", "interop.frameworks.megatron"),
+    "tools.inspect.shard_layout",
+}
 
 # They decide, and touch nothing: whoever calls them hands in values and gets values. So do two
 # modules beside them.
@@ -302,6 +311,20 @@ def test_no_level_and_no_module_is_more_than_a_reader_can_take_in() -> None:
     assert [name for name in FOLDERS if name.count(".") >= MOST_DEPTH] == []
     long = {name: len(text.splitlines()) for name, text in SOURCES.items()}
     assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
+
+
+def test_a_small_module_has_several_importers() -> None:
+    importers: dict[str, set[str]] = {name: set() for name in SOURCES}
+    for i in IMPORTS:
+        if i.importer != PACKAGE and i.module in importers:
+            importers[i.module].add(i.importer)
+    small = {
+        name.removeprefix(f"{PACKAGE}.")
+        for name, others in importers.items()
+        if len(others) < 2 and len(SOURCES[name].splitlines()) < LEAST_LINES_FOR_ONE
+        if not name.startswith(tuple(f"{PACKAGE}.{register}." for register in REGISTERS))
+    }
+    assert small - {PACKAGE, *FOLDERS} == SMALL_FOR_ONE
 
 
 def test_no_name_on_the_first_level_is_a_public_name_of_the_package() -> None:

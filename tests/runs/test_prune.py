@@ -171,7 +171,7 @@ def test_what_is_not_committed_or_has_no_step_is_left(storage: MemoryStorage) ->
     claim(storage, f"{ROOT}/step-3", overwrite=False, by="a save")
     found = prune(storage, ROOT, last(1), is_whole=lambda _: True)
     told = {one.name: reasons for one, reasons in found}
-    assert told["step-3"] == ("it is open: that is for dist-ckpt gc, or rm",)
+    assert told["step-3"] == ("it is open: remove it by dist-ckpt gc or rm",)
     assert told["final"] == ("it has no step",)
     assert told["step-2"] == ("a save over it is in progress, or died",)
 

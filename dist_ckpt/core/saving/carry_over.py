@@ -158,7 +158,7 @@ def _checked(report: object, world_size: int) -> LoadReport:
         paths = " and ".join(source.path for source in report.sources)
         raise ValueError(
             f"carry_over: {paths} were loaded together, but the rest of only one checkpoint can "
-            f"be carried over: load each with a separate call, and give the report of that one"
+            f"be carried over. Load each with a separate call, and give the report of one call"
         )
     if not report.as_saved:
         raise ValueError(

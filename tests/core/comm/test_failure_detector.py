@@ -76,7 +76,7 @@ def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
     assert loss_of(watch) is not None
 
 
-def test_what_is_no_heartbeat_of_ours_has_invalid_heartbeat_and_nobody_is_known_by_it(clock):
+def test_a_message_that_is_not_a_heartbeat_is_refused(clock):
     line = SaveBarrier()
     watch = watch_of(line)
     assert not watch.has_invalid_heartbeat(1)

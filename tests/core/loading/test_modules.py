@@ -511,7 +511,7 @@ def test_stages_on_several_ranks_are_one_model(storage: MemoryStorage) -> None:
 def test_names_of_no_stage_on_any_rank_are_unexpected(storage: MemoryStorage) -> None:
     save_on_threads(storage, [{"model": nn.ModuleList([*net(0), nn.Linear(2, 2)])}])
     with pytest.raises(
-        dc.IncompatibleError, match=r"ask for 2 names: model\.3\.weight, model\.3\.b"
+        dc.IncompatibleError, match=r"does not have 2 names: model\.3\.weight, model\.3\.b"
     ):
         load_on_threads(storage, stages_of(net(1)))
 

@@ -454,7 +454,7 @@ def test_an_object_comes_from_one_source_or_not_at_all(tmp_path: Path) -> None:
     for name in "xy":
         dc.save({"s": Scheduler()}, tmp_path / name)
     x, y = (str(tmp_path / name) for name in "xy")
-    with pytest.raises(dc.IncompatibleError, match=f"found in {x}, and some in {y}: exclude it"):
+    with pytest.raises(dc.IncompatibleError, match=f"saved in {x}, and another in {y}: exclude it"):
         dc.load({"s": Scheduler()}, [dc.Source(x, include="s.a"), y])
     with pytest.raises(dc.IncompatibleError, match=r"'s\.b' is left out: exclude all of it"):
         dc.load({"s": Scheduler()}, {"s": dc.Source(x, include="s.a")})
