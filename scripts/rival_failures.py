@@ -35,7 +35,7 @@ import dist_ckpt as dc
 
 State = dict[str, Any]
 RANKS_LIMIT_S = 60
-MAX_CHARS = 330
+MAX_CHARS = 400
 
 
 # --- the accidents: each function tells in a few words what happened ----------------------------
