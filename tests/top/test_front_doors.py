@@ -23,7 +23,7 @@ from dist_ckpt.tools.average import average
 from dist_ckpt.tools.average.source_selection import AverageOptions
 
 # The options that only dist_ckpt itself gives.
-OF_RUNS = {"run", "boundary", "is_urgent"}
+OF_RUNS = {"incarnation", "boundary", "is_urgent"}
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ LOAD = Door(
     dc.load,
     (LoadOptions,),
     frozenset({"state", "path", "group", "opener"}),
-    frozenset({"notes"}),
+    frozenset({"record_verified"}),
 )
 RESTORE = Door(
     dc.AsyncSaver.restore,
     (LoadOptions,),
     frozenset({"self", "state"}),
-    frozenset({"verify", "check_first", "read_once", "cast", "notes"}),
+    frozenset({"verify", "check_first", "read_once", "cast", "record_verified"}),
 )
 AVERAGE = Door(dc.average, (AverageOptions,), frozenset({"sources", "to", "group", "progress"}))
 SAVER = Door(dc.AsyncSaver.__init__, (SaverOptions,), frozenset({"self", "group"}))
