@@ -125,7 +125,7 @@ class Run:
         leases.pin(self._subject(which), _text(why, "why"))
 
     def unpin(self, which: int | str) -> None:
-        """Remove the pin of a checkpoint. A missing pin is no error."""
+        """Remove the pin of a checkpoint. Do nothing if it has no pin."""
         leases.unpin(self._subject(which))
 
     def tag(self, which: int | str, name: str) -> None:

@@ -142,7 +142,7 @@ def be_rank(rank: int, ways: list[str], path: str) -> dict[str, dict[str, str]]:
 # A fixture, so that ranks which fail are not started again for each scenario.
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
-    """Return what each rank has come to, by way and scenario."""
+    """Return the outcomes of the ranks, by way and scenario."""
     folder = tmp_path_factory.mktemp("scenarios")
     ways = ["dcp"] * IS_LONG + ["adapter", "dist_ckpt"]
     return run_ranks(be_rank, ways, f"{folder}", world_size=4, timeout_s=RANKS_S)

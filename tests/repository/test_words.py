@@ -60,12 +60,6 @@ FORMER_WORDS_OF_RUNS = {
     "keep": "retention policy (a class)",
 }
 OF_RUNS = ("core.commit", "runs")
-# Names that are still to be renamed. The set only shrinks.
-STILL_THERE = {
-    *("told", "_told", "is_told", "_is_told", "_TOLD", "told_by", "forget_told"),
-    *("_told_alignment", "stand_in"),
-    *("verdict", "_verdict", "_read_verdict", "FACTS", "STARTS"),
-}
 SAYS_NOTHING = {"manager", "handler", "helper", "helpers", "util", "utils", "misc"}
 
 
@@ -217,7 +211,7 @@ def test_our_former_words_are_in_no_name() -> None:
         words = words_of(name) | {name.lower().strip("_").replace("_", "")}
         for word in words & former.keys():
             is_verb = word == "keep" and not name[:1].isupper()  # `keep=`, `dc.keep`
-            if not is_verb and name not in STILL_THERE:
+            if not is_verb:
                 wrong.add(f"{module}: {name}: say {former[word]}")
     assert wrong == set()
 

@@ -238,7 +238,7 @@ def test_an_error_is_told_while_others_still_work_and_they_are_told_it_when_they
             if rank == failing:
                 raise errors.StorageError("the disk is full")
             if rank == 2:
-                assert told.wait(HANG_S), "nobody was told before this rank was done"
+                assert told.wait(HANG_S), "the error was not reported before this rank was done"
                 raise errors.ConflictError("the folder is gone")
 
         channel.enter("save")
