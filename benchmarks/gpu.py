@@ -21,15 +21,7 @@ from benchmarks.checkpoints import large_tensors
 from benchmarks.contenders import DistCkpt
 from benchmarks.rank import StorageLocation
 from benchmarks.savers import Kind, Ours, Pending
-from benchmarks.scenario import (
-    OURS,
-    Absent,
-    Figure,
-    Measure,
-    Scenario,
-    Settings,
-    SmallShardRun,
-)
+from benchmarks.scenario import OURS, Absent, Figure, Measure, Scenario, Settings, SmallShardRun
 from benchmarks.trainer import Stall, Trainer
 from benchmarks.workload import Spec, Workload, make
 
@@ -292,9 +284,7 @@ class DcpPinnedSaver:
             self.close()
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False))
         response = async_save(
-            _state_of(workload),
-            storage_writer=FileSystemWriter(folder),
-            async_stager=self._stager,
+            _state_of(workload), storage_writer=FileSystemWriter(folder), async_stager=self._stager
         )
         assert isinstance(response, AsyncSaveResponse)
         return _Response(response)

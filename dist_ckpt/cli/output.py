@@ -25,12 +25,7 @@ from dist_ckpt.cli.results import (
 )
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
-from dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-)
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import SaveReport, format_size
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
 

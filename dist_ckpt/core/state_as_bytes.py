@@ -64,10 +64,7 @@ _INDEX_START = (
     f'"attempt":"{_ATTEMPT}","step":null,"world_size":1,'
 )
 
-_OBJECTS_FILES = {
-    _OBJECTS: filenames.OBJECTS,
-    _PER_RANK: filenames.objects_file(0),
-}
+_OBJECTS_FILES = {_OBJECTS: filenames.OBJECTS, _PER_RANK: filenames.objects_file(0)}
 _DECODER = json.JSONDecoder()
 
 

@@ -453,10 +453,7 @@ def _of_ranks(accelerator: Any) -> dict[str, Any]:
     """Return the state of this rank: positions of loaders, and random generators."""
     states = [loader.state_dict() for loader in stateful_loaders(accelerator)]
     on_reshard: Literal["error", "drop"] = "error" if states else "drop"
-    return {
-        "data": PerRank(states, on_reshard=on_reshard),
-        "rng": RNG(on_reshard="drop"),
-    }
+    return {"data": PerRank(states, on_reshard=on_reshard), "rng": RNG(on_reshard="drop")}
 
 
 def _check_call(accelerator: Any, options: dict[str, Any], hooks: Any, verb: str) -> None:

@@ -79,9 +79,7 @@ class RayCheckpointReporter:
 
 def _check_num_to_keep() -> None:
     """Raise ValueError if Ray would delete reported checkpoints."""
-    from ray.train.v2._internal.execution.context import (  # noqa: PLC0415  (private: it may move)
-        get_train_context,
-    )
+    from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415  (private: it may move)
 
     config = get_train_context().train_run_context.run_config.checkpoint_config
     if config.num_to_keep is not None:

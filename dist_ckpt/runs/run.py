@@ -161,12 +161,7 @@ class Run:
                 raise TypeError(f"among has {info!r}: give checkpoints that a dry run returned")
         self._check_metrics(keep)
         return prune(
-            self._storage,
-            self._root,
-            keep,
-            is_whole=is_complete,
-            among=among,
-            dry_run=dry_run,
+            self._storage, self._root, keep, is_whole=is_complete, among=among, dry_run=dry_run
         )
 
     def _check_metrics(self, keep: RetentionPolicy) -> None:

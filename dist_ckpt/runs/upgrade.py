@@ -15,12 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.core.commit import removal
-from dist_ckpt.core.commit.attempts import (
-    attempts_in,
-    entries_at,
-    list_attempts,
-    read_document,
-)
+from dist_ckpt.core.commit.attempts import attempts_in, entries_at, list_attempts, read_document
 from dist_ckpt.core.commit.records.incarnations import (
     LIVENESS_INTERVAL_S,
     check_same_incarnation,
@@ -51,11 +46,7 @@ from dist_ckpt.core.format.filenames import (
     parse_liveness,
     parse_step,
 )
-from dist_ckpt.core.format.run_records import (
-    MAX_NBYTES_OF_RECORD,
-    IncarnationRecord,
-    encode_record,
-)
+from dist_ckpt.core.format.run_records import MAX_NBYTES_OF_RECORD, IncarnationRecord, encode_record
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 
@@ -266,18 +257,10 @@ def _merge_annotations(storage: Storage, root: str) -> None:
         if _identity(stored) not in moved:
             number = max(stored.name.number, 1 + highest.get(_scope(stored), 0))
             highest[_scope(stored)] = number
-            _copy(
-                storage,
-                root,
-                stored,
-                AnnotationName(stored.name.kind, number, stored.name.id),
-            )
+            _copy(storage, root, stored, AnnotationName(stored.name.kind, number, stored.name.id))
         folder = f"{root}/{ANNOTATIONS}/{stored.step}/{stored.attempt}"
         storage.sync(folder)  # also the files of a killed upgrade
-        _remove(
-            storage,
-            f"{root}/{OLD_ANNOTATIONS}/{stored.step}/{stored.attempt}/{stored.name}",
-        )
+        _remove(storage, f"{root}/{OLD_ANNOTATIONS}/{stored.step}/{stored.attempt}/{stored.name}")
     _remove_folders(storage, root)
 
 

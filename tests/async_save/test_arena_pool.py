@@ -210,12 +210,7 @@ def test_a_really_small_shared_memory_ends_nobody(tmp_path):
     shell = mounted + 'exec "$0" "$@"'
     run = [unshare, *mount, shell, sys.executable, "-c", START + IN_A_SMALL_MOUNT, str(tmp_path)]
     done = subprocess.run(
-        run,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=Path(__file__).parents[2],
+        run, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr
     named = str(tmp_path).split("/")[1]
@@ -242,8 +237,7 @@ def make_link(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "what"),
-    [(make_folder, "a folder"), (make_pipe, "a pipe"), (make_link, "a link")],
+    ("make", "what"), [(make_folder, "a folder"), (make_pipe, "a pipe"), (make_link, "a link")]
 )
 @pytest.mark.parametrize("name", ["arena-0", "arena-0.new"])
 def test_what_is_no_file_in_the_place_of_an_arena_is_named_and_left(

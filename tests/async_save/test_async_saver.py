@@ -83,10 +83,7 @@ class Interrupting:
         self.told: list[str] = []
 
     def close(self, *, keep: bool) -> None:
-        for call in (
-            lambda: self.saver.restore({}),
-            lambda: self.saver.save({}, "/nowhere"),
-        ):
+        for call in (lambda: self.saver.restore({}), lambda: self.saver.save({}, "/nowhere")):
             with pytest.raises(ValueError, match="is in a call already") as told:
                 call()
             self.told.append(str(told.value))

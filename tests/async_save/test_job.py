@@ -71,12 +71,7 @@ def commit(job: Job, fake: FakeWriter, name: str = "a", failure: Failure | None 
 
 
 def leave(
-    rank: int,
-    step: int,
-    *,
-    arena: int = 0,
-    is_sealed: bool = True,
-    is_committed: bool = False,
+    rank: int, step: int, *, arena: int = 0, is_sealed: bool = True, is_committed: bool = False
 ) -> None:
     """Leave a snapshot in memory, as an earlier run does."""
     folder = JobFolder("job").rank(rank)

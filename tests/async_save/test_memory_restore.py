@@ -400,9 +400,7 @@ def test_a_save_is_restored_though_there_is_a_later_step_or_a_later_commit(
 ):
     # The run went back to an older step; or a save that began before this one was slow.
     kept.keep(
-        folder,
-        kept.save(root / "ck-7", 2, 7),
-        edit=lambda one, _: replace(one, began_at=began_at),
+        folder, kept.save(root / "ck-7", 2, 7), edit=lambda one, _: replace(one, began_at=began_at)
     )
     kept.save(root / "other", 2, step)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 7

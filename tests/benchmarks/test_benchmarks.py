@@ -156,13 +156,7 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
 @multi_process
 def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    words = [
-        "--quick",
-        "--only",
-        "background",
-        "--contenders",
-        f"--dir={tmp_path}",
-    ]
+    words = ["--quick", "--only", "background", "--contenders", f"--dir={tmp_path}"]
     command = [forked_python(), "-m", "benchmarks", *words, "--json", str(out)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False

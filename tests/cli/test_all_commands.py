@@ -248,9 +248,11 @@ def test_every_command_with_json_has_a_schema() -> None:
         name: {one for param in command.params for one in param.opts}
         for name, command in cli.commands.items()
     }
-    assert {name for name, given in options.items() if "--json" in given} == {
-        *schema.NAMES,
-    } - {"show-all", "verify-all", "dry-run"}
+    assert {name for name, given in options.items() if "--json" in given} == {*schema.NAMES} - {
+        "show-all",
+        "verify-all",
+        "dry-run",
+    }
 
 
 def test_exit_codes_follow_what_was_found(root: Path, run: Run) -> None:

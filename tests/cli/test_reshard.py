@@ -41,8 +41,7 @@ def test_reshard_takes_a_sharding_from_a_file(run, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(), ("--world-size", "2", "--sharding", "x.toml"), ("--world-size", "0")],
+    "arguments", [(), ("--world-size", "2", "--sharding", "x.toml"), ("--world-size", "0")]
 )
 def test_reshard_with_an_unclear_target_is_a_usage_error(run, checkpoint, tmp_path, arguments):
     assert run("reshard", checkpoint, tmp_path / "new", *arguments)[0] == 2

@@ -68,10 +68,7 @@ def test_verify_of_a_runs_folder_goes_on_after_one_that_cannot_be_read(run, chec
     dc.save({"model": {"w": torch.ones(4)}}, other, step=8)
     (index,) = checkpoint.glob("a1-*/index.json")
     newer = '{"format":{"version":2},"digest":"00"}'
-    for content, code, told in (
-        ("torn", 1, "DAMAGED  "),
-        (newer, 4, f"note     {checkpoint}: "),
-    ):
+    for content, code, told in (("torn", 1, "DAMAGED  "), (newer, 4, f"note     {checkpoint}: ")):
         index.write_text(content)
         found, out, _ = run("verify", checkpoint.parent)
         assert found == code

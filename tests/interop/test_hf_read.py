@@ -271,10 +271,7 @@ def test_a_file_that_is_cut_off_is_named_and_nothing_is_filled(tmp_path: Path) -
     ],
 )
 def test_an_index_that_lies_is_named(
-    tmp_path: Path,
-    change: Callable[[dict[str, Any]], None],
-    kind: type[Exception],
-    message: str,
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], kind: type[Exception], message: str
 ) -> None:
     folder = folder_of(tmp_path, model().state_dict())
     index = json.loads((folder / INDEX).read_text())

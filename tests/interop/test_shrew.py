@@ -179,11 +179,7 @@ HOSTILE: Mapping[str, tuple[bytes, type[Exception], str]] = {
         IncompatibleError,
         "byte 12: tensor 0 has a name of 5000 characters",
     ),
-    "same name": (
-        w.version_1(ONE, ONE),
-        CorruptError,
-        "byte 42: tensor 1 has the name 'a' again",
-    ),
+    "same name": (w.version_1(ONE, ONE), CorruptError, "byte 42: tensor 1 has the name 'a' again"),
     "dtype": (
         START + w.text("a") + b"\x07" + REST[1:],
         IncompatibleError,
@@ -224,11 +220,7 @@ HOSTILE: Mapping[str, tuple[bytes, type[Exception], str]] = {
         CorruptError,
         "byte 34: the data of tensor 'a' needs 4294967296 bytes, but 9 are left",
     ),
-    "more after it": (
-        w.version_1(ONE) + b"x",
-        CorruptError,
-        "byte 42: 1 bytes after the end",
-    ),
+    "more after it": (w.version_1(ONE) + b"x", CorruptError, "byte 42: 1 bytes after the end"),
     "more after the end": (w.version_2() + b"ab", CorruptError, "byte 9: 2 bytes after the end"),
     "no end": (
         w.version_2(w.METADATA)[:-1],

@@ -459,10 +459,7 @@ def die_in_the_bulk(rank: int) -> Any:
         start = time.monotonic()
         try:
             exchange(
-                ranks.channel,
-                "plan",
-                lambda: len(ranks.collective.all_gather_distinct(b"x")),
-                sum,
+                ranks.channel, "plan", lambda: len(ranks.collective.all_gather_distinct(b"x")), sum
             )
         except RankError as error:
             return type(error).__name__, error.rank, str(error), time.monotonic() - start

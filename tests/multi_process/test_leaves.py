@@ -22,11 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import dist_ckpt as dc
-from dist_ckpt.core.runtime.torch_private import (
-    ShardedTensor,
-    StridedShard,
-    cuts_strided_alike,
-)
+from dist_ckpt.core.runtime.torch_private import ShardedTensor, StridedShard, cuts_strided_alike
 from ranks import run_ranks
 from torch_can import wrap_several_boxes
 
@@ -63,12 +59,7 @@ COLUMNS: list[Boxes] = [
     [((3, 2), (4, 2))],
     [((3, 4), (4, 5))],
 ]
-ROWS: list[Boxes] = [
-    [((3, 0), (1, 9))],
-    [((0, 0), (3, 4))],
-    [((0, 4), (3, 5))],
-    [((4, 0), (3, 9))],
-]
+ROWS: list[Boxes] = [[((3, 0), (1, 9))], [((0, 0), (3, 4))], [((0, 4), (3, 5))], [((4, 0), (3, 9))]]
 
 
 def full(name: str, *shape: int) -> torch.Tensor:

@@ -232,10 +232,7 @@ CASES = {
         victim=0,
     ),
     "no space": Case(
-        save_with_no_space(2000),
-        "StorageError",
-        "rank 1 (host {host}): {path}",
-        "StorageError",
+        save_with_no_space(2000), "StorageError", "rank 1 (host {host}): {path}", "StorageError"
     ),
     "no space for the coordinator's shards": Case(
         save_with_no_space(2000), "StorageError", "rank 0 (host {host})", "StorageError", victim=0
@@ -263,17 +260,10 @@ CASES = {
         "TypeError",
     ),
     "a storage of its own": Case(
-        save_from_elsewhere,
-        "StorageError",
-        "rank 1 (host {host}): {path}/a2-",
-        "StorageError",
+        save_from_elsewhere, "StorageError", "rank 1 (host {host}): {path}/a2-", "StorageError"
     ),
     "a storage of its own for the coordinator": Case(
-        save_from_elsewhere,
-        "StorageError",
-        "not on storage that all ranks share",
-        "",
-        victim=0,
+        save_from_elsewhere, "StorageError", "not on storage that all ranks share", "", victim=0
     ),
     "a replica that differs": Case(
         lambda good, path, **o: overwrite({**good, "replica": torch.full((100,), 5)}, path, **o),
@@ -521,8 +511,7 @@ def interrupt_one(rank: int, victim: int, moment: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"),
-    [(0, "in the claim"), (0, "before the commit"), (1, "while it writes")],
+    ("victim", "moment"), [(0, "in the claim"), (0, "before the commit"), (1, "while it writes")]
 )
 def test_an_interrupt_of_one_rank_is_told_to_all_others_and_nothing_is_left(
     victim, moment, tmp_path

@@ -194,11 +194,7 @@ def lose_one(rank: int, path: str, mode: str, hosts: list[str], how: int) -> Any
     return told(path, mode)
 
 
-LOST = [
-    ("host", ["a"] * 4),
-    ("host", ["a", "a", "b", "b"]),
-    ("job", ["a", "a", "b", "b"]),
-]
+LOST = [("host", ["a"] * 4), ("host", ["a", "a", "b", "b"]), ("job", ["a", "a", "b", "b"])]
 
 
 @pytest.mark.waits

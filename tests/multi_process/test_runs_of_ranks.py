@@ -34,11 +34,7 @@ pytestmark = pytest.mark.multi_process
 # What a rank that does otherwise costs the others; a hang would take `CALM`'s silence and more.
 # Before any of PATIENT is over; the ranks hang if it is not met.
 SOON_S = 50.0
-PATIENT = {
-    **CALM,
-    "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100",
-    "DIST_CKPT_JOIN_TIMEOUT_S": "100",
-}
+PATIENT = {**CALM, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100", "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
 
 
 @pytest.fixture

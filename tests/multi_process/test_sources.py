@@ -91,10 +91,7 @@ def load_into_flat(_: int, root: str) -> None:
     told = FullyShardedDataParallel.optim_state_dict(model, optim)["state"]
     assert {
         name.partition(".")[0]: numbers(of["momentum_buffer"]) for name, of in told.items()
-    } == {
-        "encoder": {1.0},
-        "head": {2.0},
-    }
+    } == {"encoder": {1.0}, "head": {2.0}}
 
 
 def test_fsdp_takes_its_halves_and_its_optimizer_from_two_checkpoints(tmp_path: Path) -> None:

@@ -147,11 +147,7 @@ def test_the_example_for_torchrun_stops_and_goes_on(checkout: Path, tmp_path: Pa
     )
     step = int(stopped[0])
     starts = re.findall(r": incarnation \d (.*): ", done.stdout)
-    assert starts == [
-        "begins anew",
-        f"resumes from step {step}",
-        f"resumes from step {step + 5}",
-    ]
+    assert starts == ["begins anew", f"resumes from step {step}", f"resumes from step {step + 5}"]
     assert newest_in(tmp_path / "run") == step + 10
 
 

@@ -141,10 +141,7 @@ def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage)
     committed(storage, 9, start=1)
     begin_incarnation(storage, ROOT, restored=None, why="", by="")
     begin_incarnation(storage, ROOT, restored=first, why="", by="")
-    assert {step: one.is_orphaned for step, one in by_step(storage).items()} == {
-        5: False,
-        9: True,
-    }
+    assert {step: one.is_orphaned for step, one in by_step(storage).items()} == {5: False, 9: True}
     assert [one.step for one in listed(storage).alive] == [5]
 
 

@@ -359,11 +359,7 @@ def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) 
         inner = MemoryStorage({ROOT: None})
         begun(inner)
         storage = FaultyStorage(
-            inner,
-            fail_at_call=number,
-            error=_KilledError(),
-            sticky=True,
-            done=done,
+            inner, fail_at_call=number, error=_KilledError(), sticky=True, done=done
         )
         try:
             pruned(storage)

@@ -12,12 +12,7 @@ from math import isnan
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from commit_cases import step_at
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation

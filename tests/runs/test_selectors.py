@@ -59,22 +59,10 @@ def test_a_selector_chooses_what_it_says(storage, selector, name):
 @pytest.mark.parametrize(
     ("selector", "error", "told"),
     [
-        (
-            "70",
-            NotFoundError,
-            "of step 70; the steps there are: 10, 20, 30, 40, 50, 60",
-        ),
+        ("70", NotFoundError, "of step 70; the steps there are: 10, 20, 30, 40, 50, 60"),
         ("min:val/los", NotFoundError, "'val/los'; the metrics there are: acc@5, val/loss"),
-        (
-            "tag:best",
-            NotFoundError,
-            "the tag 'best'; the tags there are: release",
-        ),
-        (
-            "newest",
-            ValueError,
-            "'newest' is not a selector: there are @latest, @<step>",
-        ),
+        ("tag:best", NotFoundError, "the tag 'best'; the tags there are: release"),
+        ("newest", ValueError, "'newest' is not a selector: there are @latest, @<step>"),
         ("min:", ValueError, "not a selector"),
         ("-3", ValueError, "not a selector"),
     ],

@@ -21,11 +21,7 @@ from dist_ckpt.core.commit.records.record_store import (
 )
 from dist_ckpt.core.commit.removal import collect_all
 from dist_ckpt.core.format.filenames import OLD_ANNOTATIONS, OLD_INCARNATIONS, Attempt
-from dist_ckpt.core.format.run_records import (
-    IncarnationRecord,
-    decode_record,
-    encode_record,
-)
+from dist_ckpt.core.format.run_records import IncarnationRecord, decode_record, encode_record
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import (

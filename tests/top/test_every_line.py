@@ -8,15 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from line_faults import (
-    CASES,
-    KINDS,
-    Fault,
-    OneMoreSave,
-    bytecodes_of_verdict,
-    lines_of,
-    wrong,
-)
+from line_faults import CASES, KINDS, Fault, OneMoreSave, bytecodes_of_verdict, lines_of, wrong
 
 pytestmark = pytest.mark.waits
 

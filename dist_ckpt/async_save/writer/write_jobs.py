@@ -370,8 +370,7 @@ class WriterQueue:
         """Raise an error if no more of a save will be staged."""
         if (reason := self._aborted.get(write.snapshot)) is not None:
             raise CheckpointError(
-                f"a snapshot of {write.path} could not be staged: {reason}",
-                rank=self._rank,
+                f"a snapshot of {write.path} could not be staged: {reason}", rank=self._rank
             )
         if self._is_trainer_gone:
             raise RankError(

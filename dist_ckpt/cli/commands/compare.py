@@ -23,12 +23,7 @@ from dist_ckpt.tools.inspect.diff import compare as compare_runs
 @shared_options.json
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")
 def compare(
-    paths: tuple[str, ...],
-    lowest: str | None,
-    highest: str | None,
-    *,
-    as_json: bool,
-    as_csv: bool,
+    paths: tuple[str, ...], lowest: str | None, highest: str | None, *, as_json: bool, as_csv: bool
 ) -> None:
     """Compare several runs, such as those of a sweep.
 

@@ -16,11 +16,7 @@ _FORMATS = (*("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "meg
 
 @click.command("import")
 @click.option(
-    "--from",
-    "from_",
-    type=click.Choice(_FORMATS),
-    required=True,
-    help="The format of SOURCE.",
+    "--from", "from_", type=click.Choice(_FORMATS), required=True, help="The format of SOURCE."
 )
 @click.argument("source", type=shared_options.PATH)
 @click.argument("target", type=shared_options.PATH)
@@ -34,15 +30,10 @@ _FORMATS = (*("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "meg
 )
 @shared_options.overwrite
 @click.option(
-    "-g",
-    "--include",
-    multiple=True,
-    help="Write only names that match this glob. May be repeated.",
+    "-g", "--include", multiple=True, help="Write only names that match this glob. May be repeated."
 )
 @click.option(
-    "--exclude",
-    multiple=True,
-    help="Leave out names that match this glob. May be repeated.",
+    "--exclude", multiple=True, help="Leave out names that match this glob. May be repeated."
 )
 @shared_options.dry_run
 @shared_options.json

@@ -10,11 +10,7 @@ from typing import Any
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.report_results import (
-    CheckpointReport,
-    DamagedReport,
-    RunReport,
-)
+from dist_ckpt.cli.report_results import CheckpointReport, DamagedReport, RunReport
 from dist_ckpt.cli.results import convert
 from dist_ckpt.reports import Progress
 from dist_ckpt.tools.report.checkpoint_facts import CHECKS, Check
@@ -42,13 +38,7 @@ from dist_ckpt.tools.report.write_report import check_target, report_facts, writ
 @shared_options.dry_run
 @shared_options.json
 def report(
-    path: str,
-    *,
-    file: str | None,
-    check: Check,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+    path: str, *, file: str | None, check: Check, overwrite: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Write a page about a checkpoint or a run.
 

@@ -13,11 +13,7 @@ from dist_ckpt.tools.rewrite.reshard import plan_reshard
 @click.command()
 @click.argument("source", type=shared_options.PATH)
 @click.argument("target", type=shared_options.PATH)
-@click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    help="The number of ranks to split for.",
-)
+@click.option("--world-size", type=click.IntRange(min=1), help="The number of ranks to split for.")
 @click.option(
     "--sharding",
     type=shared_options.PATH,

@@ -313,11 +313,7 @@ def _check(
 
 
 def _fill(
-    call: LoadCall,
-    prepared: PreparedLoad,
-    decision: LoadDecision,
-    phases: Phases,
-    stack: ExitStack,
+    call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, phases: Phases, stack: ExitStack
 ) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects. A step begins when the one before has succeeded everywhere."""
     channel, options, binding = call.ranks.channel, call.options, prepared.binding

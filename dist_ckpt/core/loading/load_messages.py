@@ -25,13 +25,7 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import (
-    CheckpointError,
-    IncompatibleError,
-    StorageError,
-    listed,
-    ranks_text,
-)
+from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError, listed, ranks_text
 from dist_ckpt.reports import slowest_of
 
 _log = logging.getLogger("dist_ckpt")

@@ -118,10 +118,7 @@ class CarrySource:
 
 
 def open_source(
-    session: Session,
-    report: object,
-    exclude: str | Sequence[str] | None,
-    storage: Storage | None,
+    session: Session, report: object, exclude: str | Sequence[str] | None, storage: Storage | None
 ) -> CarrySource:
     """Open the checkpoint of a load's `report`, and gather the restored names. Collective."""
     channel, encoded, reads = session.channel, b"", IoCount()

@@ -14,11 +14,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_codec import encode_value
-from dist_ckpt.core.planning.plan import (
-    ReplicaDigests,
-    ReplicaGroup,
-    SavePlan,
-)
+from dist_ckpt.core.planning.plan import ReplicaDigests, ReplicaGroup, SavePlan
 from dist_ckpt.core.planning.save.save_planner import CellNumbers, Origin, origin_of
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
@@ -181,10 +177,7 @@ def objects_files(
     if rank == 0:
         names = {names.fqn: list(names.names) for names in plan.name_lists}
         main = objects_file.ObjectsFile(
-            tree=plan.tree,
-            values={**stored, **names},
-            numpy=plan.numpy,
-            metadata=dict(metadata),
+            tree=plan.tree, values={**stored, **names}, numpy=plan.numpy, metadata=dict(metadata)
         )
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}

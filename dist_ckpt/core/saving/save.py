@@ -28,13 +28,7 @@ from dist_ckpt.core.planning.plan import FileReceipt, Inventory
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
-from dist_ckpt.core.saving.agreement import (
-    CachedPlan,
-    SaveAgreement,
-    SaveCache,
-    SaveRequest,
-    agree,
-)
+from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveCache, SaveRequest, agree
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
@@ -294,10 +288,7 @@ def _prepare(
 def _claim(transaction: Transaction, prepared: _PreparedSave) -> Attempt:
     request = prepared.request
     return transaction.claim(
-        prepared.storage,
-        request.path,
-        overwrite=request.overwrite,
-        incarnation=request.incarnation,
+        prepared.storage, request.path, overwrite=request.overwrite, incarnation=request.incarnation
     )
 
 

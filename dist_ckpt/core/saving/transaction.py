@@ -260,10 +260,7 @@ class Transaction:
         storage = self.storage
         files, objects = check_receipts(catalog.catalog, by_rank())
         commit_protocol.check_files(
-            storage,
-            self.folder,
-            sizes_of(receipts),
-            timeout_s=self._config.visibility_timeout_s,
+            storage, self.folder, sizes_of(receipts), timeout_s=self._config.visibility_timeout_s
         )
         index = Index(
             attempt=self.attempt.name,

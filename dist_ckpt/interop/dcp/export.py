@@ -110,10 +110,7 @@ def _write(
         first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION
     with new_folder(storage, path, overwrite=None) as new:
-        with (
-            opened,
-            StreamedFile(storage, f"{new}/{_DATA}", opened.tensor_nbytes(first)) as data,
-        ):
+        with opened, StreamedFile(storage, f"{new}/{_DATA}", opened.tensor_nbytes(first)) as data:
             items = {
                 MetadataIndex(key): _put_item(data, stored.value(key))
                 for key in entries

@@ -245,10 +245,7 @@ def _average(
 
 
 def _agree(
-    ranks: Session,
-    storages: _Storages,
-    chosen: tuple[AverageSources, ...],
-    leases: ExitStack,
+    ranks: Session, storages: _Storages, chosen: tuple[AverageSources, ...], leases: ExitStack
 ) -> tuple[tuple[AverageSources, ...], _AgreedSources]:
     """Agree on the sources. Rank 0 chooses and leases them; only there they have their indexes."""
     call = storages.call

@@ -101,10 +101,7 @@ def strip_at(
         _check_unprotected(
             protections_at(counting, path, [opened.attempt], read_storage_clock), path
         )
-    with (
-        Transaction(SingleProcessChannel(), label="strip") as transaction,
-        ExitStack() as lease,
-    ):
+    with Transaction(SingleProcessChannel(), label="strip") as transaction, ExitStack() as lease:
         attempt = transaction.claim(counting, path, overwrite=True, force=force)
         # After the claim: the claim replaces the attempt that was committed before it.
         source = lease.enter_context(leased_source(counting, path))

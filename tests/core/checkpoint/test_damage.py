@@ -604,11 +604,7 @@ def test_a_load_reads_no_more_than_the_blocks_that_it_needs(
         }
         for box in boxes
     ]
-    outcomes = try_load_on_threads(
-        lambda rank: countings[rank],
-        states,
-        include="model.w",
-    )
+    outcomes = try_load_on_threads(lambda rank: countings[rank], states, include="model.w")
     for box, state, counting, outcome in zip(boxes, states, countings, outcomes, strict=True):
         assert outcome.value is not None, outcome.error
         held: Any = state["model"]["w"].tensor
@@ -666,10 +662,7 @@ def test_blocks_of_full_size_are_counted_as_well() -> None:
     )
     counting = Counting(storage)
     target = torch.zeros(100, 512)
-    load_on_threads(
-        counting,
-        [{"m": {"w": dc.LocalShard(target, shape, (5120 + 2000, 0))}}],
-    )
+    load_on_threads(counting, [{"m": {"w": dc.LocalShard(target, shape, (5120 + 2000, 0))}}])
     assert bool((target == 1).all())
     # Rows 2000 to 2100 of rank 1's shard lie on both sides of its first block's end, 2048.
     assert counting.nbytes == {"m-00001.safetensors": 8 << 20}

@@ -49,11 +49,7 @@ def tensors() -> dict[str, Saved]:
 
 def make(path: Path) -> Path:
     saved = tensors()
-    catalog = replace(
-        catalog_of(saved, 2),
-        values={"lr": 0},
-        per_rank={"rng": ((1, 1),)},
-    )
+    catalog = replace(catalog_of(saved, 2), values={"lr": 0}, per_rank={"rng": ((1, 1),)})
     return save(path, saved, catalog=catalog, objects=FILES, block_nbytes=64)
 
 

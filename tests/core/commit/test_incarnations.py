@@ -17,11 +17,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     read_history,
 )
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.run_records import (
-    IncarnationRecord,
-    decode_record,
-    encode_record,
-)
+from dist_ckpt.core.format.run_records import IncarnationRecord, decode_record, encode_record
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError, StorageError

@@ -30,11 +30,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
-from dist_ckpt.core.format.run_records import (
-    IncarnationRecord,
-    decode_record,
-    encode_record,
-)
+from dist_ckpt.core.format.run_records import IncarnationRecord, decode_record, encode_record
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
@@ -392,10 +388,7 @@ SCENARIOS = {
         {**HERE, 2: OLD},
     ),
     "a late writer at the step that was restored": Scenario(
-        {
-            "start 1 A": saver(1, 1, overwrite=True),
-            "start 2 C": starter(FROM_ONE, saver(2, 2)),
-        },
+        {"start 1 A": saver(1, 1, overwrite=True), "start 2 C": starter(FROM_ONE, saver(2, 2))},
         HERE,
     ),
     "a late writer and a new start": Scenario(

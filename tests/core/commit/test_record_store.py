@@ -68,10 +68,7 @@ def test_names_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
             lambda _: encode_record(replace(FACT, step=7)),
             "it has metrics of a1000-.*, step 7; remove it",
         ),
-        (
-            lambda _: encode_record(replace(FACT, attempt=Attempt(1, "0" * 16))),
-            "metrics of a1-0",
-        ),
+        (lambda _: encode_record(replace(FACT, attempt=Attempt(1, "0" * 16))), "metrics of a1-0"),
         (lambda _: encode_record(replace(FACT, kind="pin")), "it has pin of a1000"),
         (lambda _: bytes(2 << 20), "the limit is 1048576"),
     ],

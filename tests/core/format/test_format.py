@@ -95,22 +95,13 @@ EVERY_TYPE: list[Any] = [
         Counter("aab"),
         defaultdict[Any, Any](list, a=1),
     ),
-    *(
-        Size((2, 3)),
-        DTypeValue("bfloat16"),
-        Device("cuda:1"),
-    ),
-    *(
-        NumpyScalar("<f4", b"abcd"),
-        ArrayValue("int16", (2,), b"abcd", "numpy"),
-    ),
+    *(Size((2, 3)), DTypeValue("bfloat16"), Device("cuda:1")),
+    *(NumpyScalar("<f4", b"abcd"), ArrayValue("int16", (2,), b"abcd", "numpy")),
     *(datetime(2024, 2, 29, 12, tzinfo=UTC), datetime(2024, 1, 1, fold=1)),
     *(deque([1, "a"], maxlen=3), deque([()]), range(7, -1, -2)),
     *(date(2024, 2, 29), timedelta(-1, 2, 3), PurePosixPath("/a/b"), PureWindowsPath("C:/a")),
 ]
-RANK_1 = ObjectsFile(
-    values={"mine": frozenset({Size((1, 2))}), "every": EVERY_TYPE},
-)
+RANK_1 = ObjectsFile(values={"mine": frozenset({Size((1, 2))}), "every": EVERY_TYPE})
 
 
 def whole(fqn):

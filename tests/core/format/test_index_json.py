@@ -202,13 +202,7 @@ def test_a_kept_text_changes_no_byte_of_an_index_and_nothing_of_what_it_says(
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"step": -1},
-        {"attempt": "a1"},
-        {"files": ()},
-        {"objects": ()},
-        {"saved_by": {"host": 7}},
-    ],
+    [{"step": -1}, {"attempt": "a1"}, {"files": ()}, {"objects": ()}, {"saved_by": {"host": 7}}],
 )
 def test_what_stands_around_a_known_catalog_is_read_as_strictly_as_ever(small, fields):
     text = EncodedCatalog(small.catalog)

@@ -233,12 +233,7 @@ def test_include_and_exclude_leave_the_rest_alone(path: Path) -> None:
 
 def test_a_renamed_module_is_found(path: Path) -> None:
     state = {"net": torch.nn.ModuleDict({"inner": Net()})}
-    dc.load(
-        state,
-        path,
-        include="net",
-        rename={"model": "net.inner"},
-    )
+    dc.load(state, path, include="net", rename={"model": "net.inner"})
     inner = state["net"]["inner"]
     assert isinstance(inner, Net)
     assert equal(inner, trained()[0])

@@ -34,13 +34,7 @@ from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadCollective
 from long_mode import examples
 from ranks import PATH, errors_of, save_on_threads, try_load_on_threads, try_ranks
-from sharded_checkpoints import (
-    Counting,
-    blocks_of,
-    random_tensors,
-    save_small,
-    values_equal,
-)
+from sharded_checkpoints import Counting, blocks_of, random_tensors, save_small, values_equal
 
 WHOLE = random_tensors()
 STORED_NBYTES = sum(tensor.nbytes for tensor in WHOLE.values())

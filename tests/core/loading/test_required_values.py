@@ -10,14 +10,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.interop.dcp.adapter import RequiredValues
 
-SAVED = (
-    "args",
-    "w",
-    "deep.args",
-    "deep.n",
-    "optim.param_groups.0.lr",
-    "optim.state.w.step",
-)
+SAVED = ("args", "w", "deep.args", "deep.n", "optim.param_groups.0.lr", "optim.state.w.step")
 
 CASES: tuple[tuple[dict[Any, object], dict[str, Any], set[str]], ...] = (
     # All of it, or what the state has at its top.

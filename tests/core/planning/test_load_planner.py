@@ -213,7 +213,7 @@ def test_all_problems_are_listed_at_once() -> None:
     ]
     problems = problems_of(plan.catalog, wanted)
     assert [problem.partition(":")[0] for problem in problems] == [
-        *("model.a", "model.b", "model.b", "model.c", "model.c", "model.e"),
+        *("model.a", "model.b", "model.b", "model.c", "model.c", "model.e")
     ]
     text = "\n".join(problems)
     assert "saved as float32, requested as bfloat16" in text

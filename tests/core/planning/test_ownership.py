@@ -100,11 +100,7 @@ def test_replicas_are_those_whose_states_have_the_tensor() -> None:
 def test_local_tensors_line_up_along_the_axes_of_the_mesh() -> None:
     mesh = Mesh(("a", "b", "dp"), (2, 2, 2), tuple(range(8)))
     view = RuleSharded(mesh, ((0, 1), ()))
-    shares = [
-        share(view, (3, 5), 0, 1),
-        share(view, (2, 5), 2, 3, 6, 7),
-        share(view, (0, 5), 4, 5),
-    ]
+    shares = [share(view, (3, 5), 0, 1), share(view, (2, 5), 2, 3, 6, 7), share(view, (0, 5), 4, 5)]
     shape, layout = merge_ownership(shares)
     assert shape == (7, 5)
     assert layout.cut == Grid(((0, 3, 5, 7), (0, 5)))

@@ -34,16 +34,7 @@ from dist_ckpt.core.planning.save.save_planner import (
     stored_nbytes,
 )
 from long_mode import examples
-from tilings import (
-    bodies,
-    elements_of,
-    inventory_of,
-    of_view,
-    random_tiling,
-    randoms,
-    save,
-    shapes,
-)
+from tilings import bodies, elements_of, inventory_of, of_view, random_tiling, randoms, save, shapes
 
 WORLD = 8
 
@@ -54,10 +45,7 @@ WORLD = 8
 def test_every_element_is_stored_exactly_once(random: Random, shapes: list[Shape]) -> None:
     tilings = {f"model.{n}": random_tiling(random, s, WORLD) for n, s in enumerate(shapes)}
     split = random.choice([1, 8, 1 << 30])
-    with (
-        patch.object(balance, "SPLIT_NBYTES", split),
-        patch.object(balance, "MIN_PART_NBYTES", 8),
-    ):
+    with patch.object(balance, "SPLIT_NBYTES", split), patch.object(balance, "MIN_PART_NBYTES", 8):
         plan, files = save(tilings, WORLD)
     for layout in (*plan.catalog.layouts, *plan.unsplit_layouts.values()):
         assert all(list(ranks) == sorted(set(ranks)) for ranks in layout.holders)
@@ -149,11 +137,7 @@ def test_flat_parts_of_one_tensor_on_all_ranks_are_one_layout() -> None:
     plan = plan_save(bodies(inventories), 3)
     assert [
         str(item.cell) for r in range(3) for f in files_of_rank(plan, r) for item in f.items
-    ] == [
-        "flat 0:4",
-        "flat 4:8",
-        "flat 8:12",
-    ]
+    ] == ["flat 0:4", "flat 4:8", "flat 8:12"]
 
 
 def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:

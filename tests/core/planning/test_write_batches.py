@@ -26,7 +26,7 @@ def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
         [("h", 0)],
     ]
     assert [(batch.first_block, batch.start) for batch in found] == [
-        *((0, 0), (1, 64), (2, 128), (5, 170), (7, 230), (8, 235), (9, 299)),
+        *((0, 0), (1, 64), (2, 128), (5, 170), (7, 230), (8, 235), (9, 299))
     ]
 
 

@@ -171,10 +171,7 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]]
             lambda: {"m": nn.Linear(1, 1).requires_grad_(False).state_dict()},
             {"include_frozen": False},
         ),
-        *(
-            ValueError,
-            "include_frozen=False: the state has no parameters, so frozen tensors are",
-        ),
+        *(ValueError, "include_frozen=False: the state has no parameters, so frozen tensors are"),
     ),
     "a number": (training, {"include": 3}, TypeError, "give names or patterns"),
     "nothing": (training, {"include": []}, ValueError, "selects nothing"),

@@ -289,10 +289,7 @@ class InterruptedStorage(FaultyStorage):
 @pytest.mark.parametrize(
     ("fails", "verdict"),
     [
-        (
-            lambda what: what.startswith("sync"),
-            "is in place at /runs/ck, but it is unknown",
-        ),
+        (lambda what: what.startswith("sync"), "is in place at /runs/ck, but it is unknown"),
         (lambda what: True, "it is unknown whether it is committed at /runs/ck"),
     ],
     ids=["in place", "unknown"],

@@ -28,16 +28,7 @@ from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from long_mode import examples
-from written import (
-    BytesTarget,
-    Saved,
-    numbers_of,
-    one_cell,
-    plan_of,
-    random_tensor,
-    rows,
-    write,
-)
+from written import BytesTarget, Saved, numbers_of, one_cell, plan_of, random_tensor, rows, write
 
 FOLDER = "/ck"
 FillTargets = Mapping[tuple[str, int], BytesTarget]

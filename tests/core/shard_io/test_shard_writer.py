@@ -23,15 +23,7 @@ from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from long_mode import examples
-from written import (
-    BytesSource,
-    Saved,
-    catalog_of,
-    one_cell,
-    random_tensor,
-    rank_files,
-    rows,
-)
+from written import BytesSource, Saved, catalog_of, one_cell, random_tensor, rank_files, rows
 
 FOLDER = "/ck"
 

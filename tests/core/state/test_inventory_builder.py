@@ -344,11 +344,7 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
         "state": {name: {"exp_avg": torch.ones(2, 4), "step": torch.ones(())} for name in named}
     }
     local = taken(
-        {
-            "model": model,
-            "nested": {"optim": optimizer},
-            "more": by_helpers,
-        },
+        {"model": model, "nested": {"optim": optimizer}, "more": by_helpers},
         sharding=TP,
         rank=1,
         world_size=4,

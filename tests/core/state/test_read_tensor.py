@@ -13,11 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.core.format.geometry import ElementRange, Region
@@ -308,13 +304,8 @@ def test_a_local_tensor_on_its_way_is_waited_for(on_ranks):
 
 def test_a_sharded_tensor_holds_its_local_shards(on_ranks):
     from torch.distributed._shard.metadata import ShardMetadata
-    from torch.distributed._shard.sharded_tensor import (
-        Shard as LocalPart,
-    )
-    from torch.distributed._shard.sharded_tensor import (
-        ShardedTensorMetadata,
-        TensorProperties,
-    )
+    from torch.distributed._shard.sharded_tensor import Shard as LocalPart
+    from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata, TensorProperties
 
     full = numbered(5, 2).bfloat16()
     for rank in on_ranks(2):

@@ -82,14 +82,8 @@ def test_tensors_in_tensors_are_taken_apart_to_the_last() -> None:
     ("context", "message"),
     [
         ({"block": 2}, "saved with context.block 2, the state has 1"),
-        (
-            {"rounding": Rounding.STOCHASTIC},
-            "saved with .*STOCHASTIC', the state has .*NEAREST'",
-        ),
-        (
-            {"kernel": Kernel(True, 8)},
-            "saved with .*kernel .*'tile': 8.*, the state has None",
-        ),
+        ({"rounding": Rounding.STOCHASTIC}, "saved with .*STOCHASTIC', the state has .*NEAREST'"),
+        ({"kernel": Kernel(True, 8)}, "saved with .*kernel .*'tile': 8.*, the state has None"),
     ],
 )
 def test_a_context_that_differs_is_named(context: Any, message: str) -> None:

@@ -244,11 +244,7 @@ except StorageError as error:
 
 def run_python(code: str, *args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        timeout=60,
-        check=True,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code, *args], timeout=60, check=True, capture_output=True, text=True
     )
     return done.stdout
 

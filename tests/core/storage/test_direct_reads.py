@@ -20,11 +20,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.runtime.buffers import scratch
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local import direct_io
-from dist_ckpt.core.storage.local.direct_io import (
-    MIN_NBYTES,
-    MIN_READ_NBYTES,
-    READ_SLOT_NBYTES,
-)
+from dist_ckpt.core.storage.local.direct_io import MIN_NBYTES, MIN_READ_NBYTES, READ_SLOT_NBYTES
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.testing.storage_contract import StorageContract

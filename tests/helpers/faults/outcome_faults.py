@@ -34,10 +34,7 @@ CODES = (
     *(errno.ESTALE, errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT),
     *(errno.ENOENT, errno.EEXIST),
 )
-AGAIN = {
-    errno.ENOENT: ("rename", "unlink", "rmdir"),
-    errno.EEXIST: ("mkdir", "link"),
-}
+AGAIN = {errno.ENOENT: ("rename", "unlink", "rmdir"), errno.EEXIST: ("mkdir", "link")}
 FEW_CODES = (errno.ESTALE, errno.EIO)
 LASTING: tuple[Lasting, ...] = ("once", "alike", "all")
 WAYS = tuple(product(LASTING, (False, True)))

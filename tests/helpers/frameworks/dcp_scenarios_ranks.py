@@ -451,10 +451,7 @@ def a_load_that_fails_on_some_ranks(way: Way, path: str) -> None:
     way.save({"st": filled(chunked(0, 0, 1, 2, 3), WHOLE), "kept": Failing()}, f"{path}/a")
     if way.name == "dist_ckpt":
         for number in range(4):
-            state: State = {
-                "st": filled(chunked(0, 0, 1), WHOLE),
-                "kept": Failing(loads=number),
-            }
+            state: State = {"st": filled(chunked(0, 0, 1), WHOLE), "kept": Failing(loads=number)}
             message = error_of(lambda: way.load(state, f"{path}/a"))  # noqa: B023
             assert f"rank {number} cannot take" in message
         return

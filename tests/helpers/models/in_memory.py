@@ -83,10 +83,7 @@ class InMemory:
         return bind(
             template,
             saved_tree_of(
-                self.catalog,
-                self._decoded(self._main),
-                self._of_rank,
-                rename=options.get("rename"),
+                self.catalog, self._decoded(self._main), self._of_rank, rename=options.get("rename")
             ),
             strict=options.get("strict", True),
             selection=selection_of(options.get("include"), options.get("exclude")),

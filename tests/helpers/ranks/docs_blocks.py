@@ -86,11 +86,7 @@ def code_of(text: str, language: str) -> list[str]:
 def write_commands(folder: Path, python: str) -> Path:
     """Make programs `dist-ckpt`, `torchrun` and `python` that run this checkout; return where."""
     folder.mkdir()
-    modules = {
-        "dist-ckpt": " -m dist_ckpt",
-        "torchrun": " -m torch.distributed.run",
-        "python": "",
-    }
+    modules = {"dist-ckpt": " -m dist_ckpt", "torchrun": " -m torch.distributed.run", "python": ""}
     for name, words in modules.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec "{python}"{words} "$@"\n')

@@ -15,10 +15,7 @@ Doc = Any
 
 
 def exchange(
-    channel: Channel,
-    phase: str,
-    work: Callable[[], Doc],
-    decide: Callable[[Sequence[Doc]], Doc],
+    channel: Channel, phase: str, work: Callable[[], Doc], decide: Callable[[Sequence[Doc]], Doc]
 ) -> Doc:
     """Return what is decided on what the ranks' work returns."""
     with channel.exchange(phase) as one:

@@ -157,11 +157,7 @@ StorageOf = Callable[[int], Storage]
 
 
 def try_save_on_threads(
-    storage_of: StorageOf,
-    states: Sequence[Any],
-    path: str = PATH,
-    each: Any = (),
-    **options: Any,
+    storage_of: StorageOf, states: Sequence[Any], path: str = PATH, each: Any = (), **options: Any
 ) -> list[Outcome]:
     """Save `states[rank]` on each rank; return the outcome of each.
 

@@ -234,7 +234,7 @@ def test_the_longest_stall_and_the_slowest_ranks_come_first(root: Path) -> None:
     facts: Any = write_report(root, root / "page.html")
     assert (facts["stalled_s"], facts["longest_stall"]) == (4.25, {"step": 2, "seconds": 2.5})
     assert [(one["rank"], one["num_saves"]) for one in facts["slowest_ranks"]] == [
-        *((3, 2), (1, 1), (5, 1)),
+        *((3, 2), (1, 1), (5, 1))
     ]
     row = re.search(r"<tr><td class=.name.>s2</td>.*?</tr>", (root / "page.html").read_text())
     assert row

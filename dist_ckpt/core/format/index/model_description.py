@@ -49,9 +49,7 @@ def _check_kind(kind: object) -> None:
 
 
 def described(
-    metadata: Mapping[str, object] | None,
-    config: Mapping[str, object] | None,
-    kind: str | None,
+    metadata: Mapping[str, object] | None, config: Mapping[str, object] | None, kind: str | None
 ) -> dict[str, object]:
     """Return metadata with the configuration and the kind, if they are given."""
     entry = {} if config is None else {CONFIG: dict(config)}

@@ -374,10 +374,7 @@ class _Decoder:
     def unpack(self, data: bytes) -> Any:
         try:
             return msgpack.unpackb(
-                data,
-                strict_map_key=False,
-                object_pairs_hook=_unpack_map,
-                ext_hook=self._unpack_ext,
+                data, strict_map_key=False, object_pairs_hook=_unpack_map, ext_hook=self._unpack_ext
             )
         except msgpack.UnpackException as error:
             raise ValueError(f"not msgpack: {error!r}") from None

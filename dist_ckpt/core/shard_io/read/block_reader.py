@@ -13,12 +13,7 @@ from threading import Lock
 
 from dist_ckpt.core.format.checksums import block_digest, streamed_digest
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import (
-    ElementRange,
-    Region,
-    boxes_of,
-    row_major_strides,
-)
+from dist_ckpt.core.format.geometry import ElementRange, Region, boxes_of, row_major_strides
 from dist_ckpt.core.planning.plan import CellOverlap, ReadItem
 from dist_ckpt.core.runtime.buffers import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for

@@ -89,10 +89,7 @@ def windows_of(
 
 
 def read_windows(
-    fetch: Fetch,
-    files: Sequence[FilePlan],
-    window_nbytes: int,
-    report: Callable[[int], None],
+    fetch: Fetch, files: Sequence[FilePlan], window_nbytes: int, report: Callable[[int], None]
 ) -> Iterator[tuple[Window, memoryview]]:
     """Read the files' windows from one checkpoint, each on demand."""
     nbytes = sum(item.span.nbytes for file in files for item in file.items)

@@ -138,11 +138,7 @@ def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
 
 
 def _link(
-    storage: Storage,
-    folder: str,
-    wanted: FileReceipt,
-    earlier: LinkableSaves,
-    threads: int,
+    storage: Storage, folder: str, wanted: FileReceipt, earlier: LinkableSaves, threads: int
 ) -> int | None:
     """Link a file of an earlier save. Return the save that read it back, or None to write it."""
     name, candidates = wanted[0], earlier.with_file(wanted)
