@@ -17,14 +17,14 @@ from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
-from dist_ckpt.core.state.optimizers.named_optimizers import (
+from dist_ckpt.core.state.named_optimizers import (
     ParameterName,
     name_parameters,
     options_branch,
     state_names,
     states_branch,
 )
-from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS, STATE, check_reported
+from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, check_reported
 from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
 from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors

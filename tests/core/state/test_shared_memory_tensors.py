@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.state.binding.targets.targets import aliases_memory
+from dist_ckpt.core.state.binding.targets import aliases_memory
 
 SIZE = 12
 

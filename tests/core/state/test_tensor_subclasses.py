@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from dist_ckpt.core.state.binding.targets.new_subclasses import subclass_types
+from dist_ckpt.core.state.binding.new_subclasses import subclass_types
 from dist_ckpt.core.state.inventory_builder import build_inventory
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.errors import IncompatibleError

@@ -3,5 +3,5 @@
 - `bind.py` has the steps. `template.py` reads the state that is loaded into.
 - `bind_requests.py` collects the requests; `bind_optimizers.py` handles optimizers.
 - `sources/saved_tree.py` has the saved names and values, `sources/rename.py` the option `rename`.
-- `targets/targets.py` has the memory of tensors, `targets/new_subclasses.py` new tensor subclasses.
+- `targets.py` has the memory of tensors, `new_subclasses.py` new tensor subclasses.
 """

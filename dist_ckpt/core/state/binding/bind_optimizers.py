@@ -25,21 +25,16 @@ from dist_ckpt.core.state.binding.bind_requests import (
     NewContainer,
     Value,
 )
-from dist_ckpt.core.state.binding.targets.new_subclasses import subclass_types
-from dist_ckpt.core.state.binding.targets.targets import PlacementHint
+from dist_ckpt.core.state.binding.new_subclasses import subclass_types
+from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer
-from dist_ckpt.core.state.optimizers.named_optimizers import (
+from dist_ckpt.core.state.named_optimizers import (
     LOCAL_KEYS,
     ParameterName,
     options_branch,
     state_branch,
 )
-from dist_ckpt.core.state.optimizers.optimizer_state import (
-    GROUPS,
-    STATE,
-    OptimizerState,
-    reported_state,
-)
+from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, OptimizerState, reported_state
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import PathKey, entries_of, is_mapping, join
 from dist_ckpt.core.state.tree.leaves import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree

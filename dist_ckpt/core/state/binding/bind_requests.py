@@ -20,9 +20,9 @@ from functools import cache, partial
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, mesh_text
-from dist_ckpt.core.state.binding.targets.new_subclasses import new_subclass_tensor
-from dist_ckpt.core.state.binding.targets.targets import FillTargets, PlacementHint
+from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.read_tensor import is_meta

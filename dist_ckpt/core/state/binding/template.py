@@ -9,12 +9,8 @@ from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.plan import View
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
-from dist_ckpt.core.state.optimizers.named_optimizers import (
-    ParameterName,
-    name_parameters,
-    state_names,
-)
-from dist_ckpt.core.state.optimizers.optimizer_state import GROUPS
+from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters, state_names
+from dist_ckpt.core.state.optimizer_state import GROUPS
 from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
 from dist_ckpt.core.state.tensors.read_tensor import describe_target
 from dist_ckpt.core.state.tree.containers import State, join

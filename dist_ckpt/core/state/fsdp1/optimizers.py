@@ -16,7 +16,7 @@ import torch
 
 from dist_ckpt.core.state.fsdp1.modules import ParameterPart
 from dist_ckpt.core.state.fsdp1.private_names import is_flattened
-from dist_ckpt.core.state.optimizers.optimizer_state import OptimizerState
+from dist_ckpt.core.state.optimizer_state import OptimizerState
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.tree.leaves import (
     Branch,

@@ -14,7 +14,7 @@ import torch
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.state.modules import ModuleState
-from dist_ckpt.core.state.optimizers.optimizer_state import OptimizerState
+from dist_ckpt.core.state.optimizer_state import OptimizerState
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 

@@ -18,11 +18,7 @@ from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.runtime.torch_private import local_tensor
 from dist_ckpt.core.state.fsdp1.modules import check_whole
 from dist_ckpt.core.state.modules import ModuleState, flat_state, merged, module_state
-from dist_ckpt.core.state.optimizers.optimizer_state import (
-    check_unnamed,
-    direct_state,
-    reported_state,
-)
+from dist_ckpt.core.state.optimizer_state import check_unnamed, direct_state, reported_state
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, is_array
 from dist_ckpt.core.state.tensors.read_tensor import is_meta, is_tensor_leaf
 from dist_ckpt.core.state.tensors.tensor_subclasses import (

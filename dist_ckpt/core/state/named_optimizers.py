@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.state.optimizers.optimizer_state import STATE, OptimizerState, check_reported
+from dist_ckpt.core.state.optimizer_state import STATE, OptimizerState, check_reported
 from dist_ckpt.core.state.tree.containers import PathKey, join
 from dist_ckpt.core.state.tree.leaves import (
     Branch,

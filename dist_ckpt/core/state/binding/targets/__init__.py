@@ -1,1 +1,0 @@
-"""Memory that a load fills, and tensors that it has to make."""

@@ -1,1 +1,0 @@
-"""The state of optimizers, under the names of their parameters."""
