@@ -27,7 +27,7 @@ from dist_ckpt.errors import (
 
 if TYPE_CHECKING:
     from dist_ckpt.async_save.async_saver import AsyncSaver
-    from dist_ckpt.async_save.save_handle import SaveHandle
+    from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
     from dist_ckpt.checkpointer.checkpointer import Checkpointer
     from dist_ckpt.checkpointer.run_session import TrainingStopped
     from dist_ckpt.checkpointer.save_policy import at, at_end, every, on_signal
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from dist_ckpt.core.saving.save import save
     from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
     from dist_ckpt.core.state_as_bytes import from_bytes, load_bytes, to_bytes
-    from dist_ckpt.data.data_position import DataPosition
-    from dist_ckpt.data.elastic_sampler import ElasticSampler
+    from dist_ckpt.data import DataPosition, ElasticSampler
     from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
     from dist_ckpt.runs import retention_policy as keep
     from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
@@ -75,7 +74,7 @@ __version__ = "0.2.0.dev0"
 _MODULES = {
     "save": "core.saving.save",
     "AsyncSaver": "async_save.async_saver",
-    "SaveHandle": "async_save.save_handle",
+    "SaveHandle": "async_save.trainer.writer_handle",
     "Checkpointer": "checkpointer.checkpointer",
     "TrainingStopped": "checkpointer.run_session",
     "every": "checkpointer.save_policy",
@@ -124,8 +123,8 @@ _MODULES = {
     "PerRank": "core.state.wrappers",
     "RNG": "core.state.wrappers",
     "Named": "core.state.wrappers",
-    "DataPosition": "data.data_position",
-    "ElasticSampler": "data.elastic_sampler",
+    "DataPosition": "data",
+    "ElasticSampler": "data",
 }
 
 # Names that 0.2.0 has changed.

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Self, get_args
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.memory_restore import restore_together
-from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.job_folder import check_job
 from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.async_save.trainer.background_save import save_in_background
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy, check_savers
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session

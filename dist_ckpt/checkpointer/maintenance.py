@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from dist_ckpt.async_save.save_handle import SaveHandle
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint

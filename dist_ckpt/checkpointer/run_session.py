@@ -15,7 +15,7 @@ from math import inf
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
-from dist_ckpt.async_save.save_handle import SaveHandle
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
 from dist_ckpt.checkpointer.coordination.barrier_rounds import (
     BarrierMember,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
@@ -26,6 +25,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.async_save.writer.messages import Close, Hello
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
-from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriterHandle
 from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure

@@ -12,10 +12,9 @@ from subprocess import Popen
 
 import pytest
 
-from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer import writer_handle
-from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import (
     Done,
     Go,

@@ -46,8 +46,8 @@ ORDER = (
 
 # Modules that are rooms of their own: what opens a user's path knows runs, other systems and
 # snapshots; of other systems it knows the table of their readers, which are imported by name. The
-# bytes of a state are both saved and loaded.
-ROOMS_OF_ONE_MODULE = ("openers", "interop.registry", "core.state_as_bytes")
+# bytes of a state are both saved and loaded. Binding checks a position in the data.
+ROOMS_OF_ONE_MODULE = ("openers", "interop.registry", "core.state_as_bytes", "data")
 
 # Imports that point up; none is added.
 KNOWN_ARROWS: set[tuple[str, str]] = set()

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from dist_ckpt.async_save.save_handle import SaveHandle
 from dist_ckpt.async_save.snapshots.arena import Arena
 from dist_ckpt.async_save.snapshots.arena_layout import (
     Image,
@@ -31,7 +30,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, agree_on_start
-from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
+from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriteJob, WriterHandle
 from dist_ckpt.async_save.writer.messages import Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session

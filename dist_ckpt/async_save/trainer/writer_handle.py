@@ -1,4 +1,7 @@
-"""The writer process of this rank, from the trainer's side: start it, send it jobs, watch it."""
+"""The writer process of this rank, from the trainer's side: start it, send it jobs, watch it.
+
+`SaveHandle` is one of these jobs for the user: `AsyncSaver.save` returns it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from dist_ckpt.async_save.writer import messages
 from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError
+from dist_ckpt.reports import SaveReport
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -87,6 +91,12 @@ def start(
 
 
 def _start_process(log_path: str, fd: int) -> Popen[bytes]:
+    environment = dict(os.environ)
+    root = os.path.abspath(f"{__file__}/../../../..")
+    # So that Python finds this dist_ckpt, even if it is not installed.
+    if os.path.basename(root) not in ("site-packages", "dist-packages"):
+        paths = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{root}{os.pathsep}{paths}" if paths else root
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     log = os.open(log_path, flags, 0o600)
     try:
@@ -98,20 +108,10 @@ def _start_process(log_path: str, fd: int) -> Popen[bytes]:
             stderr=log,
             pass_fds=(fd,),
             start_new_session=True,
-            env=_environment(),
+            env=environment,
         )
     finally:
         os.close(log)
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment where Python finds this dist_ckpt, even if it is not installed."""
-    environment = dict(os.environ)
-    root = os.path.abspath(f"{__file__}/../../../..")
-    if os.path.basename(root) not in ("site-packages", "dist-packages"):
-        paths = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{paths}" if paths else root
-    return environment
 
 
 def _end(link: messages.Link, process: Popen[bytes] | None) -> None:
@@ -152,11 +152,8 @@ class WriteJob:
     @property
     def failure(self) -> Exception | None:
         """Its error, a new object each time."""
-        if self.lost is not None:
-            return error_of(self.lost)
-        if self.done is None or self.done.failure is None:
-            return None
-        return error_of(self.done.failure)
+        failure = self.lost or (None if self.done is None else self.done.failure)
+        return None if failure is None else error_of(failure)
 
 
 class WriterHandle:
@@ -247,12 +244,10 @@ class WriterHandle:
 
     def raise_failed(self) -> None:
         """Raise the errors that were not reported: the first, with notes about the others."""
-        errors = []
-        for order in self.failed:
+        failed = self.failed
+        for order in failed:
             order.is_reported = True
-            if error := order.failure:
-                errors.append(error)
-        if errors:
+        if errors := [error for order in failed if (error := order.failure)]:
             raise first_error(errors)
 
     def forget_reported(self) -> None:
@@ -411,3 +406,75 @@ def first_error(errors: Sequence[Exception]) -> Exception:
     for error in later:
         first.add_note(f"Another background save has failed as well: {error}")
     return first
+
+
+class SaveHandle:
+    """A background save. Threads may share it. Its methods are local: no other rank waits."""
+
+    def __init__(
+        self,
+        path: str,
+        step: int | None,
+        writer: WriterHandle | None = None,
+        order: WriteJob | None = None,
+        report: Callable[[SaveReport], SaveReport] | None = None,
+    ) -> None:
+        self.path = path
+        self.step = step
+        self._writer = writer
+        self._order = order
+        self._report = report
+
+    @property
+    def skipped(self) -> bool:
+        """True if nothing was saved because two older saves were not written yet."""
+        return self._order is None
+
+    @property
+    def superseded(self) -> bool:
+        """True if a newer save replaced it before it began."""
+        return self._order is not None and self._order.is_dropped
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Wait until the state may change. On the CPU it may when `save` returns.
+
+        TimeoutError after `timeout_s`; the save continues.
+        """
+        if self._order is not None and not self._order.staged.wait(timeout_s):
+            raise TimeoutError(
+                f"{self.path}: not staged within {timeout_s:g} s; the save continues, wait again"
+            )
+
+    def done(self) -> bool:
+        """Return True if it is settled: durable, failed, skipped or superseded."""
+        if self._order is None or self._writer is None:
+            return True
+        if not self._order.is_settled:
+            self._writer.look()
+        return self._order.is_settled
+
+    def result(self, timeout_s: float | None = None) -> SaveReport | None:
+        """Wait until the checkpoint is durable; None if it was skipped or superseded.
+
+        TimeoutError after `timeout_s`; the save continues. Raises the error of a failed save: then
+        there is no new checkpoint, and older ones are unchanged. But if this rank's writer died,
+        the others may have committed the save just before.
+        """
+        if (failure := self.exception(timeout_s)) is not None:
+            raise failure
+        done = None if self._order is None else self._order.done
+        if done is None or done.report is None or self._report is None:
+            return None
+        return self._report(done.report)
+
+    def exception(self, timeout_s: float | None = None) -> Exception | None:
+        """Wait as `result` does, but return the error of the save instead of raising it."""
+        order = self._order
+        if order is None or self._writer is None:
+            return None
+        if not self._writer.wait_for(lambda: order.is_settled, timeout_s):
+            raise TimeoutError(
+                f"{self.path}: not durable within {timeout_s:g} s; the save continues, wait again"
+            )
+        order.is_reported = True
+        return order.failure

@@ -55,7 +55,7 @@ from dist_ckpt.core.state.tree.leaves import (
 )
 from dist_ckpt.core.state.tree.read_tree import calling_user_code, has_state, read_tensor
 from dist_ckpt.core.state.wrappers import RNG
-from dist_ckpt.data.data_position import DataPosition, check_ranks
+from dist_ckpt.data import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 
 __all__ = ["Binding", "Template", "bind", "read_template", "saved_tree_of", "unexpected_problem"]
