@@ -22,8 +22,8 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.interop import imports
-from dist_ckpt.interop.pickles.restricted_pickle import PickleBudget, read
-from dist_ckpt.interop.pickles.torch_pickles import TABLE, storage_of
+from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, read
+from dist_ckpt.interop.readers.torch_pickles import TABLE, storage_of
 
 WHAT = "file.pt"
 

@@ -1,7 +1,7 @@
 """Read folders of torch.distributed.checkpoint: `.metadata` and the files that it names.
 
 Each part of a tensor, and each value, is an archive of torch.save at an offset of a file. Nothing
-is unpickled: see `interop/pickles/restricted_pickle.py`. The format is in
+is unpickled: see `interop/readers/restricted_pickle.py`. The format is in
 torch/distributed/checkpoint/filesystem.py.
 """
 
@@ -17,8 +17,9 @@ from dist_ckpt.core.format.geometry import Region, Shape
 from dist_ckpt.core.format.objects.plain_types import DTypeValue, Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.interop.pickles import restricted_pickle
-from dist_ckpt.interop.pickles.restricted_pickle import (
+from dist_ckpt.interop.readers import restricted_pickle
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, joined
+from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
@@ -26,9 +27,8 @@ from dist_ckpt.interop.pickles.restricted_pickle import (
     remedied,
     shown,
 )
-from dist_ckpt.interop.pickles.torch_pickles import TABLE as OF_TORCH
-from dist_ckpt.interop.pickles.torch_pickles import TensorView
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, joined
+from dist_ckpt.interop.readers.torch_pickles import TABLE as OF_TORCH
+from dist_ckpt.interop.readers.torch_pickles import TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.registry import DCP_METADATA, DCP_METADATA_OF_RANK
 from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file

@@ -15,8 +15,8 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.hf import read as safetensors_files
-from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, numbered
+from dist_ckpt.interop.readers.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
 

@@ -19,14 +19,14 @@ from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.objects.plain_types import Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.interop.pickles.restricted_pickle import (
+from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested
+from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
     record_maker,
 )
-from dist_ckpt.interop.pickles.torch_pickles import TABLE, TensorView
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested
+from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.registry import DEEPSPEED_LATEST as LATEST
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened, whole_file

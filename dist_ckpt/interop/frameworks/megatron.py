@@ -15,9 +15,9 @@ from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.pickles.restricted_pickle import PickledRecord, record_maker
-from dist_ckpt.interop.pickles.torch_pickles import TABLE
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path
+from dist_ckpt.interop.readers.restricted_pickle import PickledRecord, record_maker
+from dist_ckpt.interop.readers.torch_pickles import TABLE
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.registry import MEGATRON_ABOUT, MEGATRON_COMMON, MEGATRON_LATEST
 from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened, whole_file

@@ -28,8 +28,8 @@ from dist_ckpt.core.state.tree.containers import (
     kind_of,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.interop.pickles.restricted_pickle import PickleBudget, UnknownObject
-from dist_ckpt.interop.pickles.torch_pickles import NumpyArray, TensorView
+from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject
+from dist_ckpt.interop.readers.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 
 

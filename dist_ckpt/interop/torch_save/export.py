@@ -38,7 +38,7 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative
 from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportContents
 from dist_ckpt.interop.hf.read import SUFFIX
-from dist_ckpt.interop.pickles.torch_pickles import STORAGES
+from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file

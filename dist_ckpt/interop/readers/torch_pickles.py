@@ -22,7 +22,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     Size,
 )
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.pickles.restricted_pickle import PlaceholderFactory, hashed, shown
+from dist_ckpt.interop.readers.restricted_pickle import PlaceholderFactory, hashed, shown
 
 _MAX_NDIM = 64
 _MAX_KEY_CHARS = 1 << 16

@@ -1,1 +1,0 @@
-"""Pickles read without unpickling: nothing that they name is ever looked up."""
