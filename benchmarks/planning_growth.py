@@ -14,7 +14,16 @@ from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, SmallShardRun
 from dist_ckpt.core.comm.collectives.collective import distinct
 from dist_ckpt.core.commit.commit_protocol import check_receipts, mismatched_groups, sizes_of
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    Cut,
+    ElementRange,
+    Flat,
+    Layout,
+    Region,
+    Regions,
+    Shape,
+)
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import (
     Catalog,
@@ -25,7 +34,6 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.core.format.layout import Cut, Flat, Layout, Regions
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import (
     Inventory,

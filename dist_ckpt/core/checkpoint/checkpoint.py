@@ -19,7 +19,7 @@ from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.geometry import Region, Shape
+from dist_ckpt.core.format.geometry import Region, Shape, check_shape
 from dist_ckpt.core.format.index.index import Catalog, Index, Key
 from dist_ckpt.core.format.index.model_description import (
     as_json,
@@ -27,7 +27,6 @@ from dist_ckpt.core.format.index.model_description import (
     kind_of,
     problems_of_report,
 )
-from dist_ckpt.core.format.layout import check_shape
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json

@@ -17,8 +17,7 @@ import msgspec
 
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.dtypes import DTYPES, DType
-from dist_ckpt.core.format.geometry import Region, Shape
-from dist_ckpt.core.format.layout import check_shape
+from dist_ckpt.core.format.geometry import Region, Shape, check_shape
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
 Scalar = None | bool | int | float | str

@@ -21,12 +21,14 @@ from typing import assert_never
 from dist_ckpt.core.format.geometry import (
     Cell,
     ElementRange,
+    Flat,
+    Grid,
+    Layout,
     Region,
     Shape,
     joined,
     row_major_strides,
 )
-from dist_ckpt.core.format.layout import Flat, Grid, Layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,

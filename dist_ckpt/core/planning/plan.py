@@ -10,9 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPiece, Shape, run_of
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    ElementRange,
+    Layout,
+    Region,
+    RegionPiece,
+    Shape,
+    run_of,
+)
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
-from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
 from dist_ckpt.core.runtime.typed_msgpack import Message
 

@@ -22,9 +22,8 @@ from typing import Protocol, TypeGuard, TypeVar
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.geometry import Shape, check_shape
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
-from dist_ckpt.core.format.layout import check_shape
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 

@@ -23,9 +23,8 @@ from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, select
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.geometry import Region, Shape, row_major_strides
+from dist_ckpt.core.format.geometry import Flat, Layout, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.layout import Flat, Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, DTypeValue
 from dist_ckpt.core.runtime.threads import IDLE_S

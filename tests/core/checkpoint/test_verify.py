@@ -12,9 +12,8 @@ from dist_ckpt.core.checkpoint import verify as verify_module
 from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.commit_protocol import claim, commit
-from dist_ckpt.core.format.geometry import ByteRange
+from dist_ckpt.core.format.geometry import ByteRange, Flat, Layout
 from dist_ckpt.core.format.index.index import Key, Node
-from dist_ckpt.core.format.layout import Flat, Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import IncompatibleError, NotFoundError

@@ -12,7 +12,7 @@ import pytest
 
 from dist_ckpt.core.format import checksums, filenames
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ElementRange, Region
+from dist_ckpt.core.format.geometry import ElementRange, Flat, Grid, Layout, Region, Regions
 from dist_ckpt.core.format.index.index import (
     Abandoned,
     AttachedFileRecord,
@@ -25,7 +25,6 @@ from dist_ckpt.core.format.index.index import (
     TensorRecord,
 )
 from dist_ckpt.core.format.index.index_json import decode, encode
-from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import (

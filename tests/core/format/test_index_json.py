@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.format.geometry import Cut, Flat, Grid, Layout, Region, Regions
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import (
@@ -24,7 +24,6 @@ from dist_ckpt.core.format.index.index import (
     TensorRecord,
 )
 from dist_ckpt.core.format.index.index_json import decode, encode, read_back
-from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
 ATTEMPT = "a1-0123456789abcdef"

@@ -5,12 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
-from dist_ckpt.core.format.layout import (
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    ElementRange,
     Flat,
     Grid,
     Layout,
+    Region,
     Regions,
+    Shape,
     check_cell,
     check_cut,
     check_shape,

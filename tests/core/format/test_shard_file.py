@@ -8,8 +8,7 @@ from safetensors import deserialize
 
 from dist_ckpt.core.format.checksums import num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, Shape
-from dist_ckpt.core.format.layout import Flat, Grid
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Flat, Grid, Region, Shape
 from dist_ckpt.core.format.shard_file import arrange, decode_header, entry_of
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from headers import encode_header, shard_file

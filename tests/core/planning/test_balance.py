@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Region, Shape
-from dist_ckpt.core.format.layout import Cut, Flat, Grid, Regions
+from dist_ckpt.core.format.geometry import Cut, Flat, Grid, Region, Regions, Shape
 from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, SavePlan, Shard, Whole
 from dist_ckpt.core.planning.save.balance import cell_numels
 from dist_ckpt.core.planning.save.save_planner import plan_save, replica_groups_of, stored_nbytes

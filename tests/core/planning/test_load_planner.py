@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
-from dist_ckpt.core.format.layout import Flat, Grid, Regions
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Flat, Grid, Region, Regions, Shape
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.mesh import layout_of
 from dist_ckpt.core.planning.plan import (

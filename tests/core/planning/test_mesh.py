@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
-from dist_ckpt.core.format.layout import Flat, Grid, check_cut
+from dist_ckpt.core.format.geometry import ElementRange, Flat, Grid, Region, Shape, check_cut
 from dist_ckpt.core.planning.mesh import cells_of, layout_of
 from dist_ckpt.core.planning.plan import (
     Flattened,

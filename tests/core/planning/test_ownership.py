@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
-from dist_ckpt.core.format.layout import Flat, Grid, Regions
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Flat, Grid, Region, Regions, Shape
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,

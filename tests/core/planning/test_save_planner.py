@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
-from dist_ckpt.core.format.layout import check_cut
+from dist_ckpt.core.format.geometry import ElementRange, Region, Shape, check_cut
 from dist_ckpt.core.planning.plan import (
     Mesh,
     MeshPlaced,

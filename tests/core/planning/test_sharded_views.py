@@ -7,9 +7,8 @@ from math import prod
 
 from msgspec.structs import replace
 
-from dist_ckpt.core.format.geometry import Region, Shape
+from dist_ckpt.core.format.geometry import Grid, Layout, Region, Shape
 from dist_ckpt.core.format.index.index import Catalog, Component, TensorRecord
-from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,

@@ -15,9 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, RegionPiece, Shape
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    ElementRange,
+    Flat,
+    Grid,
+    Layout,
+    Region,
+    RegionPiece,
+    Regions,
+    Shape,
+)
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
-from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions
 from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
 from dist_ckpt.core.shard_io.read import block_reads, open_files, read_work
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader

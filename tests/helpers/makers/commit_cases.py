@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dist_ckpt.core.commit import commit_protocol, removal
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.geometry import Grid, Layout
 from dist_ckpt.core.format.index.index import (
     Catalog,
     Component,
@@ -15,7 +16,6 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -33,9 +33,8 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.comm.messages import Failure
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.geometry import Grid, Layout, Shape
 from dist_ckpt.core.format.index.index import Node
-from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, TensorEntry, Whole
 from dist_ckpt.core.planning.save.save_planner import files_of_rank

@@ -19,6 +19,8 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import (
     Cell,
     ElementRange,
+    Grid,
+    Layout,
     Region,
     RegionPiece,
     Shape,
@@ -33,7 +35,6 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.core.format.layout import Grid, Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile, encode
 from dist_ckpt.core.format.shard_file import arrange, header_text
 from dist_ckpt.core.planning.plan import (

@@ -12,9 +12,8 @@ from itertools import chain, pairwise
 from math import prod
 
 from dist_ckpt.core.format import filenames, strict_json
-from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.geometry import Cut, Flat, Grid, Layout, Regions, Shape, check_cut
 from dist_ckpt.core.format.index.index import MAX_KEY_DEPTH, Catalog, Component, Key, TensorRecord
-from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions, check_cut
 from dist_ckpt.core.format.strict_json import (
     Json,
     array,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.format.layout import Layout
+from dist_ckpt.core.format.geometry import Layout, Shape
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.runtime.typed_msgpack import Message
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import MAX_NBYTES
 from dist_ckpt.core.format.index.catalog_json import CATALOG_FIELDS, EncodedCatalog, decode_catalog
 from dist_ckpt.core.format.index.index import (
     MAX_ATTACHED,
@@ -26,7 +27,6 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.core.format.layout import MAX_NBYTES
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.strict_json import (
     VERSION,

@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.layout import check_shape
+from dist_ckpt.core.format.geometry import check_shape
 from dist_ckpt.core.format.objects.plain_types import (
     COMPLEX,
     FACTORIES,

@@ -14,14 +14,18 @@ from operator import mul
 
 from dist_ckpt.core.format.geometry import (
     Cell,
+    Cut,
+    Flat,
+    Grid,
     Region,
     RegionPiece,
+    Regions,
     Shape,
+    check_cell,
     pieces,
     row_major_strides,
 )
 from dist_ckpt.core.format.index.index import Catalog, Index
-from dist_ckpt.core.format.layout import Cut, Flat, Grid, Regions, check_cell
 from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.plan import CellOverlap, LoadPlan, ReadItem, TensorRequest
 from dist_ckpt.errors import CorruptError

@@ -1,7 +1,7 @@
 """Choose the holder that stores each replica, so that all ranks write about as many bytes.
 
 Cell c of a tensor is stored by replica number `(c + rotation) mod replicas`: one small number for
-each tensor. This rule of the format is in `format/layout.py`; code that lists all cells repeats it.
+each tensor. This rule of the format is in `format/geometry.py`; code that lists all cells repeats it.
 Large replicas are cut into one part for each holder, so that all ranks write few large tensors.
 """
 
@@ -13,8 +13,16 @@ from heapq import heapify, heapreplace
 from itertools import pairwise, product
 from math import prod
 
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region
-from dist_ckpt.core.format.layout import Cut, Flat, Grid, Layout, Regions
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    Cut,
+    ElementRange,
+    Flat,
+    Grid,
+    Layout,
+    Region,
+    Regions,
+)
 from dist_ckpt.core.planning.save.ownership import layout_of_cells
 
 # A larger replica is split among its holders, into parts of at least the second size.

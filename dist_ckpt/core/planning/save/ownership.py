@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from math import prod
 
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape, row_major_strides
-from dist_ckpt.core.format.layout import Flat, Grid, Layout, Regions, check_cell, check_tiling
+from dist_ckpt.core.format.geometry import (
+    Cell,
+    ElementRange,
+    Flat,
+    Grid,
+    Layout,
+    Region,
+    Regions,
+    Shape,
+    check_cell,
+    check_tiling,
+    row_major_strides,
+)
 from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.mesh import holders_of, layout_of, positions_of, whole_layout
 from dist_ckpt.core.planning.plan import Flattened, Mesh, MeshPlaced, Parts, RuleSharded, View

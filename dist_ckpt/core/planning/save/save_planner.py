@@ -14,9 +14,8 @@ from typing import NamedTuple
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, ElementRange, Layout, Region, Shape, check_shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
-from dist_ckpt.core.format.layout import Layout, check_shape
 from dist_ckpt.core.format.shard_file import arrange, header_text
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import (

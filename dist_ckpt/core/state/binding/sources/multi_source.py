@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dist_ckpt.core.format.geometry import Layout
 from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
-from dist_ckpt.core.format.layout import Layout
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.state.binding.sources.saved_tree import (
