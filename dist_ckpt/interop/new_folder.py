@@ -9,8 +9,7 @@ from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.commit.user_files import check_parent, temporary_beside
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.local.exclusive_rename import exchange
-from dist_ckpt.core.storage.local.local_storage import with_remedy
+from dist_ckpt.core.storage.local.local_storage import exchange, with_remedy
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,

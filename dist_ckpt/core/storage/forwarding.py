@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
@@ -98,47 +100,47 @@ class ForwardingStorage:
         self.make_call(f"sync {folder}", lambda: self.inner.sync(folder))
 
 
+@dataclass(frozen=True, slots=True)
 class _WrappedWritableFile:
-    def __init__(self, storage: ForwardingStorage, path: str, inner: WritableFile) -> None:
-        self._storage = storage
-        self._path = path
-        self._inner = inner
+    storage: ForwardingStorage
+    path: str
+    inner: WritableFile
 
     @property
     def alignment(self) -> int:
-        return self._inner.alignment
+        return self.inner.alignment
 
     def write_at(self, offset: int, data: Buffer) -> None:
         nbytes = memoryview(data).nbytes
-        self._storage.write(self._path, nbytes, lambda: self._inner.write_at(offset, data))
+        self.storage.write(self.path, nbytes, lambda: self.inner.write_at(offset, data))
 
     def finish(self) -> int:
-        return self._storage.finish(self._path, self._inner.finish)
+        return self.storage.finish(self.path, self.inner.finish)
 
     def discard(self) -> None:
-        self._storage.close(self._inner.discard)
+        self.storage.close(self.inner.discard)
 
 
+@dataclass(frozen=True, slots=True)
 class _WrappedReadableFile:
-    def __init__(self, storage: ForwardingStorage, path: str, inner: ReadableFile) -> None:
-        self._storage = storage
-        self._path = path
-        self._inner = inner
+    storage: ForwardingStorage
+    path: str
+    inner: ReadableFile
 
     @property
     def nbytes(self) -> int:
-        return self._inner.nbytes
+        return self.inner.nbytes
 
     @property
     def num_links(self) -> int:
-        return self._inner.num_links
+        return self.inner.num_links
 
     def read_into(self, offset: int, target: memoryview) -> int:
-        act = lambda: self._inner.read_into(offset, target)  # noqa: E731
-        return self._storage.read(self._path, target.nbytes, act)
+        read = partial(self.inner.read_into, offset, target)
+        return self.storage.read(self.path, target.nbytes, read)
 
     def close(self) -> None:
-        self._storage.close(self._inner.close)
+        self.storage.close(self.inner.close)
 
 
 class CountingStorage(ForwardingStorage):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import NoReturn, Protocol
 
 from dist_ckpt.core.format.checksums import Buffer
@@ -44,30 +45,24 @@ class OverlayStorage(ForwardingStorage):
         self._files = dict(files)
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
-        served = {entry.name: entry for entry in self._served_in(folder)}
+        entries: dict[str, Entry] = {}
+        for path, served in self._files.items():
+            if path.startswith(f"{folder}/"):
+                name, _, below = path[len(folder) + 1 :].partition("/")
+                nbytes = 0 if below else served.nbytes
+                entries[name] = Entry(name, "folder" if below else "file", nbytes, 0.0)
         try:
-            stored = self.inner.list(folder, follow=follow)
+            entries.update((entry.name, entry) for entry in self.inner.list(folder, follow=follow))
         except (FileNotFoundError, NotADirectoryError):
-            if not served:
+            if not entries:
                 raise
-            stored = ()
-        return sorted({**served, **{entry.name: entry for entry in stored}}.values())
+        return sorted(entries.values())
 
     def open(self, path: str) -> ReadableFile:
         served = self._files.get(path)
         if served is None:
             return self.inner.open(path)
         return _File(served, lambda: self.inner.open(path), self._count)
-
-    def _served_in(self, folder: str) -> Sequence[Entry]:
-        entries = []
-        for path, served in self._files.items():
-            if not path.startswith(f"{folder}/"):
-                continue
-            name, _, below = path[len(folder) + 1 :].partition("/")
-            nbytes = 0 if below else served.nbytes
-            entries.append(Entry(name, "folder" if below else "file", nbytes, 0.0))
-        return entries
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
@@ -147,7 +142,11 @@ class ReadOnlyFiles:
             return [Entry(name, "folder", 0, 0.0)]
         if folder != self._folder:
             raise FileNotFoundError(folder)
-        return [Entry(name, "file", self._nbytes_of(name), 0.0) for name in sorted(self._files)]
+        entries = []
+        for name in sorted(self._files):
+            with closing(self._files[name]()) as file:
+                entries.append(Entry(name, "file", file.nbytes, 0.0))
+        return entries
 
     def open(self, path: str) -> ReadableFile:
         folder, _, name = path.rpartition("/")
@@ -159,13 +158,6 @@ class ReadOnlyFiles:
         raise StorageError(f"{path}: {self._remedy}")
 
     make_folder = create = link = rename = remove = sync = _refuse
-
-    def _nbytes_of(self, name: str) -> int:
-        file = self._files[name]()
-        try:
-            return file.nbytes
-        finally:
-            file.close()
 
 
 class FileOfBytes:

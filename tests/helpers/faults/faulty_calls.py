@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
-from dist_ckpt.core.storage.local import direct_io, exclusive_rename, local_storage
+from dist_ckpt.core.storage.local import direct_io, local_storage
 
 CALLS = (
     *("open", "close", "fsync", "pwrite", "preadv", "ftruncate", "fstat", "lstat", "scandir"),
@@ -138,7 +138,7 @@ class _Entry:
 def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[SystemCalls]:
     """Plant a fault. Without `exclusive` there is no call that renames exclusively (NFS)."""
     calls = SystemCalls(fault)
-    real_call = exclusive_rename.system_call
+    real_call = direct_io.system_call
 
     def system_call(name: str) -> Callable[..., int] | None:
         real = real_call(name)
@@ -149,10 +149,9 @@ def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[Sys
         return lambda *arguments: _called(calls, name, real, arguments)
 
     with ExitStack() as stack:
-        for module in (local_storage, direct_io, exclusive_rename):
+        for module in (local_storage, direct_io):
             stack.enter_context(patch.object(module, "os", _FaultyOs(calls)))
-            if hasattr(module, "system_call"):
-                stack.enter_context(patch.object(module, "system_call", system_call))
+            stack.enter_context(patch.object(module, "system_call", system_call))
         yield calls
 
 

@@ -1,7 +1,7 @@
 """Choose the holder that stores each replica, so that all ranks write about as many bytes.
 
 Cell c of a tensor is stored by replica number `(c + rotation) mod replicas`: one small number for
-each tensor. This rule of the format is in `format/geometry.py`; code that lists all cells repeats it.
+each tensor. This rule of the format is in `Layout.holder`; code that lists all cells repeats it.
 Large replicas are cut into one part for each holder, so that all ranks write few large tensors.
 """
 

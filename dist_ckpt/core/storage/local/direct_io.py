@@ -13,14 +13,14 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from mmap import PAGESIZE
 
 from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy
-from dist_ckpt.core.storage.local.exclusive_rename import system_call
 from dist_ckpt.errors import StorageError
 
 
@@ -107,25 +107,21 @@ def drop_cached_file(file: str) -> None:
 _CACHESTAT = 451
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
-
-
-class _CacheStat(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in ("num_cached", "num_dirty", "num_written", "num_evicted", "num_evicted_lately")
-    )
+@cache
+def system_call(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library that Python's `os` lacks, or None."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    return function
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Return True if the page cache has all of these bytes, at least one, or if it is unknown."""
-    byte_range, stat = _Range(offset, nbytes), _CacheStat()
+    byte_range, counts = (ctypes.c_uint64 * 2)(offset, nbytes), (ctypes.c_uint64 * 5)()
     syscall = system_call("syscall") if sys.platform == "linux" else None
-    number = ctypes.c_long(_CACHESTAT)
-    if syscall is None or syscall(number, fd, ctypes.byref(byte_range), ctypes.byref(stat), 0):
+    if syscall is None or syscall(ctypes.c_long(_CACHESTAT), fd, byte_range, counts, 0):
         return True
-    return bool(stat.num_cached >= (offset + nbytes - 1) // PAGESIZE - offset // PAGESIZE + 1)
+    # The first count is of cached pages.
+    return counts[0] >= (offset + nbytes - 1) // PAGESIZE - offset // PAGESIZE + 1
 
 
 _log = logging.getLogger("dist_ckpt")
