@@ -25,7 +25,7 @@ case "${1:-}" in
     --docs)
         shift
         documents=("${documents[@]/#/tests/repository/test_}")
-        exec "$bin/python" -m pytest "$@" "${documents[@]/%/.py}"
+        exec "$bin/python" -m pytest --long "$@" "${documents[@]/%/.py}"
         ;;
 esac
 case "$*" in

@@ -36,6 +36,7 @@ from torch_can import keep_a_stager
 ROOT = Path(__file__).parents[2]
 
 slow = pytest.mark.slow
+long = pytest.mark.long
 multi_process = pytest.mark.multi_process
 
 SPEC = Spec(3, (64, 64))
@@ -130,7 +131,7 @@ class LateSave:
         self._begin().result(timeout_s)
 
 
-@slow
+@long
 @multi_process
 def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
@@ -152,7 +153,7 @@ def test_a_quick_run_measures_ours_and_writes_what_it_measured(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [out]
 
 
-@slow
+@long
 @multi_process
 def test_a_quick_run_measures_background_saves(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
@@ -192,7 +193,7 @@ def test_without_a_device_each_of_its_measures_says_so(tmp_path: Path) -> None:
         assert row.reason == "no CUDA device here"
 
 
-@slow
+@long
 @multi_process
 def test_who_has_not_staged_when_it_says_so_has_no_figure(tmp_path: Path) -> None:
     kinds = [DcpAsync("process", keeps_stager=keep_a_stager()), Blurter("thread")]
@@ -210,7 +211,7 @@ def test_who_has_not_staged_when_it_says_so_has_no_figure(tmp_path: Path) -> Non
         assert absent.reason.startswith("came back different: ")
 
 
-@slow
+@long
 @multi_process
 def test_data_that_came_back_different_has_no_figure(tmp_path: Path) -> None:
     settings = Settings(tmp_path, rounds=1)

@@ -171,7 +171,7 @@ def test_threads_that_append_at_once_lose_nothing(
     assert_nothing_lost(path, names, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multi_process
 def test_processes_that_append_at_once_lose_nothing(
     path: Path, caplog: pytest.LogCaptureFixture

@@ -49,6 +49,7 @@ def test_exports_are_measured_beside_a_copy(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_dcp_is_measured_by_itself_and_over_our_format_with_the_phases_of_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("mkdocs")
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings_handlers")
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(400)]
 
 # Elements that a browser fetches something for by itself, and the attribute that says what.
 FETCHES = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}

@@ -13,7 +13,7 @@ from docs_blocks import code_of
 from tests.repository.test_docs import BLOCKS, JOB, README
 from torch_can import of_the_pinned_torch
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.long, pytest.mark.timeout(540)]
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,7 +1,7 @@
 """Whatever line of a save or load fails on one of three ranks: all ranks tell it, nothing is torn.
 
-Here it is one line of a quarter of the functions on rank 0, and of another on rank 1;
-`tests/helpers/faults/line_faults.py` tries all lines if it is run by hand.
+Here it is one line of an eighth of the functions on rank 0, and of another on rank 1, and of a
+quarter with `--long`; `tests/helpers/faults/line_faults.py` tries all lines if it is run by hand.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import pytest
 
 from line_faults import CASES, KINDS, Fault, OneMoreSave, bytecodes_of_verdict, lines_of, wrong
+from long_mode import IS_LONG
 
 pytestmark = pytest.mark.waits
+
+EACH = 4 if IS_LONG else 8
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -21,8 +24,8 @@ def test_a_line_of_a_function_may_fail_on_one_rank(make):
         for at, (function, _) in enumerate(lines_of(case, victim)):
             if at > 0 and function not in seen:  # at 0 no operation has begun
                 seen.append(function)
-                if len(seen) % 4 == victim:
-                    problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // 4 % 2])))
+                if len(seen) % EACH == victim:
+                    problems.append(wrong(case, Fault(victim, at, KINDS[len(seen) // EACH % 2])))
         assert len(seen) > 15
     assert [problem for problem in problems if problem] == []
 
@@ -31,5 +34,8 @@ def test_an_interrupt_between_the_commit_and_its_answer_is_told_as_what_is_there
     case = OneMoreSave(by_kept_plan=True)
     num = bytecodes_of_verdict(case)
     assert num > 200
-    faults = [Fault(0, at, KeyboardInterrupt, is_in_bytecode=True) for at in range(0, num, 11)]
+    faults = [
+        Fault(0, at, KeyboardInterrupt, is_in_bytecode=True)
+        for at in range(0, num, 11 if IS_LONG else 23)
+    ]
     assert [problem for fault in faults if (problem := wrong(case, fault))] == []

@@ -19,7 +19,6 @@ from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.testing.crash_storage import CrashPoint, CrashStorage, Operation, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from long_mode import IS_LONG
 
 pytest.importorskip("torch")
 
@@ -110,19 +109,17 @@ def violations(disk: CrashStorage, ranks: int, *, limit: int = LIMIT) -> Iterato
             yield found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_after_any_crash_what_was_reported_saved_loads_and_nothing_else_shows(ranks):
     assert list(violations(CrashStorage(), ranks)) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_taking_away_any_one_fsync_of_a_save_is_found(ranks):
     whole = CrashStorage()
     save_overwrite_delete(whole, ranks)
     unharmed = []
-    # One rank has all kinds of them; of several a third is tried, or by hand all.
-    step = 1 if IS_LONG or ranks == 1 else 3
-    for number in range(1, whole.num_syncs + 1, step):
+    for number in range(1, whole.num_syncs + 1):
         dropped: list[str] = []
 
         def forget(

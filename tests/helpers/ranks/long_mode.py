@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
 
 from hypothesis import settings
+
+T = TypeVar("T")
 
 # Set by tests/conftest.py, and inherited by what tests start.
 VARIABLE = "TESTS_ARE_LONG"
@@ -15,3 +19,8 @@ MANY_EXAMPLES = 10_000
 def examples(most: int = 100) -> settings:
     """Have a property tried with so many examples, and with ten thousand where it may be long."""
     return settings(max_examples=MANY_EXAMPLES if IS_LONG else most)
+
+
+def sample(values: Sequence[T], step: int) -> Sequence[T]:
+    """Return each `step`-th of the values, and all of them where it may be long."""
+    return values if IS_LONG else values[::step]

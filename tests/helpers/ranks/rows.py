@@ -1,9 +1,9 @@
 """The rows of `scripts/test.sh`: processes that run all tests at once, forked after one collection.
 
 To collect takes ten seconds of a core, most of it imports, and a fork server three: the rows share
-both. Most tests wait, for a disk, a silence or each other. Three rows compute: what is around the
-library and what is about commits, both `APART`, then what starts processes and what does not. With
-more that work at once a background writer, whose priority is the lowest, might be taken for dead.
+both. Most tests wait, for a disk, a silence or each other. Three rows compute, about as long: what
+is `APART`, then what starts processes and what does not. With more that work at once a background
+writer, whose priority is the lowest, might be taken for dead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from _pytest.config import create_terminal_writer
 
 from fork_server import forked_python
 
-APART = ("tests/benchmarks/", "tests/repository/", "tests/core/commit/", "tests/core/saving/")
+APART = (
+    *("tests/benchmarks/", "tests/repository/", "tests/core/checkpoint/", "tests/core/commit/"),
+    *("tests/core/saving/", "tests/runs/", "tests/tools/"),
+)
 
 
 def row_of(item: pytest.Item) -> str:
