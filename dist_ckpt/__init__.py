@@ -47,6 +47,14 @@ if TYPE_CHECKING:
     from dist_ckpt.runs.prune import delete
     from dist_ckpt.runs.run import Run
     from dist_ckpt.tools.average.average import average
+    from dist_ckpt.tools.inspect.describe import (
+        CheckpointLayout,
+        FileContents,
+        ShardPlacement,
+        TensorStats,
+        layout,
+        stats,
+    )
     from dist_ckpt.tools.inspect.diff import (
         Comparison,
         Difference,
@@ -56,13 +64,6 @@ if TYPE_CHECKING:
         diff,
     )
     from dist_ckpt.tools.inspect.estimate import Estimate, estimate
-    from dist_ckpt.tools.inspect.shard_layout import (
-        CheckpointLayout,
-        FileContents,
-        ShardPlacement,
-        layout,
-    )
-    from dist_ckpt.tools.inspect.tensor_stats import TensorStats, stats
     from dist_ckpt.tools.rewrite.copying import backup, copy
     from dist_ckpt.tools.rewrite.reshard import reshard
     from dist_ckpt.tools.rewrite.strip import strip
@@ -98,12 +99,12 @@ _MODULES = {
     "diff": "tools.inspect.diff",
     "Difference": "tools.inspect.diff",
     "ObjectDifference": "tools.inspect.diff",
-    "stats": "tools.inspect.tensor_stats",
-    "TensorStats": "tools.inspect.tensor_stats",
-    "layout": "tools.inspect.shard_layout",
-    "CheckpointLayout": "tools.inspect.shard_layout",
-    "FileContents": "tools.inspect.shard_layout",
-    "ShardPlacement": "tools.inspect.shard_layout",
+    "stats": "tools.inspect.describe",
+    "TensorStats": "tools.inspect.describe",
+    "layout": "tools.inspect.describe",
+    "CheckpointLayout": "tools.inspect.describe",
+    "FileContents": "tools.inspect.describe",
+    "ShardPlacement": "tools.inspect.describe",
     "estimate": "tools.inspect.estimate",
     "Estimate": "tools.inspect.estimate",
     "copy": "tools.rewrite.copying",

@@ -16,7 +16,7 @@ from dist_ckpt.cli.results import (
     Texts,
 )
 from dist_ckpt.core.checkpoint.verify import Level
-from dist_ckpt.tools.report.checkpoint_facts import Check
+from dist_ckpt.tools.report.facts import Check
 
 # JSON objects have no order: ordered names are pairs.
 TextPairs: TypeAlias = tuple[tuple[str, str], ...]

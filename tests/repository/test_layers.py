@@ -68,7 +68,6 @@ SMALL_FOR_ONE = {
     *("__main__", "async_save.writer.__main__", "storage", "testing.faulty_storage"),
     *("integrations.mlflow", "integrations.ray_train", "integrations.wandb"),
     *("interop.frameworks.lightning", "interop.frameworks.megatron"),
-    "tools.inspect.shard_layout",
 }
 
 # They decide, and touch nothing: whoever calls them hands in values and gets values. So do two

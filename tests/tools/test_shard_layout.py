@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 import dist_ckpt as dc
-from dist_ckpt.tools.inspect.shard_layout import layout
+from dist_ckpt.tools.inspect.describe import layout
 
 
 def test_it_is_what_lies_in_the_files(tmp_path: Path) -> None:

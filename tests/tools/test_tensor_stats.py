@@ -10,9 +10,8 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
-from dist_ckpt.tools.inspect import tensor_stats
-from dist_ckpt.tools.inspect import tensor_stats as module
-from dist_ckpt.tools.inspect.tensor_stats import TensorStats, stats
+from dist_ckpt.tools.inspect import describe
+from dist_ckpt.tools.inspect.describe import TensorStats, stats
 
 
 def by_name(path: Path, **options: object) -> dict[str, TensorStats]:
@@ -80,8 +79,7 @@ def test_a_part_is_in_memory_at_a_time_and_progress_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = 4 * BLOCK_NBYTES
-    monkeypatch.setattr(tensor_stats, "WINDOW_NBYTES", BLOCK_NBYTES)
-    monkeypatch.setattr(module, "WINDOW_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(describe, "WINDOW_NBYTES", BLOCK_NBYTES)
     dc.save({"w": torch.arange(nbytes // 4, dtype=torch.int32)}, tmp_path / "ck")
     told: list[tuple[int, int]] = []
     (one,) = stats(tmp_path / "ck", progress=lambda done, total: told.append((done, total)))

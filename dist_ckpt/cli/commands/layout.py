@@ -10,8 +10,8 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import FileRow, LayoutResult, ShardRow
 from dist_ckpt.core.format.geometry import Cell, Region
 from dist_ckpt.reports import format_size
-from dist_ckpt.tools.inspect.shard_layout import CheckpointLayout, ShardPlacement
-from dist_ckpt.tools.inspect.shard_layout import layout as layout_of
+from dist_ckpt.tools.inspect.describe import CheckpointLayout, ShardPlacement
+from dist_ckpt.tools.inspect.describe import layout as layout_of
 
 
 @click.command()

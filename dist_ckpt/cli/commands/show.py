@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import click
@@ -10,11 +9,12 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ShowAllResult, ShowResult, convert
 from dist_ckpt.core.checkpoint import checkpoint
+from dist_ckpt.core.commit.records.incarnations import utc
 from dist_ckpt.core.format.index.model_description import KIND, as_json, leaves_of
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import format_size
-from dist_ckpt.tools.inspect.summary import CheckpointSummary, summarize
+from dist_ckpt.tools.inspect.describe import CheckpointSummary, summarize
 
 
 @click.command()
@@ -54,7 +54,7 @@ def _config_problem(summary: CheckpointSummary) -> str | None:
 
 
 def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
-    saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(summary.saved_at))
+    saved = utc(summary.saved_at)
     mesh = " x ".join(f"{axis or 'axis'}={num}" for axis, num in summary.mesh)
     by = ", ".join(f"{name} {version}" for name, version in summary.saved_by.items())
     lines = [

@@ -9,8 +9,8 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import StatsResult, StatsRow, convert
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.inspect.tensor_stats import TensorStats
-from dist_ckpt.tools.inspect.tensor_stats import stats as stats_of
+from dist_ckpt.tools.inspect.describe import TensorStats
+from dist_ckpt.tools.inspect.describe import stats as stats_of
 
 
 @click.command()

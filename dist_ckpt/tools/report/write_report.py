@@ -12,11 +12,13 @@ import os
 import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from importlib import resources
 from typing import Any
 
 from dist_ckpt import __version__
+from dist_ckpt.core.commit.records.incarnations import utc
 from dist_ckpt.core.commit.user_files import check_new_file, new_file
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
@@ -24,8 +26,8 @@ from dist_ckpt.errors import NotFoundError
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.report.checkpoint_facts import CHECKS, Check, bounded, checkpoint_facts, utc
-from dist_ckpt.tools.report.run_facts import ProgressOf, run_facts
+from dist_ckpt.tools.report.facts import CHECKS, Check, ProgressOf, checkpoint_facts, run_facts
+from dist_ckpt.tools.report.sizes import bounded
 
 __all__ = ["report_facts", "write_report"]
 
@@ -46,33 +48,24 @@ def report_facts(
     if check not in CHECKS:
         raise ValueError(f'check={check!r}: give "none", "quick" or "full"')
     resolved = os.fspath(resolve(path))
-    facts = _facts(resolved, check, progress_of)
-    return {"path": resolved, "made_at": time.time(), "made_by": __version__, **facts}
-
-
-def _facts(path: str, check: Check, progress_of: ProgressOf) -> dict[str, Json]:
-    infos = _list_checkpoints(path)
-    if infos is None:
-        return checkpoint_facts(path, None, check, progress_of("verify"))
-    if len(infos) == 1 and infos[0].path == open_storage(path)[1]:
-        return checkpoint_facts(path, infos[0], check, progress_of("verify"))
-    return run_facts(path, check, progress_of)
-
-
-def _list_checkpoints(path: str) -> tuple[RunCheckpoint, ...] | None:
-    """Return the checkpoints at a path; None for files of another system."""
+    infos: tuple[RunCheckpoint, ...] = ()
     try:
-        infos = checkpoints(path)
+        infos = checkpoints(resolved)
+        if infos:
+            is_run = len(infos) > 1 or infos[0].path != open_storage(resolved)[1]
+        else:  # files of another system, or a run without checkpoints
+            names = os.listdir(resolved)
+            is_run = ".metadata" not in names and not any(n.endswith(".safetensors") for n in names)
     except NotFoundError:
-        if os.path.isfile(path):
-            return None
-        raise
-    return infos or (None if _is_foreign(path) else ())
-
-
-def _is_foreign(path: str) -> bool:
-    names = os.listdir(path)
-    return any(name.endswith(".safetensors") for name in names) or ".metadata" in names
+        if not os.path.isfile(resolved):
+            raise
+        is_run = False  # a file of another system
+    if is_run:
+        facts = run_facts(resolved, check, progress_of)
+    else:
+        info = infos[0] if infos else None
+        facts = checkpoint_facts(resolved, info, check, progress_of("verify"))
+    return {"path": resolved, "made_at": time.time(), "made_by": __version__, **facts}
 
 
 def write_report(
@@ -109,17 +102,12 @@ def check_target(file: str | os.PathLike[str], *, overwrite: bool) -> bool:
     if os.path.islink(text) or (os.path.exists(text) and not os.path.isfile(text)):
         kind = "link" if os.path.islink(text) else "folder" if os.path.isdir(text) else "device"
         raise ValueError(f"{text} is a {kind}: give the name of a file, such as report.html")
-    replaces = overwrite or _is_ours(text)
+    replaces = overwrite
+    if not overwrite:
+        with suppress(FileNotFoundError), open(text, "rb") as existing:
+            replaces = existing.read(len(START)) == START
     check_new_file(text, overwrite=replaces)
     return replaces
-
-
-def _is_ours(file: str) -> bool:
-    try:
-        with open(file, "rb") as existing:
-            return existing.read(len(START)) == START
-    except FileNotFoundError:
-        return False
 
 
 # The start of each page: only such a file is replaced without `overwrite`.
@@ -193,24 +181,12 @@ def _policy(*scripts: str) -> str:
 # --- filters of the templates --------------------------------------------------------------------
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     if value < 1:
         return f"{value * 1000:.3g} ms"
     return f"{value:.3g} s" if value < 120 else f"{value / 60:.1f} min"
-
-
-def _number(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _share(nbytes: int, whole: int) -> str:
-    return f"{100 * nbytes / whole:.1f}%" if whole else "-"
 
 
 def _is_grouped(tree: list[Mapping[str, Json]]) -> bool:
@@ -226,13 +202,11 @@ _NOTES = {
 }
 
 
-def _notes(row: Mapping[str, Json]) -> list[Json]:
+def _notes(row: Mapping[str, Any]) -> list[str]:
     """Return the notes on a checkpoint of a run, as texts."""
-    protections, why = row["protected_by"], row["why"]
-    assert isinstance(protections, list)
     notes = [text for flag, text in _NOTES.items() if row[flag]]
-    has_problem = why and (row["has_failed"] or row["state"] != "committed")
-    return [*notes, *protections, *([why] if has_problem else [])]
+    has_problem = row["why"] and (row["has_failed"] or row["state"] != "committed")
+    return [*notes, *row["protected_by"], *([row["why"]] if has_problem else [])]
 
 
 def _newest(checkpoints: list[Mapping[str, Json]]) -> Mapping[str, Json] | None:
@@ -243,7 +217,7 @@ def _newest(checkpoints: list[Mapping[str, Json]]) -> Mapping[str, Json] | None:
 _FILTERS = {
     "bounded": bounded,
     "clock": lambda at: time.strftime("%H:%M:%S UTC", time.gmtime(at)),
-    "counted": _counted,
+    "counted": lambda number, noun: f"{number:,} {noun}{'s' * (number != 1)}",
     "day": lambda at: time.strftime("%Y-%m-%d", time.gmtime(at)),
     "is_grouped": _is_grouped,
     "last_part": lambda path: path.rstrip("/").rpartition("/")[2] or path,
@@ -251,11 +225,11 @@ _FILTERS = {
     "newest": _newest,
     "notes": _notes,
     "num": lambda number: f"{number:,}",
-    "number": _number,
+    "number": lambda value: f"{value:.6g}" if isinstance(value, float) else str(value),
     "ratio": lambda ratio: "-" if ratio is None else f"{ratio:.3g} times",
     "seconds": _seconds,
     "shape": lambda shape: " x ".join(map(str, shape)) or "scalar",
-    "share": _share,
+    "share": lambda nbytes, whole: f"{100 * nbytes / whole:.1f}%" if whole else "-",
     "size": format_size,
     "utc": utc,
 }

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
-from dist_ckpt.tools.report import checkpoint_facts as trees
-from dist_ckpt.tools.report.checkpoint_facts import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, sizes_tree
+from dist_ckpt.tools.report import sizes as trees
+from dist_ckpt.tools.report.sizes import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, sizes_tree
 
 
 def a_tensor(nbytes: int, *, dtype: str = "float32", alias_of: str | None = None) -> TensorInfo:

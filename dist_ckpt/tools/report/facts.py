@@ -1,0 +1,306 @@
+"""The facts of the report of a checkpoint or a run, as JSON with bounded texts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import isnan
+from typing import Literal
+
+from dist_ckpt.core.checkpoint import checkpoint
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
+from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
+from dist_ckpt.core.commit.records.incarnations import read_history
+from dist_ckpt.core.commit.records.protections import CheckpointKey
+from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, leaves_of
+from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from dist_ckpt.openers import OPENER
+from dist_ckpt.reports import Progress
+from dist_ckpt.runs.annotations import SaveTimes, save_times
+from dist_ckpt.runs.listing import RunCheckpoint, list_run
+from dist_ckpt.tools.inspect.describe import summarize
+from dist_ckpt.tools.report.sizes import bounded, component_sizes, rank_sizes, sizes_tree
+
+# The most rows of a list, such as a configuration.
+MAX_ROWS = 300
+
+
+def first_of(rows: Iterable[Json]) -> tuple[list[Json], int]:
+    """Return the first rows, and the number of further ones."""
+    rows = list(rows)
+    return rows[:MAX_ROWS], max(len(rows) - MAX_ROWS, 0)
+
+
+def _named_values(values: Mapping[str, object]) -> tuple[list[Json], int]:
+    """Return the values in nested mappings as pairs of texts, and the number of further ones."""
+    return first_of([bounded(name), bounded(text)] for name, text in leaves_of(values) if name)
+
+
+# --- the check for damage ----------------------------------------------------------------------
+
+
+# The check of a report: none, or a level of `dist_ckpt.verify`.
+Check = Literal["none", "quick", "full"]
+CHECKS: tuple[Check, ...] = ("none", "quick", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of a check, or `why` there is none: it was not requested, or it failed."""
+
+    report: VerifyReport | None = None
+    why: str = ""
+    has_failed: bool = False
+
+    @property
+    def result(self) -> str:
+        """The result: "ok", "damaged" or "not checked"."""
+        if self.report is None:
+            return "not checked"
+        return "ok" if self.report.ok else "damaged"
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The problems that the check has found."""
+        return () if self.report is None else self.report.problems
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the JSON for a report, with the first problems."""
+        notes = () if self.report is None else self.report.notes
+        return {
+            "result": self.result,
+            "level": None if self.report is None else self.report.level,
+            "why": bounded(self.why),
+            "has_failed": self.has_failed,
+            "problems": first_of(map(_problem, self.problems))[0],
+            "num_problems": len(self.problems),
+            "notes": first_of(map(bounded, notes))[0],
+            "nbytes_checked": 0 if self.report is None else self.report.nbytes_checked,
+        }
+
+
+def check_damage(path: str, check: Check, progress: Progress | None) -> CheckResult:
+    """Check a checkpoint for damage, unless `check` is "none"."""
+    if check == "none":
+        return CheckResult(why="no check was requested")
+    level: Level = check
+    try:
+        return CheckResult(verify(path, level=level, progress=progress, opener=OPENER))
+    except CheckpointError as error:
+        return CheckResult(why=str(error), has_failed=True)
+
+
+def _problem(problem: Problem) -> Json:
+    rows = problem.rows
+    return {
+        "file": bounded(problem.file),
+        "rank": problem.rank,
+        "tensor": None if problem.tensor is None else bounded(problem.tensor),
+        "rows": None if rows is None else [rows.start, rows.stop],
+        "what": bounded(problem.what),
+    }
+
+
+# --- a checkpoint ------------------------------------------------------------------------------
+
+
+def checkpoint_facts(
+    path: str, info: RunCheckpoint | None, check: Check, progress: Progress | None
+) -> dict[str, Json]:
+    """Return the facts of the checkpoint at `path`, with those of the run in `info`.
+
+    If it is too damaged to be opened, `unreadable` is the reason, and most facts are missing.
+    NotFoundError if it does not exist.
+    """
+    facts: dict[str, Json] = {"about": "checkpoint", "unreadable": None}
+    has_digests = True
+    try:
+        with checkpoint.open(path, opener=OPENER) as ck:
+            facts |= _contents(ck)
+            has_digests = ck.index.has_digests
+    except CorruptError as error:
+        facts["unreadable"] = bounded(str(error))
+    # Annotations: a checkpoint outside a run has none.
+    metrics = [] if info is None else sorted(info.metrics.items())
+    notes = [] if info is None else [*info.protected_by, *["orphaned"] * info.is_orphaned]
+    facts["metrics"] = [[bounded(name), as_json(value)] for name, value in metrics]
+    facts["notes"] = [bounded(text) for text in notes]
+    verification = CheckResult(why="files of another system have no checksums")
+    if has_digests:
+        verification = check_damage(path, check, progress)
+    return {**facts, "verification": verification.to_json()}
+
+
+def _contents(ck: Checkpoint) -> dict[str, Json]:
+    summary = summarize(ck)
+    tensors = {fqn: info for fqn, info in ck.tensors.items() if info.alias_of is None}
+    config, num_more_config = _named_values(summary.config or {})
+    metadata, num_more_metadata = _named_values(
+        {name: value for name, value in summary.metadata.items() if name not in (CONFIG, KIND)}
+    )
+    per_rank, num_more_per_rank = first_of([bounded(f), num] for f, num in summary.per_rank.items())
+    problem = summary.config_problem
+    return {
+        "step": summary.step,
+        "kind": summary.kind,
+        "attempt": summary.attempt,
+        "saved_at": summary.saved_at,
+        "saved_by": [[bounded(name), bounded(text)] for name, text in summary.saved_by.items()],
+        "world_size": summary.world_size,
+        "mesh": [[bounded(name), size] for name, size in summary.mesh],
+        "nbytes": summary.nbytes,
+        "tensor_nbytes": sum(summary.nbytes_by_component.values()),
+        "num_files": summary.num_files,
+        "num_tensors": summary.num_tensors,
+        "num_tied": summary.num_aliases,
+        "num_values": summary.num_values,
+        # None if they cannot be read: the verification reports the damage.
+        "num_parameters": summary.num_parameters,
+        "num_trainable": summary.num_trainable,
+        "tree": sizes_tree(ck.tensors),
+        **component_sizes(tensors),
+        "ranks": rank_sizes(ck.index),
+        "attached": [[bounded(name), nbytes] for name, nbytes in summary.attached.items()],
+        "config": config,
+        "config_problem": None if problem is None else bounded(problem),
+        "num_more_config": num_more_config,
+        "metadata": metadata,
+        "num_more_metadata": num_more_metadata,
+        "per_rank": per_rank,
+        "num_more_per_rank": num_more_per_rank,
+    }
+
+
+# --- a run -------------------------------------------------------------------------------------
+
+
+# The limits of checkpoints, the newest, and of their metrics.
+MAX_CHECKPOINTS = 1000
+MAX_METRICS = 12
+
+# Returns the progress callback of a check, from the name of the checkpoint.
+ProgressOf = Callable[[str], Progress | None]
+
+
+def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Json]:
+    """Return the facts of the run in `root`. NotFoundError if the folder does not exist."""
+    storage, folder = open_storage(root)
+    listing = list_run(storage, folder, now=time.time())
+    shown = listing.checkpoints[-MAX_CHECKPOINTS:]
+    times = save_times(listing.annotations)
+    rows = [_row(info, times, check, progress_of) for info in shown]
+    try:
+        storage, folder = open_storage(listing.root)
+        history = read_history(storage, folder, with_old=bool(listing.old_folders))
+    except (CorruptError, IncompatibleError):
+        records = []  # `history_problem` has the error
+    else:
+        records = sorted(history.incarnations.values(), key=lambda record: record.number)
+    return {
+        "about": "run",
+        "check": check,
+        "num_checkpoints": len(listing.checkpoints),
+        "num_left_out": len(listing.checkpoints) - len(shown),
+        "nbytes": sum(info.nbytes or 0 for info in listing.checkpoints),
+        "checkpoints": [*rows],
+        "num_damaged": sum(row["result"] == "damaged" for row in rows),
+        "incarnations": [
+            {
+                "number": record.number,
+                "at": record.at,
+                "by": bounded(record.by),
+                "restored_step": None if record.restored is None else record.restored[0],
+                "why": bounded(record.why),
+            }
+            for record in records[-MAX_ROWS:]
+        ],
+        **_metrics(shown),
+        **_times(shown, times),
+        "history_problem": bounded(listing.history_problem),
+        "problems": first_of(map(bounded, listing.problems))[0],
+    }
+
+
+def _row(
+    info: RunCheckpoint,
+    times: Mapping[CheckpointKey, SaveTimes],
+    check: Check,
+    progress_of: ProgressOf,
+) -> dict[str, Json]:
+    took = times.get(info.where) if info.where else None
+    if info.state in ("open", "abandoned"):
+        verification = CheckResult(why=f"it is not committed: {info.state}")
+    else:
+        verification = check_damage(info.path, check, progress_of(info.name))
+    problems = [problem.what for problem in verification.problems]
+    # Damage of the index is known without a check.
+    is_damaged = info.state == "damaged" or bool(problems)
+    return {
+        "name": bounded(info.name),
+        "step": info.step,
+        "state": info.state,
+        "nbytes": info.nbytes,
+        "world_size": info.world_size,
+        "num_tensors": info.num_tensors,
+        "saved_at": info.saved_at,
+        "metrics": {bounded(name): as_json(value) for name, value in sorted(info.metrics.items())},
+        "protected_by": [bounded(text) for text in info.protected_by],
+        "tags": [bounded(name) for name in info.tags],
+        "is_pinned": info.is_pinned,
+        "is_leased": bool(info.leases),
+        "is_verified": info.is_verified,
+        "is_orphaned": info.is_orphaned,
+        "is_being_replaced": info.is_being_replaced,
+        "problem": bounded(info.problem or (problems[0] if problems else "")),
+        "result": "damaged" if is_damaged else verification.result,
+        "why": bounded(verification.why),
+        "has_failed": verification.has_failed,
+        "num_problems": max(len(problems), int(is_damaged)),
+        "seconds": {bounded(phase): s for phase, s in sorted(took.seconds.items())} if took else {},
+        "stalled_s": took.stalled_s if took else None,
+        "slowest_rank": took.slowest_rank if took else None,
+        "slowest_s": took.slowest_s if took else None,
+    }
+
+
+def _metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
+    """Return the newest, lowest and highest value of each metric, without orphans."""
+    names = sorted({name for info in shown for name in info.metrics})
+    alive = [info for info in shown if info.where and not info.is_orphaned]
+    rows: list[Json] = []
+    for name in names[:MAX_METRICS]:
+        values = [(info.metrics[name], info.step) for info in alive if name in info.metrics]
+        numbers = [item for item in values if not isnan(item[0])]
+        chosen = {
+            "newest": values[-1] if values else None,
+            "lowest": min(numbers, key=lambda item: item[0], default=None),
+            "highest": max(numbers, key=lambda item: item[0], default=None),
+        }
+        row: dict[str, Json] = {"name": bounded(name), "num_values": len(values)}
+        for kind, item in chosen.items():
+            row[kind] = None if item is None else {"value": as_json(item[0]), "step": item[1]}
+        rows.append(row)
+    return {"metrics": rows, "num_more_metrics": max(len(names) - MAX_METRICS, 0)}
+
+
+def _times(
+    shown: tuple[RunCheckpoint, ...], times: Mapping[CheckpointKey, SaveTimes]
+) -> dict[str, Json]:
+    """Return how long the training waited for saves, and the slowest ranks."""
+    timed = {info.where: times[info.where] for info in shown if info.where and info.where in times}
+    stalls = {where: of.stalled_s for where, of in timed.items() if of.stalled_s is not None}
+    longest = max(stalls, key=stalls.__getitem__, default=None)
+    slowest = Counter(of.slowest_rank for of in timed.values() if of.slowest_rank is not None)
+    ordered = sorted(slowest.items(), key=lambda item: (-item[1], item[0]))
+    return {
+        "num_timed": len(timed),
+        "stalled_s": sum(stalls.values()) if stalls else None,
+        "longest_stall": None
+        if longest is None
+        else {"step": longest[0], "seconds": stalls[longest]},
+        "slowest_ranks": [{"rank": rank, "num_saves": num} for rank, num in ordered[:5]],
+    }
