@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.cli.commands import request_save as request_save_module
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
+from dist_ckpt.core.format.run_records import AnswerRecord
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.runs import save_requests
 
 Result = tuple[int, str, str]
 
@@ -80,10 +82,16 @@ def test_who_asks_is_told_whether_the_job_lives(
     sign = LivenessFile(LocalStorage(), str(root), 1)
     sign.renew()
     act = {"nothing": lambda: None, "a sign": sign.renew, "its end": sign.end}[shows]
-    later = threading.Timer(0.2, act)
-    later.start()
-    code, _, err = run("request-save", root, "--wait", "--timeout", "0.6")
-    later.join()
+    real, acted = save_requests.read_answer, list[None]()
+
+    def read_answer(*args: Any) -> AnswerRecord | None:
+        if not acted:  # the command waits
+            acted.append(act())
+        return real(*args)
+
+    monkeypatch.setattr(save_requests, "read_answer", read_answer)
+    code, _, err = run("request-save", root, "--wait", "--timeout", "0.1")
+    assert acted
     assert code == 6
     assert err.count("\n") == 1
     assert told in err
