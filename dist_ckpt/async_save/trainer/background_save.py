@@ -112,7 +112,7 @@ def stage_overlapped(
 
     def follow() -> None:
         for unit, mark in zip(units, marks, strict=True):
-            mark.reached()
+            mark.wait()
             arena.advance(unit.stop)
         arena.complete()
 

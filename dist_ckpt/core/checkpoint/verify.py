@@ -31,18 +31,23 @@ from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, every_block, reads_of
+from dist_ckpt.core.shard_io.read.block_reads import (
+    READ_NBYTES,
+    BlockRead,
+    damage_error,
+    digest_problem,
+    every_block,
+    reads_of,
+    rows_of_block,
+)
 from dist_ckpt.core.shard_io.read.open_files import (
     MAX_BLOCK_NBYTES,
     OpenFile,
-    damage_error,
-    digest_problem,
     open_readable,
     read_attached_file,
     read_header,
     read_objects,
     rows_of,
-    rows_of_block,
     rows_text,
     size_problem,
 )

@@ -25,8 +25,8 @@ from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
 from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
-from dist_ckpt.core.shard_io.read.read_work import CellTargets
 from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import rename_of

@@ -56,9 +56,8 @@ from dist_ckpt.core.planning.load.read_sharing import RangeKey
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead
+from dist_ckpt.core.shard_io.read.block_reads import BlockRead, CellTargets, SmallShardRun
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
-from dist_ckpt.core.shard_io.read.read_work import CellTargets, SmallShardRun
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.reports import Phases
 
@@ -293,7 +292,7 @@ def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]
     other ranks. Raises the errors of `BlockReader.run`, and SecondaryError if another rank fails.
     """
     work = _work_of(group, reading)
-    with reading.naming_touched():
+    with reading.name_touched():
         SharedReading(group, work, reading).run()
     return work.nbytes_moved()
 
@@ -303,7 +302,7 @@ def verify_shared(group: SharedReadGroup, reading: BlockReader) -> None:
     work = _work_of(group, reading)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
-    with reading.naming_touched():
+    with reading.name_touched():
         parallel_for(lambda args: reading.read(*args), reads, threads=group.ranks.config.threads)
 
 

@@ -30,19 +30,17 @@ from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode, encode
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
+    CellTargets,
     NeededBlock,
+    SmallShardRun,
+    by_shard,
+    divide,
     group_successive,
+    needed_blocks,
     reads_of,
     requested_blocks,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
-from dist_ckpt.core.shard_io.read.read_work import (
-    CellTargets,
-    SmallShardRun,
-    by_shard,
-    divide,
-    needed_blocks,
-)
 from dist_ckpt.errors import ranks_text
 
 _log = logging.getLogger("dist_ckpt")

@@ -6,6 +6,6 @@
 - `save/`: `save/inventories.py` and `save/ownership.py` merge the inventories of the ranks,
   `save/balance.py` chooses the rank that stores a replica.
 - `load/`: `load/load_planner.py` is all of resharding, `load/read_sharing.py` shares reads.
-- `selection.py`: `include` and `exclude`. `sharding_config.py`: `dc.ShardingConfig`, which
-  `sharded_views.py` applies to a checkpoint and `state/sharding_rules.py` to a state.
+- `selection.py`: `include` and `exclude`. `sharding_config.py`: `dc.ShardingConfig`, and the views
+  that it gives to a checkpoint. `state/sharding_rules.py` applies it to a state.
 """

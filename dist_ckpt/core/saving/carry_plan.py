@@ -23,8 +23,7 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.selection import Selection, names_above
-from dist_ckpt.core.planning.sharded_views import plan_stored
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_stored
 from dist_ckpt.core.state.binding.sources.saved_tree import state_of
 from dist_ckpt.core.state.tree.containers import is_mapping, join, whole_of
 from dist_ckpt.errors import listed

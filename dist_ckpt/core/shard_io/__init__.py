@@ -1,5 +1,5 @@
 """Move shards between files and memory, in checked blocks; without ranks or torch.
 
 `write/shard_writer.py` writes. `read/open_files.py` checks headers before anything is changed,
-`read/block_reads.py` and `read/read_work.py` choose the reads, `read/block_reader.py` runs them.
+`read/block_reads.py` chooses the reads, `read/block_reader.py` runs them.
 """

@@ -13,10 +13,10 @@ from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import Flattened, MeshPlaced, RuleSharded, View
 from dist_ckpt.core.planning.selection import names_above
-from dist_ckpt.core.planning.sharded_views import chunked
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
     axes_under,
+    chunked,
     name_of,
     parameter_of,
 )

@@ -26,8 +26,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import files_of_ranks, stored_nbytes
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, selection_of
-from dist_ckpt.core.planning.sharded_views import plan_stored
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_stored
 from dist_ckpt.core.saving.carry_plan import carried_names, names_of, whole_or_name, with_carried
 from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows

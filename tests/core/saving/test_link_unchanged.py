@@ -12,6 +12,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
+from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.shard_io.write import link_unchanged as reusing
 from dist_ckpt.core.shard_io.write.link_unchanged import (
@@ -224,13 +225,13 @@ def test_what_was_read_back_is_read_back_again_after_some_saves(
 ) -> None:
     read: list[int] = []
     now = [0]
-    real = reusing._read_back
+    real = decode_header
 
-    def read_back(*arguments: Any) -> None:
+    def decode(*arguments: Any, **options: Any) -> ShardFile:
         read.append(now[0])
-        real(*arguments)
+        return real(*arguments, **options)
 
-    monkeypatch.setattr(reusing, "_read_back", read_back)
+    monkeypatch.setattr(reusing, "decode_header", decode)  # of a file that is read back
     last = 3 + READ_BACK_EVERY
     saves(
         LocalStorage(),
@@ -365,4 +366,4 @@ def test_saves_that_may_not_be_linked_push_none_out_that_may() -> None:
         files = {"f": ("f", 1, 1, "d")} if number < 2 else {}
         earlier = earlier.plus(SavedFiles(f"s{number}", files))
     assert (earlier.number, earlier.names()) == (40, {"f"})
-    assert [one.folder for one in earlier.with_file(("f", 1, 1, "d"))] == ["s0", "s1"]
+    assert [saved.folder for saved in earlier.saves] == ["s0", "s1"]

@@ -28,10 +28,9 @@ from dist_ckpt.core.format.geometry import (
 )
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
-from dist_ckpt.core.shard_io.read import block_reads, open_files, read_work
+from dist_ckpt.core.shard_io.read import block_reads, open_files
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead
-from dist_ckpt.core.shard_io.read.read_work import SmallShardRun
+from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, SmallShardRun
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -106,7 +105,7 @@ def load(
 ) -> ReadTotals:
     with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
         nbytes_read = BlockReader(files, targets, verify=verify).run(2)
-    return ReadTotals(nbytes_read, read_work.nbytes_placed_by(plan))
+    return ReadTotals(nbytes_read, block_reads.nbytes_placed_by(plan))
 
 
 def check_filled(
@@ -201,10 +200,10 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
 ) -> None:
     saved, wanted = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_work, "MIN_SHARDS", least)
-        patch.setattr(read_work, "ROW_NBYTES", most)
-        patch.setattr(read_work, "MAX_ROWS", least)
-        patch.setattr(read_work, "WORK_NBYTES", most)
+        patch.setattr(block_reads, "MIN_SHARDS", least)
+        patch.setattr(block_reads, "RUN_NBYTES", most)
+        patch.setattr(block_reads, "MAX_RUNS", least)
+        patch.setattr(block_reads, "WORK_NBYTES", most)
         patch.setattr(block_reads, "ZERO_COPY_NBYTES", direct)
         patch.setattr(block_reads, "READ_NBYTES", most)
         totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)
@@ -576,7 +575,7 @@ def test_damage_of_a_shard_in_a_row_is_told_as_if_it_were_read_alone(
     wanted = [want(saved, fqn) for fqn in saved]
     told = []
     for least in (1, 1000):
-        monkeypatch.setattr(read_work, "MIN_SHARDS", least)
+        monkeypatch.setattr(block_reads, "MIN_SHARDS", least)
         targets = targets_of(wanted, saved)
         with pytest.raises(CorruptError) as caught:
             load(spoiled, index, plan_of(index, wanted), targets)

@@ -85,13 +85,13 @@ class Device:
         with self._changed:
             self._asked = [(act, None) for act, _ in self._asked]
             self._changed.notify_all()
-        self.mark().reached()
+        self.mark().wait()
 
     def mark(self) -> Any:
         with self._changed:
             number = len(self._asked)
         return SimpleNamespace(
-            reached=lambda: self._wait_for(number), hold=lambda: self._wait_for(number)
+            wait=lambda: self._wait_for(number), hold=lambda: self._wait_for(number)
         )
 
     def _ask(self, act: Callable[[], object]) -> None:
@@ -303,7 +303,7 @@ def test_a_copy_that_fails_on_the_device_fails_the_save(
 
     device.may.set()
     mark, model = device.mark, Model()
-    monkeypatch.setattr(device, "mark", lambda: SimpleNamespace(reached=fail, hold=mark().hold))
+    monkeypatch.setattr(device, "mark", lambda: SimpleNamespace(wait=fail, hold=mark().hold))
     monkeypatch.setattr(device, "hold_training", lambda: None)
     handle = saver.save({"model": model}, tmp_path / "a")
     handle.wait_staged(30)

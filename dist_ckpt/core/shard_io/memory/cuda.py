@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class StreamMark:
             device: stream.record_event(Event(blocking=True)) for device, stream in streams.items()
         }
 
-    def reached(self) -> None:
+    def wait(self) -> None:
         """Wait until the streams reach the mark. Raises the device's errors."""
         for device, event in self._events.items():
             # A new thread uses device 0: to wait there would take memory of it for this process.
@@ -144,9 +145,9 @@ class Fence:
         self.join()
         if self._hook is None:
             # A compiler that traces a step would keep the events of one save in its code.
-            hold = torch.compiler.disable(self._hold)
+            wait = torch.compiler.disable(self.wait)
             self._hook = register_optimizer_step_pre_hook(
-                lambda *_: hold() if self._end is not None else None
+                lambda *_: wait() if self._end is not None else None
             )
         self._end = end
         self._thread = threading.Thread(
@@ -160,8 +161,8 @@ class Fence:
 
     def wait(self) -> None:
         """Make later work on this thread's current streams wait for the copies, not the host."""
-        if self._end is not None:
-            self._hold()
+        if (end := self._end) is not None:  # the thread may clear it meanwhile
+            end.hold()
 
     def join(self) -> None:
         """Return when all is staged. CheckpointError if a device hangs."""
@@ -188,10 +189,6 @@ class Fence:
                 self._hook.remove()
                 self._hook = None
 
-    def _hold(self) -> None:
-        if (end := self._end) is not None:  # the thread may have cleared it
-            end.hold()
-
     def _run_thread(self, follow: Callable[[], None]) -> None:
         try:
             follow()
@@ -208,11 +205,8 @@ class PinnedMemory:
         self._runtime = torch.cuda.cudart()
         address, nbytes = address_of(view), view.nbytes
         # CUDA's error code, 0 if it is pinned.
-        self.error = int(
-            _in_new_thread(
-                device, lambda: self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)
-            )
-        )
+        register = partial(self._runtime.cudaHostRegister, address, nbytes, _PORTABLE)
+        self.error = int(_call_in_new_thread(device, register))
 
     def close(self) -> None:
         """Unlock the memory. May be called again; no copy may still use it."""
@@ -220,8 +214,8 @@ class PinnedMemory:
             self.error = -1
             # Python starts no threads at exit; after a hang the memory stays locked.
             with suppress(RuntimeError, CheckpointError):
-                address = address_of(self.view)
-                _in_new_thread(self._device, lambda: self._runtime.cudaHostUnregister(address))
+                unregister = partial(self._runtime.cudaHostUnregister, address_of(self.view))
+                _call_in_new_thread(self._device, unregister)
 
 
 class PinnedArenas:
@@ -238,7 +232,15 @@ class PinnedArenas:
             if pinned is not None:
                 pinned.close()
             self._pinned[number] = PinnedMemory(view, device)
-            self._warn_if_unpinned(self._pinned[number])
+            error = self._pinned[number].error
+            if error and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "%d bytes of shared memory cannot be pinned (CUDA error %d): saves wait for "
+                    "their copy from the devices, which is slower, too. Allow the container and "
+                    "its runtime to lock memory (ulimit -l)",
+                    *(view.nbytes, error),
+                )
 
     def release(self, number: int, nbytes: int) -> None:
         """Unpin an arena that is smaller than this: its memory may be replaced."""
@@ -253,18 +255,8 @@ class PinnedArenas:
             pinned.close()
         self._pinned.clear()
 
-    def _warn_if_unpinned(self, pinned: PinnedMemory) -> None:
-        if pinned.error and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%d bytes of shared memory cannot be pinned (CUDA error %d): saves wait for their "
-                "copy from the devices, which is slower, too. Allow the container and its runtime "
-                "to lock memory (ulimit -l)",
-                *(pinned.view.nbytes, pinned.error),
-            )
 
-
-def _in_new_thread(device: torch.device, call: Callable[[], T]) -> T:
+def _call_in_new_thread(device: torch.device, call: Callable[[], T]) -> T:
     """Return the result of a CUDA call in a new thread. CheckpointError if it hangs.
 
     A thread's next kernel raises its earlier CUDA error, which torch cannot clear: this thread

@@ -9,29 +9,30 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import mul
 from threading import Lock
 
 from dist_ckpt.core.format.checksums import block_digest, streamed_digest
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ElementRange, Region, boxes_of, row_major_strides
-from dist_ckpt.core.planning.plan import CellOverlap, ReadItem
+from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.buffers import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.read.block_reads import (
     READ_NBYTES,
     BlockRead,
+    CellTargets,
     NeededBlock,
-    every_block,
-    group_successive,
-)
-from dist_ckpt.core.shard_io.read.open_files import (
-    OpenFile,
-    OpenFiles,
+    PlannedRead,
+    SmallShardRun,
     damage_error,
     digest_problem,
+    every_block,
+    group_successive,
+    split_into_work,
 )
-from dist_ckpt.core.shard_io.read.read_work import CellTargets, SmallShardRun, split_into_work
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError, listed
 
@@ -65,7 +66,7 @@ class BlockReader:
         blocks = (file.header.block_nbytes for file, _ in files)
         self._slots = (slots or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
         # Work on small shards is all Python: threads would only block each other, at twice the
-        # cost. Meanwhile the next rows are read.
+        # cost. Meanwhile the next runs are read.
         self._python_lock = Lock()
 
     def run(self, threads: int) -> int:
@@ -74,15 +75,15 @@ class BlockReader:
         CorruptError, with the tensors in `touched` that may have partial data, or StorageError.
         """
 
-        def read_all(reads: Sequence[tuple[OpenFile, SmallShardRun | BlockRead]]) -> int:
+        def read_all(reads: Sequence[tuple[OpenFile, PlannedRead]]) -> int:
             return sum(self.read(file, read) for file, read in reads)
 
-        with self.naming_touched():
+        with self.name_touched():
             work = split_into_work(self.files, self.targets, threads)
             return sum(parallel_for(read_all, work, threads=threads))
 
     @contextmanager
-    def naming_touched(self) -> Iterator[None]:
+    def name_touched(self) -> Iterator[None]:
         """Add the tensors that may have partial data to errors of the storage."""
         try:
             yield
@@ -95,76 +96,38 @@ class BlockReader:
             partial = f"; partial data may be in {listed(touched)}" if touched else ""
             raise StorageError(f"{error}{partial}") from error
 
-    def read(self, file: OpenFile, read: SmallShardRun | BlockRead) -> int:
+    def read(self, file: OpenFile, read: PlannedRead) -> int:
         """Read blocks into their targets; return the bytes read."""
         if isinstance(read, BlockRead) and read.is_zero_copy:
-            self._read_into_target(file, read)
-        else:
-            with self._slots.borrow() as slot:
-                data = slot[: read.span.nbytes]
-                self.fetch(file, read, data)
-                if self.targets is not None:
-                    self.place(file, read, data)
+            first = read.blocks[0]
+            (item,) = first.items
+            memory = self._touch(item).memory()
+            assert memory is not None
+            start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
+            self.fetch(file, read, memory[start : start + read.span.nbytes])
+            return read.span.nbytes
+        with self._slots.borrow() as slot:
+            data = slot[: read.span.nbytes]
+            self.fetch(file, read, data)
+            if self.targets is not None:
+                self.place(file, read, data)
         return read.span.nbytes
 
-    def _verifies(self, file: OpenFile) -> bool:
-        return self._verify and file.has_digests
-
-    def _fetch_row(self, file: OpenFile, row: SmallShardRun, data: memoryview) -> None:
-        shards, begin = file.shards, row.span.start
-        with file.reading() as readable:
-            count = readable.read_into(file.header.header_nbytes + begin, data)
-        if count < row.span.nbytes:
-            cut_off = bisect_right(shards.starts, begin + count) - 1
-            raise CorruptError(
-                damage_error(file.path, file.header, _only_block(file, cut_off), _CUT_OFF)
-            )
-        if self._verifies(file):
-            self._check_row(file, row, data)
-
-    def _check_row(self, file: OpenFile, row: SmallShardRun, data: memoryview) -> None:
-        with self._python_lock:
-            actual = [block_digest(part) for part in row.parts(file, data)]
-            if "".join(actual) != file.shards.first_digests(row.first, len(actual)):
-                for number, digest in enumerate(actual, row.first):
-                    _check(file, _only_block(file, number), digest)
-
-    def check(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
-        """Check bytes that another rank has read, as `fetch` checks its own."""
-        if not self._verifies(file):
-            return
-        if isinstance(read, SmallShardRun):
-            self._check_row(file, read, data)
-            return
-        _check_blocks(file, read.blocks, data)
-
-    def _place_row(self, row: SmallShardRun, parts: Iterable[memoryview]) -> None:
-        for item, part in zip(row.items, parts, strict=True):
-            match, target = item.match, self._touch(item)
-            if (memory := target.memory()) is not None:
-                if memory.nbytes != part.nbytes:
-                    raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
-                memory[:] = part
-            else:
-                box = match.common
-                target.place(match.target, box, part, row_major_strides(box.shape))
-
-    def _read_into_target(self, file: OpenFile, read: BlockRead) -> None:
-        first = read.blocks[0]
-        (item,) = first.items
-        memory = self._touch(item).memory()
-        assert memory is not None
-        start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
-        self.fetch(file, read, memory[start : start + read.span.nbytes])
-
-    def fetch(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
+    def fetch(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
         """Read and check; CorruptError names the first block that is damaged or cut off."""
-        if isinstance(read, SmallShardRun):
-            self._fetch_row(file, read, data)
-            return
+        begin = read.span.start
         with file.reading() as readable:
-            for needed in group_successive(read.blocks, _fits_chunk):
-                self._read_chunk(file, readable, needed, data[needed[0].start - read.span.start :])
+            if isinstance(read, BlockRead):
+                for needed in group_successive(
+                    read.blocks, lambda chunk, block: block.stop - chunk[0].start <= IO_CHUNK_NBYTES
+                ):
+                    self._read_chunk(file, readable, needed, data[needed[0].start - begin :])
+                return
+            count = readable.read_into(file.header.header_nbytes + begin, data)
+        if count < read.span.nbytes:
+            cut_off = _only_block(file, bisect_right(file.shards.starts, begin + count) - 1)
+            raise CorruptError(damage_error(file.path, file.header, cut_off, _CUT_OFF))
+        self.check(file, read, data)
 
     def _read_chunk(
         self,
@@ -176,7 +139,7 @@ class BlockReader:
         """Read and check one block in several steps, or several blocks in one step."""
         first = needed[0].start
         nbytes = needed[-1].stop - first
-        digest, verifies = streamed_digest(), self._verifies(file)
+        digest, verifies = streamed_digest(), self._verify and file.has_digests
         for start in range(0, nbytes, IO_CHUNK_NBYTES):
             part = data[start : min(start + IO_CHUNK_NBYTES, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
@@ -190,31 +153,53 @@ class BlockReader:
         elif verifies:
             _check_blocks(file, needed, data)
 
-    def place(self, file: OpenFile, read: SmallShardRun | BlockRead, data: memoryview) -> None:
+    def check(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
+        """Check bytes that this rank or another one has read. Raises CorruptError."""
+        if not (self._verify and file.has_digests):
+            return
+        if isinstance(read, BlockRead):
+            _check_blocks(file, read.blocks, data)
+            return
+        with self._python_lock:
+            actual = [block_digest(part) for part in read.shard_data(file, data)]
+            if "".join(actual) != file.shards.first_digests(read.first, len(actual)):
+                for number, digest in enumerate(actual, read.first):
+                    _check(file, _only_block(file, number), digest)
+
+    def place(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
         if isinstance(read, SmallShardRun):
             with self._python_lock:
-                self._place_row(read, read.parts(file, data))
+                self._place_shards(read, read.shard_data(file, data))
             return
-        for row in group_successive(read.blocks, _are_placed_at_once):
-            itemsize = DTYPES[row[0].shard.dtype].itemsize
-            start, stop = row[0].span.start, row[-1].span.stop
+        # Successive blocks of the same shard and the same items are placed at once.
+        for blocks in group_successive(
+            read.blocks, lambda group, b: group[-1].shard is b.shard and group[-1].items == b.items
+        ):
+            itemsize = DTYPES[blocks[0].shard.dtype].itemsize
+            start, stop = blocks[0].span.start, blocks[-1].span.stop
             stored = ElementRange(start // itemsize, stop // itemsize)
-            offset = row[0].start - read.span.start
-            for item in row[0].items:
+            offset = blocks[0].start - read.span.start
+            for item in blocks[0].items:
                 target = self._touch(item)
                 _copy(item, target, stored, data[offset : offset + stop - start])
+
+    def _place_shards(self, run: SmallShardRun, shard_data: Iterable[memoryview]) -> None:
+        for item, data in zip(run.items, shard_data, strict=True):
+            match, target = item.match, self._touch(item)
+            if (memory := target.memory()) is not None:
+                if memory.nbytes != data.nbytes:
+                    raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
+                memory[:] = data
+            else:
+                box = match.common
+                target.place(match.target, box, data, row_major_strides(box.shape))
 
     def _touch(self, item: ReadItem) -> Target:
         """Return the target of an item, and record it as touched."""
         assert self.targets is not None, "without targets, blocks are only checked"
         self.touched.add(item.fqn)
         return self.targets[item.fqn, item.match.requested_number]
-
-
-def _fits_chunk(needed: Sequence[NeededBlock], block: NeededBlock) -> bool:
-    """Return True if a processor still has the first blocks cached after one more is read."""
-    return block.stop - needed[0].start <= IO_CHUNK_NBYTES
 
 
 def _only_block(file: OpenFile, number: int) -> NeededBlock:
@@ -233,11 +218,6 @@ def _check_blocks(file: OpenFile, needed: Sequence[NeededBlock], data: memoryvie
         _check(file, block, block_digest(data[block.start - first : block.stop - first]))
 
 
-def _are_placed_at_once(needed: Sequence[NeededBlock], block: NeededBlock) -> bool:
-    """Return True if one more block is of the same shard and the same items."""
-    return needed[-1].shard is block.shard and needed[-1].items == block.items
-
-
 def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
     """Copy the requested part of some elements of a stored cell, which are `data`."""
     itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
@@ -246,24 +226,15 @@ def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview
         part = memory[(start + match.shift) * itemsize : (stop + match.shift) * itemsize]
         copy(part, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
         return
-    strides = row_major_strides(match.source.region.shape)
-    for box, start in _boxes(match, stored):
-        stop = start + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
-        view = data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize]
-        target.place(match.target, box, view, strides)
-
-
-def _boxes(match: CellOverlap, stored: ElementRange) -> Iterator[tuple[Region, int]]:
-    """Yield the requested boxes among some elements of a stored cell, and the start of each."""
-    piece = match.source
-    region = piece.region
-    start = max(stored.start, piece.start) - piece.start
-    stop = min(stored.stop, piece.start + region.numel) - piece.start
+    piece, region = match.source, match.source.region
     strides = row_major_strides(region.shape)
+    start = max(stored.start - piece.start, 0)
+    stop = min(stored.stop - piece.start, region.numel)
     for box in boxes_of(ElementRange(start, stop), region.shape):
         corner = tuple(a + b for a, b in zip(box.offset, region.offset, strict=True))
-        wanted = Region(corner, box.shape).intersect(match.common)
-        if wanted is not None:
-            relative = wanted.relative_to(region.offset).offset
-            first = sum(o * s for o, s in zip(relative, strides, strict=True))
-            yield wanted, piece.start + first
+        if (wanted := Region(corner, box.shape).intersect(match.common)) is None:
+            continue
+        relative = wanted.relative_to(region.offset).offset
+        begin = piece.start - stored.start + sum(map(mul, relative, strides))
+        end = begin + sum((n - 1) * s for n, s in zip(wanted.shape, strides, strict=True)) + 1
+        target.place(match.target, wanted, data[begin * itemsize : end * itemsize], strides)

@@ -1,19 +1,24 @@
 """Choose the blocks of a shard file that are needed, and the reads that fetch them.
 
 A block is the smallest checked read. Adjacent blocks are read at once, up to a limit, and each
-block once, however many cells need it.
+block once, however many cells need it. With thousands of small tensors, Python's work for each is
+the cost of a load. So adjacent small shards that are requested whole share one decision and one
+read (`SmallShardRun`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 
 from dist_ckpt.core.format.checksums import blocks, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, ElementRange, runs_of
-from dist_ckpt.core.format.shard_file import StoredShard
-from dist_ckpt.core.planning.plan import ReadItem
+from dist_ckpt.core.format.shard_file import ShardFile, StoredShard
+from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
+from dist_ckpt.core.shard_io.memory.protocol import Target
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles, rows_of, rows_text
 
 # The limit of one read, or one block if that is larger. Enough for the storage's full speed, and
 # small enough for several threads to share a large shard.
@@ -61,6 +66,30 @@ class BlockRead:
         return self.blocks[0].is_zero_copy
 
 
+@dataclass(frozen=True, slots=True)
+class SmallShardRun:
+    """Shards of one block each, from number `first`; one item requests each, as a whole."""
+
+    first: int
+    items: tuple[ReadItem, ...]
+    span: ByteRange
+
+    def shard_data(self, file: OpenFile, data: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes of each shard, from those of all."""
+        starts = file.shards.starts[self.first : self.first + len(self.items) + 1]
+        for start, stop in pairwise(starts):
+            yield data[start - self.span.start : stop - self.span.start]
+
+
+PlannedRead = SmallShardRun | BlockRead
+
+# The memory of each requested cell, by tensor and number of the cell.
+CellTargets = Mapping[tuple[str, int], Target]
+
+
+# --- the blocks that are needed --------------------------------------------------------------
+
+
 def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[NeededBlock]:
     """Yield all blocks of all shards."""
     for shard in sorted(shards, key=lambda shard: shard.span):
@@ -81,31 +110,60 @@ def requested_blocks(
         yield NeededBlock(shard, 0, span, tuple(items), is_zero_copy=False)
         return
     wanted: dict[int, list[ReadItem]] = {}
+    block_numel = block_nbytes // itemsize
     for item in items:
-        for number in _block_numbers(item, block_nbytes // itemsize):
-            wanted.setdefault(number, []).append(item)
+        match = item.match
+        runs: Iterable[ElementRange] = (match.run,) if match.run else ()
+        for run in runs or runs_of(match.common, match.source, block_numel):
+            for number in range(run.start // block_numel, num_blocks(run.stop, block_numel)):
+                wanted.setdefault(number, []).append(item)
     needed = []
     for number, wanting in sorted(wanted.items()):
         start = number * block_nbytes
         span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
-        is_zero_copy = len(wanting) == 1 and _maps_whole(wanting[0], span, itemsize)
+        is_zero_copy = len(wanting) == 1 and _contains_block(wanting[0].match.run, span, itemsize)
         is_zero_copy = is_zero_copy and has_memory(wanting[0])
         needed.append(NeededBlock(shard, number, span, tuple(wanting), is_zero_copy))
-    yield from _without_short_runs(needed)
-
-
-def _without_short_runs(needed: Iterable[NeededBlock]) -> Iterator[NeededBlock]:
-    """Use a scratch buffer for runs that are too short for zero copy."""
-    for run in group_successive(needed, lambda run, block: _can_join_zero_copy(run[-1], block)):
-        if run[0].is_zero_copy and run[-1].stop - run[0].start < ZERO_COPY_NBYTES:
-            yield from (
-                NeededBlock(n.shard, n.number, n.span, n.items, is_zero_copy=False) for n in run
-            )
+    for group in group_successive(needed, lambda group, block: _can_share_read(group[-1], block)):
+        if group[0].is_zero_copy and group[-1].stop - group[0].start < ZERO_COPY_NBYTES:
+            yield from (replace(block, is_zero_copy=False) for block in group)
         else:
-            yield from run
+            yield from group
 
 
-def _can_join_zero_copy(a: NeededBlock, b: NeededBlock) -> bool:
+def _contains_block(run: ElementRange | None, span: ByteRange, itemsize: int) -> bool:
+    if run is None:
+        return False
+    return run.start * itemsize <= span.start and span.stop <= run.stop * itemsize
+
+
+def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
+    """Return the numbers of the shards of a file that items read, ascending, with the items."""
+    items_by_number: dict[int, list[ReadItem]] = {}
+    for item in items:
+        items_by_number.setdefault(file.number_of(item), []).append(item)
+    return sorted(items_by_number.items())
+
+
+def needed_blocks(
+    file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
+) -> Iterator[NeededBlock]:
+    """Yield the blocks of a file that items need, in the file's order."""
+
+    def has_memory(item: ReadItem) -> bool:
+        if targets is None:
+            return False
+        return targets[item.fqn, item.match.requested_number].memory() is not None
+
+    for number, wanted in by_shard(file, items):
+        shard = file.shards[number]
+        yield from requested_blocks(shard, wanted, file.header.block_nbytes, has_memory)
+
+
+# --- the reads that fetch them ---------------------------------------------------------------
+
+
+def _can_share_read(a: NeededBlock, b: NeededBlock) -> bool:
     """Return True if one read into one target can fetch two successive blocks."""
     return a.is_zero_copy and b.is_zero_copy and a.items[0] is b.items[0]
 
@@ -114,50 +172,157 @@ def group_successive(
     needed: Iterable[NeededBlock], fits: Callable[[Sequence[NeededBlock], NeededBlock], bool]
 ) -> Iterator[list[NeededBlock]]:
     """Group successive blocks: each joins the group before it if it fits."""
-    row: list[NeededBlock] = []
+    group: list[NeededBlock] = []
     for block in needed:
-        if row and not fits(row, block):
-            yield row
-            row = []
-        row.append(block)
-    if row:
-        yield row
+        if group and not fits(group, block):
+            yield group
+            group = []
+        group.append(block)
+    if group:
+        yield group
 
 
 def reads_of(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
     """Group needed blocks, sorted by offset, into reads."""
-    row: list[NeededBlock] = []
+    group: list[NeededBlock] = []
     first = last = wasted = 0
     for block in needed:
         start, stop = block.start, block.stop
         gap = start - last
-        uses_zero_copy = block.is_zero_copy or (row and row[-1].is_zero_copy)
-        if row and not (
+        uses_zero_copy = block.is_zero_copy or (group and group[-1].is_zero_copy)
+        if group and not (
             stop - first <= READ_NBYTES
             and gap < MAX_GAP_NBYTES
             and wasted + gap <= MAX_WASTE * (stop - first)
-            and (not uses_zero_copy or _can_join_zero_copy(row[-1], block))
+            and (not uses_zero_copy or _can_share_read(group[-1], block))
         ):
-            yield BlockRead(ByteRange(first, last), tuple(row))
-            row = []
-        if not row:
+            yield BlockRead(ByteRange(first, last), tuple(group))
+            group = []
+        if not group:
             first, gap, wasted = start, 0, 0
-        row.append(block)
+        group.append(block)
         last = stop
         wasted += gap
-    if row:
-        yield BlockRead(ByteRange(first, last), tuple(row))
+    if group:
+        yield BlockRead(ByteRange(first, last), tuple(group))
 
 
-def _maps_whole(item: ReadItem, span: ByteRange, itemsize: int) -> bool:
-    run = item.match.run
+# --- damaged blocks --------------------------------------------------------------------------
+
+
+def rows_of_block(block: NeededBlock) -> ByteRange | None:
+    """Return the rows of the tensor that a block belongs to."""
+    shard = block.shard
+    itemsize = DTYPES[shard.dtype].itemsize
+    part = ElementRange(block.span.start // itemsize, block.span.stop // itemsize)
+    return rows_of(shard.cell, shard.shape, part)
+
+
+def damage_error(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
+    """Return a message with tensor, rows, rank, file and bytes of a damaged block."""
+    start = header.header_nbytes
     return (
-        run is not None and run.start * itemsize <= span.start and span.stop <= run.stop * itemsize
+        f"{block.shard.fqn} {rows_text(rows_of_block(block))}: {problem} "
+        f"({path} of rank {header.rank}, bytes {start + block.start}:{start + block.stop})"
     )
 
 
-def _block_numbers(item: ReadItem, block_numel: int) -> Iterator[int]:
-    match = item.match
-    runs: Iterable[ElementRange] = (match.run,) if match.run else ()
-    for run in runs or runs_of(match.common, match.source, block_numel):
-        yield from range(run.start // block_numel, num_blocks(run.stop, block_numel))
+def digest_problem(block: NeededBlock, actual: str) -> str | None:
+    """Return a message if a block's digest differs from the one in the header, or None."""
+    expected = block.shard.digests[block.number]
+    if actual == expected:
+        return None
+    return f"damaged, the block's digest is {actual}, the header says {expected}"
+
+
+# --- the work of each thread -----------------------------------------------------------------
+
+# The bytes to read at once and use while a processor has them cached: see `IO_CHUNK_NBYTES`.
+RUN_NBYTES = 2 << 20
+
+# Fewer shards are read together with their neighbours, across holes.
+MIN_SHARDS = 16
+
+# Work on small shards is all Python, and threads that alternate wait as long as they work. So a
+# thread gets this many runs at once. A larger number does not help reads from the page cache,
+# and slows reads from the disk.
+MAX_RUNS = 16
+
+# The bytes that one thread reads before it gets more work. That takes 0.1 ms of Python, for which
+# all others wait: with 8 MiB, loads from memory took 4 to 16 % longer.
+WORK_NBYTES = 32 << 20
+
+
+def divide(
+    file: OpenFile, items: Sequence[ReadItem]
+) -> tuple[list[SmallShardRun], Sequence[ReadItem]]:
+    """Return the runs of small shards among the items of a file, and the other items."""
+    numbers = list(map(file.number_of, items))
+    wanted: dict[int, ReadItem | None] = {}
+    for number, item in zip(numbers, items, strict=True):
+        is_single = number not in wanted and item.match.is_whole
+        wanted[number] = item if is_single else None
+    starts = file.shards.starts
+    small = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, RUN_NBYTES)
+    fitting = {
+        number: item
+        for number, item in wanted.items()
+        if item is not None and starts[number + 1] - starts[number] <= small
+    }
+    runs = [run for run in _runs(sorted(fitting), starts) if len(run) >= MIN_SHARDS]
+    small_runs = [
+        SmallShardRun(
+            run.start,
+            tuple(map(fitting.__getitem__, run)),
+            ByteRange(starts[run.start], starts[run.stop]),
+        )
+        for run in runs
+    ]
+    if sum(map(len, runs)) == len(items):
+        return small_runs, ()
+    placed = {number for run in runs for number in run}
+    pairs = zip(numbers, items, strict=True)
+    return small_runs, [item for number, item in pairs if number not in placed]
+
+
+def _runs(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
+    """Group adjacent numbers of shards, ascending, up to the limit of one read."""
+    first = stop = 0
+    for number in numbers:
+        if number != stop or starts[number + 1] - starts[first] > RUN_NBYTES:
+            if stop > first:
+                yield range(first, stop)
+            first = number
+        stop = number + 1
+    if stop > first:
+        yield range(first, stop)
+
+
+def nbytes_placed_by(plan: LoadPlan) -> int:
+    """Return the bytes of targets that a plan fills."""
+    all_items = chain.from_iterable(plan.values())
+    return sum(item.match.common.numel * DTYPES[item.dtype].itemsize for item in all_items)
+
+
+def split_into_work(
+    files: OpenFiles, targets: CellTargets | None, threads: int
+) -> Iterator[list[tuple[OpenFile, PlannedRead]]]:
+    """Yield the reads of some files in groups, each for one thread, smaller ones at the end."""
+    runs: list[tuple[OpenFile, PlannedRead]] = []
+    reads: list[tuple[OpenFile, PlannedRead]] = []
+    nbytes, num_left = 0, nbytes_placed_by(files.plan)
+    for file, items in files:
+        small_runs, remaining = divide(file, items)
+        for run in small_runs:
+            runs.append((file, run))
+            if len(runs) == MAX_RUNS:
+                yield runs
+                runs = []
+        for read in reads_of(needed_blocks(file, remaining, targets)):
+            reads.append((file, read))
+            nbytes += read.span.nbytes
+            if nbytes >= min(WORK_NBYTES, num_left // (2 * threads)):
+                yield reads
+                num_left -= nbytes
+                reads, nbytes = [], 0
+    yield from (work for work in (reads, runs) if work)

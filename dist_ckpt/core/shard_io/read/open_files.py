@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from dist_ckpt.core.format.objects.plain_types import Placeholder
 from dist_ckpt.core.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import NeededBlock
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, listed
 
@@ -38,27 +37,22 @@ MAX_BLOCK_NBYTES = 64 << 20
 MAX_ITEMSIZE = max(dtype.itemsize for dtype in DTYPES.values())
 
 
+@dataclass(eq=False)
 class OpenFile:
-    """One shard file and its checked header. Thread-safe."""
+    """One shard file and its checked header. Thread-safe.
 
-    def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        record: ShardFileRecord,
-        header: ShardFile,
-        file: ReadableFile | None = None,
-        *,
-        has_digests: bool = True,
-    ) -> None:
-        """`file` stays open until `close`. Without it, each use opens the file."""
-        self.has_digests = has_digests
-        self.path = path
-        self.record = record
-        self.header = header
-        self.shards = header.shards
-        self._storage = storage
-        self._file = file
+    `_file` stays open until `close`. Without it, each use opens the file.
+    """
+
+    _storage: Storage
+    path: str
+    record: ShardFileRecord
+    header: ShardFile
+    _file: ReadableFile | None = None
+    has_digests: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.shards = self.header.shards
 
     def number_of(self, item: ReadItem) -> int:
         """Return the number of the shard that an item reads."""
@@ -134,7 +128,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
         except CorruptError as error:
             problems.append(f"{error}; it holds {_names_of(plan[number])}")
         else:
-            problems.extend(_mismatches(file, index, plan[number]))
+            problems.extend(dict.fromkeys(_mismatches(file, index, plan[number])))
 
     try:
         parallel_for(open_number, plan, threads=threads)
@@ -196,33 +190,28 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
     header = decode_header(bytes(data), nbytes=record.nbytes, label=here)
     if header.block_nbytes % MAX_ITEMSIZE or header.block_nbytes > MAX_BLOCK_NBYTES:
         raise CorruptError(f"{here}: {header.block_nbytes} is not a size of blocks")
-    for field, stated, expected in (
+    for label, stated, expected in (
         ("component", header.component, index.catalog.components[record.component].name),
         ("rank", header.rank, record.rank),
         ("world_size", header.world_size, index.catalog.world_size),
     ):
         if stated != expected:
-            raise CorruptError(f"{here}: its {field} is {stated!r}, the index says {expected!r}")
+            raise CorruptError(f"{here}: its {label} is {stated!r}, the index says {expected!r}")
     return header
 
 
 def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
-    seen: set[str] = set()
     for item in items:
         fqn, stored = item.tensor, item.match.stored
         record = index.catalog.tensors[fqn]
         facts = file.shards.facts(fqn, stored)
-        if facts == (record.dtype, record.shape):
-            continue
-        problem = (
-            f"{file.path} lacks {fqn}[{stored}], which the index says it holds"
-            if facts is None
-            else f"{file.path} has {fqn} as {facts[0]} {list(facts[1])}, the index as "
-            f"{record.dtype} {list(record.shape)}"
-        )
-        if problem not in seen:
-            seen.add(problem)
-            yield problem
+        if facts is None:
+            yield f"{file.path} lacks {fqn}[{stored}], which the index says it holds"
+        elif facts != (record.dtype, record.shape):
+            yield (
+                f"{file.path} has {fqn} as {facts[0]} {list(facts[1])}, the index as "
+                f"{record.dtype} {list(record.shape)}"
+            )
 
 
 # --- messages --------------------------------------------------------------------------------
@@ -246,39 +235,12 @@ def rows_of(cell: Cell, shape: Shape, part: ElementRange) -> ByteRange | None:
     """Return the rows of elements `part` of a cell's memory; None for a scalar."""
     if not shape:
         return None
-    first, inner, shift = 0, shape[1:], 0
     if isinstance(cell, Region):
-        first, inner = cell.offset[0], cell.shape[1:]
-    else:
-        shift = cell.start
-    row_numel = max(prod(inner), 1)
-    start, stop = part.start + shift, part.stop + shift
-    return ByteRange(first + start // row_numel, first - (-stop // row_numel))
-
-
-def rows_of_block(block: NeededBlock) -> ByteRange | None:
-    """Return the rows of the tensor that a block belongs to."""
-    shard = block.shard
-    itemsize = DTYPES[shard.dtype].itemsize
-    part = ElementRange(block.span.start // itemsize, block.span.stop // itemsize)
-    return rows_of(shard.cell, shard.shape, part)
-
-
-def damage_error(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
-    """Return a message with tensor, rows, rank, file and bytes of a damaged block."""
-    start = header.header_nbytes
-    return (
-        f"{block.shard.fqn} {rows_text(rows_of_block(block))}: {problem} "
-        f"({path} of rank {header.rank}, bytes {start + block.start}:{start + block.stop})"
-    )
-
-
-def digest_problem(block: NeededBlock, actual: str) -> str | None:
-    """Return a message if a block's digest differs from the one in the header, or None."""
-    expected = block.shard.digests[block.number]
-    if actual == expected:
-        return None
-    return f"damaged, the block's digest is {actual}, the header says {expected}"
+        row_numel, first = max(prod(cell.shape[1:]), 1), cell.offset[0]
+        return ByteRange(first + part.start // row_numel, first - (-part.stop // row_numel))
+    row_numel = max(prod(shape[1:]), 1)
+    start, stop = cell.start + part.start, cell.start + part.stop
+    return ByteRange(start // row_numel, -(-stop // row_numel))
 
 
 # --- objects files ---------------------------------------------------------------------------

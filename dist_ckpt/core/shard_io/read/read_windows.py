@@ -170,18 +170,18 @@ def _cut(
         yield window
 
 
+@dataclass(frozen=True, slots=True)
 class _ItemSource:
-    def __init__(self, windows: Windows, item: StoredShard) -> None:
-        self._windows = windows
-        self._item = item
+    windows: Windows
+    item: StoredShard
 
     @property
     def nbytes(self) -> int:
-        return self._item.span.nbytes
+        return self.item.span.nbytes
 
     def address(self) -> None:
         return None
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         del scratch
-        return self._windows.view(self._item, start, stop)
+        return self.windows.view(self.item, start, stop)

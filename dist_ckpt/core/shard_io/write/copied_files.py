@@ -14,14 +14,14 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, reads_of
-from dist_ckpt.core.shard_io.read.open_files import (
-    OpenFile,
+from dist_ckpt.core.shard_io.read.block_reads import (
+    BlockRead,
     damage_error,
     digest_problem,
-    open_file,
-    read_document,
+    every_block,
+    reads_of,
 )
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_document
 from dist_ckpt.core.shard_io.write.shard_writer import (
     create_file,
     exists_error,
@@ -33,8 +33,7 @@ from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 
-_Document = ObjectsFileRecord | AttachedFileRecord
-FileRecord = ShardFileRecord | _Document
+FileRecord = ShardFileRecord | ObjectsFileRecord | AttachedFileRecord
 
 
 def files_of(index: Index) -> dict[str, FileRecord]:
@@ -67,20 +66,19 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     """
 
     def carry(name: str) -> int:
-        record, new = files[name], f"{target}/{name}"
+        record, old, may_link = files[name], f"{source}/{name}", links
         if isinstance(record, ShardFileRecord):
-            return carry_shards(record, new)
-        if links and try_link(storage, f"{source}/{name}", new):
+            old = f"{source}/{index.file_name(record)}"
+            if links and most_names is not None:
+                with _open_checked(storage, source, index, record) as (_, readable):
+                    may_link = readable.num_links < most_names
+        if may_link and try_link(storage, old, f"{target}/{name}"):
             return record.nbytes
-        write_document(storage, target, name, read_document(storage, f"{source}/{name}", record))
-        report(record.nbytes)
-        return -1
-
-    def carry_shards(record: ShardFileRecord, new: str) -> int:
-        may_link = links and _may_link(storage, source, index, record, most_names)
-        if may_link and try_link(storage, f"{source}/{index.file_name(record)}", new):
-            return record.nbytes
-        _copy_shards(storage, source, index, record, new, report)
+        if isinstance(record, ShardFileRecord):
+            _copy_shards(storage, source, index, record, f"{target}/{name}", report)
+        else:
+            write_document(storage, target, name, read_document(storage, old, record))
+            report(record.nbytes)
         return -1
 
     done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
@@ -107,16 +105,6 @@ def try_link(storage: Storage, old: str, new: str) -> bool:
     return True
 
 
-def _may_link(
-    storage: Storage, folder: str, index: Index, record: ShardFileRecord, most_names: int | None
-) -> bool:
-    """Return True if a shard file has few names; CorruptError if its size or header is damaged."""
-    if most_names is None:
-        return True
-    with _opened(storage, folder, index, record) as (_, source):
-        return source.num_links < most_names
-
-
 def _copy_shards(
     storage: Storage,
     folder: str,
@@ -125,7 +113,7 @@ def _copy_shards(
     new: str,
     report: Callable[[int], None],
 ) -> None:
-    with _opened(storage, folder, index, record) as (file, source), ExitStack() as stack:
+    with _open_checked(storage, folder, index, record) as (file, source), ExitStack() as stack:
         target = create_file(storage, new, record.nbytes, stack)
         # The header is last, as in a save: without it the file is invalid.
         for read in reads_of(every_block(file.shards, file.header.block_nbytes)):
@@ -137,7 +125,7 @@ def _copy_shards(
 
 
 @contextmanager
-def _opened(
+def _open_checked(
     storage: Storage, folder: str, index: Index, record: ShardFileRecord
 ) -> Iterator[tuple[OpenFile, ReadableFile]]:
     """Open and check a shard file. Errors of damage get a remedy."""

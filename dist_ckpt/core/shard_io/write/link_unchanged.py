@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.shard_file import decode_header
@@ -80,10 +79,6 @@ class LinkableSaves:
         seen = Counter(name for saved in self.saves for name in saved.files)
         return {name for name, count in seen.items() if count > 1}
 
-    def with_file(self, wanted: FileReceipt) -> tuple[SavedFiles, ...]:
-        """Return the last two saves that have this file with these bytes."""
-        return tuple(save for save in self.saves if save.files.get(wanted[0]) == wanted)[-2:]
-
     def plus(self, saved: SavedFiles) -> LinkableSaves:
         """Return the saves with one more that is committed."""
         saves = (*self.saves, saved)[-_REMEMBERED:] if saved.files else self.saves
@@ -112,13 +107,8 @@ def write_or_link(
     links = {receipt[0]: _link(storage, folder, receipt, earlier, threads) for receipt in wanted}
     checked = {name: number for name, number in links.items() if number is not None}
     rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
-    written = write_all(
-        storage,
-        folder,
-        replace(_only(files, rest), objects=files.objects),
-        threads=threads,
-        slots=slots,
-    )
+    remaining = replace(_only(files, rest), objects=files.objects)
+    written = write_all(storage, folder, remaining, threads=threads, slots=slots)
     if checked and not written:
         sync_names(storage, folder)
     unwritten = tuple(receipt for receipt in wanted if receipt[0] in checked)
@@ -141,59 +131,44 @@ def _link(
     storage: Storage, folder: str, wanted: FileReceipt, earlier: LinkableSaves, threads: int
 ) -> int | None:
     """Link a file of an earlier save. Return the save that read it back, or None to write it."""
-    name, candidates = wanted[0], earlier.with_file(wanted)
+    name = wanted[0]
+    candidates = [saved for saved in earlier.saves if saved.files.get(name) == wanted][-2:]
     for saved in candidates if len(candidates) > 1 else ():  # the first two write their files
-        checked = _checked(storage, saved, wanted, earlier.number, threads)
-        if checked == "gone":  # pruned: try the newer save; with keep.last(1) write all
+        path = f"{saved.folder}/{name}"
+        try:
+            with closing(storage.open(path)) as file:
+                if file.num_links >= MAX_SHARED:
+                    return None
+                checked = _check_file(file, path, saved, wanted, earlier.number, threads)
+        except FileNotFoundError:  # pruned: try the newer save; with keep.last(1) write all
             continue
-        if checked is None:
+        except CheckpointError as error:
+            _log.warning("%s is not linked but written again: %s", path, error)
             return None
-        is_linked = try_link(storage, f"{saved.folder}/{name}", f"{folder}/{name}")
-        return checked if is_linked else None
+        return checked if try_link(storage, path, f"{folder}/{name}") else None
     return None
 
 
-def _checked(
-    storage: Storage, saved: SavedFiles, wanted: FileReceipt, number: int, threads: int
-) -> int | Literal["gone"] | None:
-    """Return the save that last read a file back, perhaps this one; None if it cannot be linked."""
+def _check_file(
+    file: ReadableFile, path: str, saved: SavedFiles, wanted: FileReceipt, save: int, threads: int
+) -> int:
+    """Check a file, as a whole if no recent save has. Return the save that last did, or this one.
+
+    CorruptError if its header has changed, or a block differs from its digest.
+    """
     name, nbytes, header_nbytes, digest = wanted
-    path = f"{saved.folder}/{name}"
-    try:
-        file = storage.open(path)
-    except FileNotFoundError:
-        return "gone"
-    except CheckpointError as error:
-        _warn_of(path, error)
-        return None
-    with closing(file):
-        if file.num_links >= MAX_SHARED:
-            return None
-        try:
-            header = read_at(file, path, 0, header_nbytes)
-            if file.nbytes != nbytes or document_digest(header) != digest:
-                raise CorruptError(f"{path} has changed since it was written")
-            checked = saved.checked.get(name)
-            if checked is None or number - checked >= READ_BACK_EVERY:
-                drop_cached_file(path)
-                _read_back(file, path, bytes(header), nbytes, threads)
-                checked = number
-        except CheckpointError as error:
-            _warn_of(path, error)
-            return None
-    return checked
-
-
-def _warn_of(path: str, error: CheckpointError) -> None:
-    _log.warning("%s is not linked but written again: %s", path, error)
-
-
-def _read_back(file: ReadableFile, path: str, header: bytes, nbytes: int, threads: int) -> None:
-    """Read all blocks of a file. CorruptError if one differs from its digest."""
-    decoded = decode_header(header, nbytes=nbytes, label=path)
+    header = read_at(file, path, 0, header_nbytes)
+    if file.nbytes != nbytes or document_digest(header) != digest:
+        raise CorruptError(f"{path} has changed since it was written")
+    checked = saved.checked.get(name)
+    if checked is not None and save - checked < READ_BACK_EVERY:
+        return checked
+    drop_cached_file(path)
+    decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
 
     def check(read: BlockRead) -> None:  # without a result, which `parallel_for` would store
         read_blocks(file, path, decoded, read)
 
     reads = reads_of(every_block(decoded.shards, decoded.block_nbytes))
     parallel_for(check, reads, threads=threads)
+    return save

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Protocol
 
@@ -138,25 +139,18 @@ def write_shard_files(
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
 
-        def prepare(work_item: tuple[_FileWrite, Batch]) -> Callable[[], FileReceipt | None]:
-            file_write, batch = work_item
+        def prepare(item: tuple[_FileWrite, Batch]) -> Callable[[], FileReceipt | None]:
+            file_write, batch = item
             return file_write.prepare(batch, slots)
 
         if threads == 1:
-            results = parallel_for(
-                lambda work_item: prepare(work_item)(), work, threads=1, stall_s=stall_s
-            )
+            results = parallel_for(lambda item: prepare(item)(), work, threads=1, stall_s=stall_s)
         else:
             preparing = min(threads // 2, MAX_PREPARING)
             ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
+            options = {"threads": threads, "waiting": NUM_WAITING}
             with closing(ready):
-                results = parallel_for(
-                    lambda write: write(),
-                    ready,
-                    threads=threads,
-                    waiting=NUM_WAITING,
-                    stall_s=stall_s,
-                )
+                results = parallel_for(lambda write: write(), ready, stall_s=stall_s, **options)
         return tuple(receipt for receipt in results if receipt is not None)
 
 
@@ -193,18 +187,28 @@ class _FileWrite:
         offset = self.plan.header.nbytes + batch.start
         with self._python_lock if len(batch.parts) > 1 else nullcontext():
             data = self._gather(batch.parts, slot, offset)
-            self._digest(batch, data)
+            bounds = accumulate((part.stop - part.start for part in batch.parts), initial=0)
+            for block, (start, stop) in enumerate(pairwise(bounds), batch.first_block):
+                self._digests[block] = checksums.block_digest(data[start:stop])
         return partial(self._write, offset, data, buffers)
 
     def _write(self, offset: int, data: memoryview, buffers: ExitStack) -> FileReceipt | None:
-        """Write a batch at once and return its buffer; the last batch finishes the file."""
+        """Write a batch at once and return its buffer; the last batch makes the file durable."""
         with buffers:
             if data:
                 self._file.write_at(offset, data)
         with self._lock:
             self._num_left -= 1
-            is_last = not self._num_left
-        return self._finish() if is_last else None
+            if self._num_left:
+                return None
+        plan = self.plan
+        step = None if plan.is_linkable else self._step
+        header = plan.header.fill(step, "".join(self._digests))
+        if self._header is not None:
+            self._header[:] = header
+        self._file.write_at(0, header)
+        finish_file(self._file, self.path, plan.nbytes)
+        return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
 
     def _gather(self, parts: Sequence[BatchPart], slot: memoryview, offset: int) -> memoryview:
         """Return the bytes of a batch in one piece, with the alignment of the file."""
@@ -231,24 +235,6 @@ class _FileWrite:
                     copy(room[filled : filled + size], data)
             filled += size
         return room[:filled]
-
-    def _digest(self, batch: Batch, data: memoryview) -> None:
-        done = 0
-        for block, (_, _, start, stop) in enumerate(batch.parts, batch.first_block):
-            following = done + stop - start
-            self._digests[block] = checksums.block_digest(data[done:following])
-            done = following
-
-    def _finish(self) -> FileReceipt:
-        """Write the header, make the file durable and check its size."""
-        plan = self.plan
-        step = None if plan.is_linkable else self._step
-        header = plan.header.fill(step, "".join(self._digests))
-        if self._header is not None:
-            self._header[:] = header
-        self._file.write_at(0, header)
-        finish_file(self._file, self.path, plan.nbytes)
-        return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
 
 
 def _is_aligned(data: memoryview, offset: int, alignment: int) -> bool:

@@ -21,8 +21,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.balance import evenly
 from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
-from dist_ckpt.core.planning.sharded_views import target_view, target_views
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, target_view, target_views
 from tilings import inventory_of
 
 GRID = ShardingConfig({"dp": 2, "tp": 2}, {"*.weight": {"tp": 0, "dp": 0}, "*.bias": {"tp": 0}})
