@@ -56,7 +56,7 @@ from dist_ckpt.core.planning.load.read_sharing import RangeKey
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead, CellTargets, SmallShardRun
+from dist_ckpt.core.shard_io.read.block_reads import CellTargets, PlannedRead
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 from dist_ckpt.reports import Phases
@@ -386,7 +386,7 @@ class SharedReading:
             yield from self._couriers.call(work, (part.shared_range.fetcher,))
             yield from self._host.hand_on(offset, part)
 
-    def _read(self, reads: Iterator[tuple[OpenFile, SmallShardRun | BlockRead]]) -> Iterator[None]:
+    def _read(self, reads: Iterator[tuple[OpenFile, PlannedRead]]) -> Iterator[None]:
         """Read blocks that only this rank needs, one after another."""
         for file, read in reads:
             yield from self._readers.call(partial(self._reading.read, file, read))

@@ -32,6 +32,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
     CellTargets,
     NeededBlock,
+    PlannedRead,
     SmallShardRun,
     by_shard,
     divide,
@@ -158,9 +159,6 @@ def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
     return slot_nbytes(files) * slots * (2 if between_hosts else 1)
 
 
-_PlannedRead = SmallShardRun | BlockRead
-
-
 @dataclass(frozen=True, slots=True)
 class SharedRangePart:
     """A shared range, and the reads that fill it; this rank needs all its blocks.
@@ -170,7 +168,7 @@ class SharedRangePart:
 
     shared_range: SharedBlockRange
     file: OpenFile
-    reads: tuple[_PlannedRead, ...]
+    reads: tuple[PlannedRead, ...]
     tags: Mapping[int, int]
 
     @property
@@ -178,7 +176,7 @@ class SharedRangePart:
         """Its bytes in the data section; the reads fill it in order, without a hole."""
         return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
-    def slices(self, data: memoryview) -> Iterator[tuple[_PlannedRead, memoryview]]:
+    def slices(self, data: memoryview) -> Iterator[tuple[PlannedRead, memoryview]]:
         """Yield each read, and its slice of `data`, the memory of the range."""
         begin = self.span.start
         for read in self.reads:
@@ -201,9 +199,9 @@ class SharedWork:
         self._targets = targets
         self._shared_ranges = shared_ranges
         self._tags = _tags_of(self._all())
-        self._divided: dict[int, tuple[list[_PlannedRead], dict[int, SharedRangePart]]] = {}
+        self._divided: dict[int, tuple[list[PlannedRead], dict[int, SharedRangePart]]] = {}
 
-    def own_reads(self) -> Iterator[tuple[OpenFile, _PlannedRead]]:
+    def own_reads(self) -> Iterator[tuple[OpenFile, PlannedRead]]:
         """Yield the reads of blocks that no other rank needs."""
         for number in self._files.plan:
             for read in self._of(number)[0]:
@@ -253,12 +251,12 @@ class SharedWork:
             for shared_range in self._shared_ranges[file]
         )
 
-    def _of(self, number: int) -> tuple[list[_PlannedRead], dict[int, SharedRangePart]]:
+    def _of(self, number: int) -> tuple[list[PlannedRead], dict[int, SharedRangePart]]:
         if number not in self._divided:
             self._divided[number] = self._divide(number)
         return self._divided[number]
 
-    def _divide(self, number: int) -> tuple[list[_PlannedRead], dict[int, SharedRangePart]]:
+    def _divide(self, number: int) -> tuple[list[PlannedRead], dict[int, SharedRangePart]]:
         """Divide the needed blocks of a file into reads of its own and shared ranges."""
         file = self._files.files[number]
         shared_ranges = self._shared_ranges.get(number, ())
@@ -292,7 +290,7 @@ class _RangeContents:
     small_shards: list[SmallShardRun] = field(default_factory=list)
     blocks: list[NeededBlock] = field(default_factory=list)
 
-    def all_reads(self) -> tuple[_PlannedRead, ...]:
+    def all_reads(self) -> tuple[PlannedRead, ...]:
         """Return the reads of the whole range, in order. It has no hole."""
         runs = group_successive(self.blocks, lambda run, block: run[-1].stop == block.start)
         reads = [BlockRead(ByteRange(run[0].start, run[-1].stop), tuple(run)) for run in runs]
