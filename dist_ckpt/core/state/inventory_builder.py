@@ -189,7 +189,16 @@ class _InventoryBuilder:
             self._add(str(key), child)
         # Users' code, possibly with collectives: in one order on all ranks.
         for fqn in sorted(self.wrappers):
-            self._read_per_rank(fqn, self.wrappers[fqn])
+            wrapper = self.wrappers[fqn]
+            if isinstance(wrapper, RNG):
+                value: object = wrapper.capture()
+            else:
+                if isinstance(wrapper.value, torch.optim.Optimizer):
+                    check_reported(wrapper.value, fqn, ())
+                value = state_of(wrapper.value, fqn)
+            data = without_tensors(value, fqn)
+            check_plain(data, fqn)
+            self.per_rank[fqn] = (key_of(wrapper, self.rank), data)
 
     def local_state(self) -> LocalState:
         inventory = Inventory(
@@ -254,14 +263,6 @@ class _InventoryBuilder:
         check_plain(value, fqn)
         self.values[fqn] = value
 
-    def _read_per_rank(self, fqn: str, wrapper: PerRank | RNG) -> None:
-        if isinstance(wrapper, PerRank) and isinstance(wrapper.value, torch.optim.Optimizer):
-            check_reported(wrapper.value, fqn, ())
-        value = wrapper.capture() if isinstance(wrapper, RNG) else state_of(wrapper.value, fqn)
-        data = without_tensors(value, fqn)
-        check_plain(data, fqn)
-        self.per_rank[fqn] = (key_of(wrapper, self.rank), data)
-
     def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
         optimizer, groups = leaf.state, join(fqn, GROUPS)
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
@@ -311,7 +312,7 @@ class _InventoryBuilder:
             self._tie(fqn, self.absent[id(value)])
             return
         if local.parts and not self._is_first(fqn, leaf, local.parts[0]):
-            first = self._tied(fqn, local.parts[0])
+            first = self._first_name(fqn, local.parts[0])
             if first != fqn:
                 self._tie(fqn, first)
                 return
@@ -346,7 +347,7 @@ class _InventoryBuilder:
         """Return True if no other tensor begins at the same address: then it is not tied."""
         return self.by_address.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
 
-    def _tied(self, fqn: str, part: torch.Tensor) -> str:
+    def _first_name(self, fqn: str, part: torch.Tensor) -> str:
         """Return the first name of the same memory with the same layout."""
         other, leaf = self.by_address[part.data_ptr()]
         if other not in self.described:

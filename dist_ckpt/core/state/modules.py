@@ -9,7 +9,7 @@ filled in place too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +107,11 @@ def module_state(module: nn.Module) -> ModuleState:
     entries = {name: state[key] for name, key in keys.items()}
     # `state_dict` above puts sharded parameters back in place (FSDP2 reshards), so the live ones
     # are read after it.
-    own = {_unwrapped(name, prefixes): tensor for name, tensor in _tensors_of(module)}
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    own = {_unwrap_name(name, prefixes): tensor for name, tensor in named}
     with torch.no_grad():  # autograd must not record views of a DTensor's local part
         live = _live_tensors(entries, own)
     behind = {id(tensor) for tensor in live.values()}
@@ -119,7 +123,7 @@ def module_state(module: nn.Module) -> ModuleState:
     return ModuleState((ModulePart(module, keys),), entries, live, left_out)
 
 
-def merged(states: Sequence[ModuleState]) -> ModuleState | None:
+def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
     """Return the parts of one model as one; None if names clash, as in a list of models."""
     entries: dict[str, object] = {}
     live: dict[str, torch.Tensor | ParameterPart] = {}
@@ -137,16 +141,11 @@ def merged(states: Sequence[ModuleState]) -> ModuleState | None:
 def _map_keys(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, str]:
     if not isinstance(state, Mapping) or not {str}.issuperset(map(type, state)):
         raise TypeError("it returned something else than a mapping with str keys")
-    keys = {_unwrapped(key, prefixes): key for key in state}
+    keys = {_unwrap_name(key, prefixes): key for key in state}
     if len(keys) < len(state):
-        twice = next(key for key in state if keys[_unwrapped(key, prefixes)] != key)
+        twice = next(key for key in state if keys[_unwrap_name(key, prefixes)] != key)
         raise ValueError(f"it has {twice!r} once with and once without the prefix of a wrapper")
     return keys
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _prefixes(module: nn.Module) -> list[tuple[str, str]]:
@@ -159,7 +158,7 @@ def _prefixes(module: nn.Module) -> list[tuple[str, str]]:
     return prefixes[::-1]
 
 
-def _unwrapped(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+def _unwrap_name(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
     for prefix, above in prefixes:
         if name.startswith(prefix):
             name = above + name[len(prefix) :]
@@ -176,7 +175,9 @@ def _live_tensors(
         if not isinstance(entry, torch.Tensor):
             continue
         tensor = own.get(name)
-        if tensor is not None and _is_same_memory(entry, tensor):
+        key = None if tensor is None else _memory_key(tensor)
+        # Without a key, as for a tensor subclass, the tensor of the same name is the same.
+        if tensor is not None and (key is None or key == _memory_key(entry)):
             live[name] = tensor
         else:
             unnamed[name] = entry
@@ -187,12 +188,6 @@ def _live_tensors(
         if (key := _memory_key(entry)) in by_memory:
             live[name] = by_memory[key]
     return {name: live[name] for name in entries if name in live}
-
-
-def _is_same_memory(entry: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if an entry is the tensor of its name; assumed for tensor subclasses."""
-    key = _memory_key(tensor)
-    return key is None or key == _memory_key(entry)
 
 
 def _memory_key(tensor: torch.Tensor) -> Hashable | None:

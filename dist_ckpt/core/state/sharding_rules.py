@@ -72,7 +72,7 @@ class ShardingRules:
         parameter = leaf.under or self._parameter(name)
         if self.sharding.flat:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
-            whole = self._flattened(name, parameter, shape)
+            whole = self._flat_shape(name, parameter, shape)
             return None if whole is None else (Flattened(self.sharding.ranks()), whole)
         axes = axes_under(self.sharding, name, shape, parameter)
         return (RuleSharded(self.sharding.ranks(), axes), shape) if any(axes) else None
@@ -87,12 +87,6 @@ class ShardingRules:
                 f"{fqn}: the ShardingConfig cuts a {class_name(value)}, which is made of other "
                 "tensors: put those into the state as dc.LocalShard, or make it a DTensor"
             )
-
-    def flat_part(self, shape: Shape) -> tuple[Cell, ...] | None:
-        """Return this rank's part, under flat ZeRO, of new state under a parameter of `shape`."""
-        if not self.sharding.flat or not shape:
-            return None
-        return cells_of(Flattened(self.sharding.ranks()), self._rank, shape)
 
     def _parameter(self, name: str) -> tuple[str, Shape] | None:
         """Return the parameter above a name, as patterns see it, and its shape."""
@@ -120,7 +114,7 @@ class ShardingRules:
                 "on every rank give its own"
             )
 
-    def _flattened(
+    def _flat_shape(
         self, name: str, parameter: tuple[str, Shape] | None, shape: Shape
     ) -> Shape | None:
         """Return the shape of the tensor whose flat part this is, or None."""

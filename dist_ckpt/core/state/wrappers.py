@@ -98,8 +98,7 @@ class PerRank:
             raise TypeError(
                 f"PerRank holds a {type(self.value).__name__}: put that into the state itself"
             )
-        _check_key(self.key)
-        _check_policy(self.on_reshard)
+        _check_options(self.key, self.on_reshard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +109,7 @@ class RNG:
     key: Key | None = None
 
     def __post_init__(self) -> None:
-        _check_key(self.key)
-        _check_policy(self.on_reshard)
+        _check_options(self.key, self.on_reshard)
 
     def capture(self) -> dict[str, object]:
         """Return the states as plain data; those of numpy and torch only if imported."""
@@ -122,8 +120,10 @@ class RNG:
             torch = sys.modules["torch"]
             data["torch"] = _bytes(torch.get_rng_state())
             device = _accelerator(torch)
-            if device is not None and _is_initialized(torch, device):
-                data["accelerator"] = (device, _bytes(getattr(torch, device).get_rng_state()))
+            module = None if device is None else getattr(torch, device)
+            # Only if the program has used the accelerator; this must not initialise it.
+            if module and (not hasattr(module, "is_initialized") or module.is_initialized()):
+                data["accelerator"] = (device, _bytes(module.get_rng_state()))
         return data
 
     def check(self, data: object) -> None:
@@ -227,11 +227,16 @@ def _ints(value: Sequence[int], name: str) -> Shape:
     return numbers
 
 
-def _check_key(key: Key | None) -> None:
+def _check_options(key: Key | None, on_reshard: OnReshard) -> None:
     if key is not None and not _is_key(key):
         raise TypeError(
             f"`key` is {key!r}: give an integer of 64 bits, a text, or a tuple of them such as "
             '("dp", dp_rank)'
+        )
+    if on_reshard not in ("error", "drop") and not callable(on_reshard):
+        raise ValueError(
+            f'`on_reshard` is {on_reshard!r}: give "error", "drop" or a function '
+            "f(values_by_key, key) -> value"
         )
 
 
@@ -241,14 +246,6 @@ def _is_key(key: object) -> bool:
     if isinstance(key, str):
         return is_text(key)
     return isinstance(key, int) and not isinstance(key, bool) and -(1 << 63) <= key < 1 << 63
-
-
-def _check_policy(policy: OnReshard) -> None:
-    if policy not in ("error", "drop") and not callable(policy):
-        raise ValueError(
-            f'`on_reshard` is {policy!r}: give "error", "drop" or a function '
-            "f(values_by_key, key) -> value"
-        )
 
 
 # --- random generators -----------------------------------------------------------------------
@@ -263,7 +260,11 @@ def _set_python(state: Any, *, trial: bool) -> None:
 
 
 def _set_numpy(state: Any, *, trial: bool) -> None:
-    arguments = _numpy_arguments(state)
+    key, position, has_gauss, gauss = state
+    if len(key) != 624 * 4:
+        raise ValueError(f"its key has {len(key)} bytes instead of 2496")
+    numbers = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
+    arguments = "MT19937", numbers, position, has_gauss, gauss
     if numpy := _module("numpy"):
         (numpy.random.RandomState() if trial else numpy.random).set_state(arguments)
 
@@ -304,16 +305,6 @@ def _numpy_state(numpy: ModuleType) -> tuple[bytes, int, int, float]:
     return key, state["state"]["pos"], state["has_gauss"], state["gauss"]
 
 
-def _numpy_arguments(
-    state: tuple[bytes, int, int, float],
-) -> tuple[str, list[int], int, int, float]:
-    key, position, has_gauss, gauss = state
-    if len(key) != 624 * 4:
-        raise ValueError(f"its key has {len(key)} bytes instead of 2496")
-    numbers = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
-    return "MT19937", numbers, position, has_gauss, gauss
-
-
 def _module(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
@@ -325,12 +316,6 @@ def _accelerator(torch: ModuleType) -> str | None:
     if not torch.accelerator.is_available():
         return None
     return str(torch.accelerator.current_accelerator().type)
-
-
-def _is_initialized(torch: ModuleType, device: str) -> bool:
-    """Return True if the program has used the accelerator; this must not initialise it."""
-    module = getattr(torch, device)
-    return not hasattr(module, "is_initialized") or bool(module.is_initialized())
 
 
 def _bytes(state: Any) -> bytes:

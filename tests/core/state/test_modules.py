@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dist_ckpt.core.state.modules import merged, module_state
+from dist_ckpt.core.state.modules import merge_states, module_state
 
 NAMES = ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
 
@@ -188,7 +188,7 @@ def test_one_name_with_and_without_a_wrapper_is_refused() -> None:
 def test_parts_that_share_no_name_are_one_model() -> None:
     whole = net()
     parts = nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1]})
-    state = merged([module_state(part) for part in parts])
+    state = merge_states([module_state(part) for part in parts])
     assert state is not None
     assert [*state.entries] == [*state.live] == NAMES
     assert [part.module for part in state.parts] == [*parts]
@@ -197,7 +197,7 @@ def test_parts_that_share_no_name_are_one_model() -> None:
 def test_parts_may_share_a_tensor_but_no_name() -> None:
     shared = nn.Linear(2, 2)
     one, other = nn.ModuleDict({"a": shared}), nn.ModuleDict({"a": shared, "b": nn.Linear(2, 2)})
-    state = merged([module_state(one), module_state(other)])
+    state = merge_states([module_state(one), module_state(other)])
     assert state is not None
     assert [*state.live] == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert merged([module_state(net()), module_state(net())]) is None
+    assert merge_states([module_state(net()), module_state(net())]) is None

@@ -25,7 +25,7 @@ from dist_ckpt.core.state.tensors import dtensors
 from dist_ckpt.core.state.tensors.read_tensor import (
     describe,
     describe_target,
-    empty_like_saved,
+    empty_like,
     is_meta,
     is_tensor_leaf,
     materialize,
@@ -539,14 +539,14 @@ def test_a_meta_dtensor_is_materialized_on_the_device_of_its_mesh(on_ranks):
 
 
 def test_new_optimizer_state_has_the_layout_of_its_parameter_and_the_saved_dtype(on_ranks):
-    plain = empty_like_saved(torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), "float32")
+    plain = empty_like(torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)), torch.float32)
     assert (type(plain), plain.dtype, plain.requires_grad) == (torch.Tensor, torch.float32, False)
     for _ in on_ranks(2):
         mesh = init_device_mesh("cpu", (2,))
         parameter = torch.nn.Parameter(
             distribute_tensor(torch.ones(5), mesh, [Shard(0)], src_data_rank=None)
         )
-        made = empty_like_saved(parameter, "float64")
+        made = empty_like(parameter, torch.float64)
         assert isinstance(made, DTensor)
         assert (made.dtype, made.placements, made.requires_grad) == (
             torch.float64,

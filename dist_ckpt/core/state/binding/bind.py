@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
@@ -78,7 +78,12 @@ def bind(
     """
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
-        _bind_root(context, template.root)
+        root = template.root
+        value = _branch(context, "", root) if root.children else context.subtree("")
+        if isinstance(value, NewContainer):  # an empty state loads everything
+            value = partial(fill_container, root.kind, root.live, value.items)
+        if value is not None:
+            context.effects.append(value)
     return Binding(context)
 
 
@@ -115,23 +120,20 @@ class Binding:
             self.unclaimed = ()
         elif context.strict and self.missing:
             self._explain_missing()
-        if not self.problems:
-            self.problems = tuple(self._generator_problems())
-
-    def _generator_problems(self) -> Iterator[str]:
-        """Yield the problems of generators. Only without other problems: it may call user code."""
-        for name, generators, saved in self._context.generators:
+        # Only without other problems: it may call user code.
+        for name, generators, value in () if self.problems else context.generators:
             try:
-                generators.check(saved())
+                generators.check(value())
             except IncompatibleError as error:
-                yield f"{name}: {error}"
+                self.problems += (f"{name}: {error}",)
 
     def _explain_missing(self) -> None:
         """Report missing names. Those saved with another prefix are reported as that alone."""
         saved = self._context.saved
         claimed = saved.leaves.keys() - set(self.unclaimed)
         # After the user's own rename, rules for the new names would not help.
-        free = self.unclaimed if saved.is_as_saved() else ()
+        is_renamed = saved.dropped or any(name != fqn for name, fqn in saved.leaves.items())
+        free = () if is_renamed else self.unclaimed
         rules, misnamed = rules_for(self.missing, free, claimed)
         if misnamed:
             problem = (
@@ -147,12 +149,9 @@ class Binding:
             if name not in explained:
                 lacking.setdefault(self._context.looked_in(name), []).append(name)
         trained = requires_grad(self._context.template.root) if lacking else {}
-        self.problems += tuple(
-            missing_problem(
-                names, paths, are_frozen=all(trained.get(name) is False for name in names)
-            )
-            for paths, names in lacking.items()
-        )
+        for paths, names in lacking.items():
+            are_frozen = all(trained.get(name) is False for name in names)
+            self.problems += (_missing_problem(names, paths, are_frozen=are_frozen),)
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
         """Return the memory of each wanted cell, by tensor and number. Call it once."""
@@ -188,8 +187,8 @@ class Binding:
             generators.restore(saved())
 
 
-def missing_problem(
-    names: Sequence[str], looked_in: Sequence[str] | None = None, *, are_frozen: bool = False
+def _missing_problem(
+    names: Sequence[str], looked_in: Sequence[str] | None, *, are_frozen: bool
 ) -> str:
     """Return the error text for names of the state that the checkpoint lacks.
 
@@ -199,13 +198,14 @@ def missing_problem(
     fact = "the checkpoint lacks"
     if looked_in is not None:
         fact = f"{' and '.join(looked_in)} lack{'s' * (len(looked_in) == 1)}"
-    remedy = f"remove {_them(names)} from the state or `exclude` {_them(names)} from the load"
+    them = "them" if len(names) > 1 else "it"
+    remedy = f"remove {them} from the state or `exclude` {them} from the load"
     text = _counted(names)
     if are_frozen:
         text += f", which require{'s' * (len(names) == 1)} no gradient"
         remedy += ", load with include_frozen=False if it was saved with that"
     if looked_in == ():
-        fact, remedy = "no source is given for", f"give {_them(names)} one, {remedy}"
+        fact, remedy = "no source is given for", f"give {them} one, {remedy}"
     return f"{fact} {text}: {remedy}, or load with strict=False"
 
 
@@ -232,19 +232,7 @@ def _counted(names: Sequence[str]) -> str:
     return f"{len(names)} names: {', '.join(texts[:MAX_LISTED])}{more}"
 
 
-def _them(names: Sequence[str]) -> str:
-    return "them" if len(names) > 1 else "it"
-
-
 # --- one walk over a template: each leaf requests the saved value of its name ----------------
-
-
-def _bind_root(context: BindContext, root: Branch) -> None:
-    value = _branch(context, "", root) if root.children else context.subtree("")
-    if isinstance(value, NewContainer):  # an empty state loads everything
-        value = partial(fill_container, root.kind, root.live, value.items)
-    if value is not None:
-        context.effects.append(value)
 
 
 def _bind(context: BindContext, name: str, tree: Tree) -> Value | None:
@@ -368,10 +356,9 @@ def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
     extras = context.parts(fqn, further)
     for part in state.parts:
-        _assign_tensors(context, fqn, part, {n: v for n, v in assigned.items() if n in part.keys})
         if part.flat is not None:
             context.effects.append(part.flat.settle)
-        _load_part(context, fqn, leaf, part, {n: v for n, v in extras.items() if n in part.keys})
+        _load_part(context, fqn, part, state.live, assigned, extras)
 
 
 def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
@@ -382,18 +369,16 @@ def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, 
     for name in (name for name in state.live if name not in tied):
         full, live = join(fqn, name), state.live[name]
         # The live tensor, not that of the state dict: a hook may have copied it.
-        own = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
-        if isinstance(own, SubclassLeaf):
-            context.subclass_tensor(full, own)
-            continue
-        if not context.takes(full):
-            continue
-        if not is_meta(live):
-            context.targets.fill(full, own)
-            continue
-        # Tied parameters stay one object, which exists if another of its names came first.
-        own = replace(own, value=created.get(id(live), live))
-        assigned[name] = created[id(live)] = context.targets.fill(full, own)
+        leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
+        if isinstance(leaf, SubclassLeaf):
+            context.subclass_tensor(full, leaf)
+        elif context.takes(full):
+            # Tied parameters stay one object, which exists if another of its names came first.
+            if id(live) in created:
+                leaf = replace(leaf, value=created[id(live)])
+            value = context.targets.fill(full, leaf)
+            if is_meta(live):
+                assigned[name] = created[id(live)] = value
     for name in tied:
         context.restored[join(fqn, name)] = None
         if (twin := created.get(id(state.live[name]))) is not None:
@@ -406,43 +391,44 @@ def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> set[st
     names: dict[int, list[str]] = {}
     for name, live in state.live.items():
         names.setdefault(id(live), []).append(name)
-    if len(names) == len(state.live):
-        return set()
     tied: set[str] = set()
-    for twins in names.values():
+    for twins in names.values() if len(names) < len(state.live) else ():
         selected = [name for name in twins if context.selected(join(fqn, name))]
-        lacking = [name for name in selected if not context.has(join(fqn, name))]
         if any(context.saved.tensor(join(fqn, name)) for name in selected):
-            tied.update(lacking)
+            tied.update(name for name in selected if not context.has(join(fqn, name)))
     return tied
 
 
-def _assign_tensors(
-    context: BindContext, fqn: str, part: ModulePart, assigned: Mapping[str, object]
+def _load_part(
+    context: BindContext,
+    fqn: str,
+    part: ModulePart,
+    live: Mapping[str, object],
+    assigned: Mapping[str, object],
+    extras: Mapping[str, Value],
 ) -> None:
+    """Call `load_state_dict` of a part of a model: first with tensors in place of those on meta.
+
+    Then with values that are not live tensors, or with all if the class does more.
+    """
+    live = {name: tensor for name, tensor in live.items() if name in part.keys}
+    assigned = {name: tensor for name, tensor in assigned.items() if name in part.keys}
+    extras = {name: value for name, value in extras.items() if name in part.keys}
+    restored = any(join(fqn, name) in context.restored for name in live)
+    whole = part.loads_itself() and (restored or extras)
+
     def assign() -> None:
         with calling_user_code(fqn, part.module, "load_state_dict"):
             part.load(assigned, assign=True)
 
-    if assigned:
-        context.assigns.append((fqn, assign))
-
-
-def _load_part(
-    context: BindContext, fqn: str, leaf: ModuleLeaf, part: ModulePart, extras: Mapping[str, Value]
-) -> None:
-    """Call `load_state_dict` with values that are not live tensors, or with all if it does more."""
-    live = {name: tensor for name, tensor in leaf.state.live.items() if name in part.keys}
-    restored = any(join(fqn, name) in context.restored for name in live)
-    whole = part.loads_itself() and (restored or extras)
-
     def load() -> None:
         # Live tensors are filled already: copying one onto itself does nothing.
-        values: dict[str, object] = {}
-        values.update((name, live[name]) for name in live if whole and not is_meta(live[name]))
+        values = {name: live[name] for name in live if whole and not is_meta(live[name])}
         values.update((name, extra()) for name, extra in extras.items())
         with calling_user_code(fqn, part.module, "load_state_dict"):
             part.load(values)
 
+    if assigned:
+        context.assigns.append((fqn, assign))
     if extras or whole:
         context.loads.append((fqn, load))

@@ -44,11 +44,7 @@ from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_value
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-# As in torch: unless the step is computed on the device, its count is in host memory.
-_STEP = "step"
-
-
-def saved_groups(context: BindContext, groups: str) -> dict[str, str]:
+def _saved_groups(context: BindContext, groups: str) -> dict[str, str]:
     """Return the name of the saved group of each parameter."""
     saved: dict[str, str] = {}
     number = 0
@@ -58,7 +54,7 @@ def saved_groups(context: BindContext, groups: str) -> dict[str, str]:
     return saved
 
 
-def sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> list[str]:
+def _sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> list[str]:
     """Return the saved groups of these parameters; without names, the group of the same number."""
     if not params or not saved:
         return [fqn]
@@ -66,7 +62,7 @@ def sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> lis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupBinding:
+class _GroupBinding:
     """One parameter group, and the names of the saved groups with its parameters."""
 
     context: BindContext
@@ -102,8 +98,8 @@ class GroupBinding:
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
         context = self.context
         for name in names:
-            own = context.peek(name)
-            options = own.value if own is not None else {}
+            saved = context.peek(name)
+            options = saved.value if saved is not None else {}
             if isinstance(options, Mapping):
                 # A tensor is not a switch: it only has to exist.
                 parts = {str(key): context.peek(n) for key, n in context.children(name)}
@@ -127,22 +123,25 @@ class GroupBinding:
         context = self.context
         # A group that was saved as a dict of tensors and values is a container.
         container = context.is_container(name)
-        own = options_branch(self.group, name) if container else None
-        values = context.subtree(name, own) if container else context.value(name)
-        if values is None:
-            context.report_mismatch(name, "a parameter group")
-            return None
-        options = _items_of(values)
-        if options is None:
-            kind = values.kind if isinstance(values, NewContainer) else type(values()).__name__
-            context.problems.append(
-                f"{name}: saved as a {kind}, the state has a parameter group: exclude it, or load "
-                "an optimizer's checkpoint"
-            )
-            return None
+        live = options_branch(self.group, name) if container else None
+        match context.subtree(name, live) if container else context.value(name):
+            case None:
+                context.report_mismatch(name, "a parameter group")
+                return None
+            case NewContainer(kind, items) if is_mapping(kind):
+                options = {str(key): item for key, item in items.items()}
+            case ConstantValue(Mapping() as plain):
+                options = {key: ConstantValue(value) for key, value in plain.items()}
+            case values:
+                kind = values.kind if isinstance(values, NewContainer) else type(values()).__name__
+                context.problems.append(
+                    f"{name}: saved as a {kind}, the state has a parameter group: exclude it, or "
+                    "load an optimizer's checkpoint"
+                )
+                return None
         for key, child in () if container else context.children(name):
-            live = read_value(self.group.get(str(key)), child)
-            if (tensor := context.subtree(child, live)) is not None:
+            value = read_value(self.group.get(str(key)), child)
+            if (tensor := context.subtree(child, value)) is not None:
                 options[str(key)] = tensor
         return {key: o for key, o in options.items() if key not in LOCAL_KEYS and self._takes(key)}
 
@@ -156,13 +155,14 @@ class GroupBinding:
         """Report plain hyperparameters that differ between saved groups."""
         plain = {name: {key: o() for key, o in options.items()} for name, options in saved.items()}
         (first, options), *further = plain.items()
+        source_text = self.context.saved.source_text
         for name, other in further:
             for key in dict.fromkeys((*options, *other)):
                 left, right = options.get(key), other.get(key)
                 if type(left) is not type(right) or left != right:
                     self._report(
-                        f"its parameters were saved in {first}{self._source_text(first)} and in "
-                        f"{name}{self._source_text(name)}, which differ in "
+                        f"its parameters were saved in {first}{source_text(first)} and in "
+                        f"{name}{source_text(name)}, which differ in "
                         f"{key!r} ({left!r:.100} and {right!r:.100}): group them as they were, "
                         "or exclude the groups to keep the current hyperparameters"
                     )
@@ -192,7 +192,7 @@ class GroupBinding:
             )
             return
         # Other saved keys may be from a scheduler, or from the first step.
-        foreign = sorted(saved.keys() & options_of_torch() - self.group.keys() - _WAYS_TO_STEP)
+        foreign = sorted(saved.keys() & _options_of_torch() - self.group.keys() - _WAYS_TO_STEP)
         if live and foreign:
             self._report(
                 f"saved with {', '.join(foreign)}, which the optimizer here does not have: "
@@ -208,9 +208,6 @@ class GroupBinding:
                 )
                 return
 
-    def _source_text(self, name: str) -> str:
-        return self.context.saved.source_text(name)
-
     def _report(self, problem: str) -> None:
         self.context.problems.append(f"{self.fqn}: {problem}")
 
@@ -222,16 +219,8 @@ def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
         group[key] = value if value is group.get(key) else deepcopy(value)
 
 
-def _items_of(saved: Value) -> dict[str, Value] | None:
-    if isinstance(saved, NewContainer) and is_mapping(saved.kind):
-        return {str(key): item for key, item in saved.items.items()}
-    if isinstance(saved, ConstantValue) and isinstance(saved.value, Mapping):
-        return {key: ConstantValue(value) for key, value in saved.value.items()}
-    return None
-
-
 @cache
-def options_of_torch() -> frozenset[str]:
+def _options_of_torch() -> frozenset[str]:
     """Return the hyperparameters of all of torch's optimizers."""
     classes = (
         cls
@@ -258,10 +247,10 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         return
     state, groups = join(fqn, STATE), join(fqn, GROUPS)
     context.split(groups)
-    saved = saved_groups(context, groups)
+    saved = _saved_groups(context, groups)
     stored = _stored_names(optimizer, names, saved)
     if saved and all(name.isdecimal() for name in saved):
-        stored = _numbered(context, fqn, optimizer, saved) or stored
+        stored = _names_by_number(context, fqn, optimizer, saved) or stored
     classes = subclass_types(optimizer.optimizer)
     defaults = optimizer.defaults if context.strict else {}
     before = len(context.effects)
@@ -276,13 +265,13 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
             else:
                 _bind_state(context, full, optimizer, hint)
         params = [stored[id(parameter)] for parameter in group["params"]]
-        own = join(groups, number)
-        binding = GroupBinding(context, own, group, sources_of(own, params, saved))
+        full = join(groups, number)
+        binding = _GroupBinding(context, full, group, _sources_of(full, params, saved))
         binding.bind(defaults, (join(state, name) for name in params))
     _bind_shared(context, state, optimizer, saved)
     if isinstance(optimizer, FlatOptimizer):
         _bind_flat(context, state, optimizer, stored)
-        optimizer = optimizer.own
+        optimizer = optimizer.real
     further = context.parts(fqn, leaf.further)
     if optimizer.reported is not None and (further or len(context.effects) > before):
         _load(context, fqn, optimizer, further)
@@ -319,7 +308,7 @@ def _stored_names(
     return stored
 
 
-def _numbered(
+def _names_by_number(
     context: BindContext, fqn: str, optimizer: OptimizerState, saved: Mapping[str, str]
 ) -> dict[int, str]:
     """Return the names in torch's state dict, numbers; {} and a problem if groups differ."""
@@ -420,7 +409,8 @@ def _entry(
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
         context.report_mismatch(name, "something else than a tensor")
         return None
-    on_host = hint.on_host and key == _STEP
+    # As in torch: unless the step is computed on the device, its count is in host memory.
+    on_host = hint.on_host and key == "step"
     return context.subtree(name, None, replace(hint, on_host=on_host))
 
 

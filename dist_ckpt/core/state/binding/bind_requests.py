@@ -16,7 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.selection import Selection
@@ -64,17 +64,6 @@ class NewContainer:
     def __call__(self) -> object:
         """Return the new container."""
         return container(self.kind, ((key, item()) for key, item in self.items.items()))
-
-
-def resharded(
-    name: str,
-    on_reshard: Callable[[dict[Key, object], Key], object],
-    values: dict[Key, object],
-    key: Key,
-) -> object:
-    """Return the result of the user's `on_reshard`; CheckpointError if it raises."""
-    with calling_user_code(name, on_reshard, "on_reshard"):
-        return on_reshard(dict(values), key)
 
 
 def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
@@ -168,8 +157,11 @@ class BindContext:
 
     def chosen(self, name: str) -> list[str]:
         """Return the selected saved leaves at and below a name."""
-        own = [name] if name in self.saved.leaves else []
-        return [leaf for leaf in (*own, *self.saved.below(name)) if self.selected(leaf)]
+        return [
+            leaf
+            for leaf in (name, *self.saved.below(name))
+            if leaf in self.saved.leaves and self.selected(leaf)
+        ]
 
     def has(self, name: str) -> bool:
         """Return True if anything is saved at or below a name."""
@@ -269,15 +261,16 @@ class BindContext:
     def params(self, group: str) -> Sequence[str]:
         """Return the saved names of the parameters of an optimizer's group; torch's are numbers."""
         value = self._split.get(group)
+        params: object = None
         if isinstance(value, dict) and isinstance(value.get("params"), list):
-            return [str(name) for name in value["params"] if type(name) in (str, int)]
-        if group in self.saved.params:
+            params = value["params"]
+        elif group in self.saved.params:
             return self.saved.params[group]
         # A group that was saved as a dict with tensors is a container, as is every group of DCP.
-        own = f"{group}.params"
-        names = self.saved.value(own) if self.saved.is_value(own) else None
-        params = names if isinstance(names, list) else ()
-        return [str(name) for name in params if type(name) in (str, int)]
+        elif self.saved.is_value(full := f"{group}.params"):
+            params = self.saved.value(full)
+        names = params if isinstance(params, list) else ()
+        return [str(name) for name in names if type(name) in (str, int)]
 
     # --- tensor subclasses -------------------------------------------------------------------
 
@@ -286,16 +279,16 @@ class BindContext:
 
         The saved tensor must have been made in the same way.
         """
-        own = class_name(leaf.value)
+        cls = class_name(leaf.value)
         if is_meta(leaf.value) and self.chosen(name):
             self.problems.append(
-                f"{name}: a {own} on the meta device has no memory, and only its class can "
+                f"{name}: a {cls} on the meta device has no memory, and only its class can "
                 "allocate it: before the load, materialize it (`to_empty`), or materialize the "
                 "model and then convert it"
             )
             return
         if name in self.saved.leaves and self.selected(name):
-            self.report_mismatch(name, f"a {own}", "load into a plain tensor, then convert that")
+            self.report_mismatch(name, f"a {cls}", "load into a plain tensor, then convert that")
             return
         for attribute, inner in leaf.inner.items():
             full = join(name, attribute)
@@ -303,7 +296,15 @@ class BindContext:
                 self.subclass_tensor(full, inner)
             elif self.takes(full):
                 self.targets.fill(full, inner, as_bits=True)
-        self._check_record(name, leaf)
+        if not self.selected(full := join(name, RECORD)):
+            return
+        if (record := self.value(full)) is None:
+            self.report_mismatch(full, "the record of a tensor subclass")
+        elif problem := difference(record.value, leaf.record):
+            self.problems.append(
+                f"{name}: a {cls} {problem}{self.saved.source_text(name)}: convert the state in "
+                "the same way as the saved one, or exclude the name"
+            )
 
     def _new_subclass_tensor(self, name: str, hint: PlacementHint) -> Value | None:
         parts = [*self.saved.below(name)]
@@ -322,18 +323,6 @@ class BindContext:
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
-
-    def _check_record(self, name: str, leaf: SubclassLeaf) -> None:
-        full = join(name, RECORD)
-        if not self.selected(full):
-            return
-        if (record := self.value(full)) is None:
-            self.report_mismatch(full, "the record of a tensor subclass")
-        elif problem := difference(record.value, leaf.record):
-            self.problems.append(
-                f"{name}: a {class_name(leaf.value)} {problem}{self.saved.source_text(name)}: "
-                "convert the state in the same way as the saved one, or exclude the name"
-            )
 
     # --- per-rank values ---------------------------------------------------------------------
 
@@ -361,15 +350,18 @@ class BindContext:
             )
         else:
             self.restore(name)
-            return partial(resharded, name, policy, self.saved.per_rank(name, keys), key)
+            values = self.saved.per_rank(name, keys)
+
+            def reshard() -> object:
+                with calling_user_code(name, policy, "on_reshard"):
+                    return policy(dict(values), key)
+
+            return reshard
         return None
 
-    def open_per_rank(self, name: str) -> ConstantValue | None:
+    def _without_wrapper(self, name: str, keys: set[Key]) -> ConstantValue | None:
         """Request a per-rank value without a wrapper in the state, if the keys are ranks."""
-        saved = self.saved.keys_of(name)
-        assert saved is not None
-        ranks = set(range(self.template.world_size))
-        if {key for key, _ in saved} == ranks and self._same_mesh(name):
+        if keys == {*range(self.template.world_size)} and self._same_mesh(name):
             return ConstantValue(PerRank(self._keyed(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
@@ -386,12 +378,12 @@ class BindContext:
 
     def parts(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
         """Request the entries of an object; `trees` are its current ones."""
-        values: dict[str, Value] = {}
-        for key, tree in trees.items():
-            name = join(fqn, key)
-            if not self.is_missing(name) and (value := self.subtree(name, tree)) is not None:
-                values[str(key)] = value
-        return values
+        return {
+            str(key): value
+            for key, tree in trees.items()
+            if not self.is_missing(name := join(fqn, key))
+            and (value := self.subtree(name, tree)) is not None
+        }
 
     def subtree(
         self, name: str, tree: Tree | None = None, hint: PlacementHint | None = None
@@ -432,11 +424,11 @@ class BindContext:
             if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
                 return ConstantValue(self.targets.fill(name, leaf))
             return self.targets.whole(name) if hint is None else self.targets.like(name, hint)
-        if self.saved.keys_of(name) is not None:
-            if isinstance(leaf, PerRankLeaf):
-                return self.per_rank(name, leaf.wrapper)
-            return self.open_per_rank(name)
-        return self.value(name)
+        if (keys := self.saved.keys_of(name)) is None:
+            return self.value(name)
+        if isinstance(leaf, PerRankLeaf):
+            return self.per_rank(name, leaf.wrapper)
+        return self._without_wrapper(name, {key for key, _ in keys})
 
 
 def _listed(keys: Sequence[Key]) -> str:

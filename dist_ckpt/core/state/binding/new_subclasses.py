@@ -22,9 +22,8 @@ from dist_ckpt.core.runtime.torch_private import local_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.targets import FillTargets, NewTensor, PlacementHint
 from dist_ckpt.core.state.fsdp1.modules import ParameterPart
-from dist_ckpt.core.state.tensors.dtensors import dtensor_like
+from dist_ckpt.core.state.tensors.dtensors import dtensor_like, local_of
 from dist_ckpt.core.state.tensors.local_tensors import class_name, full_name, torch_dtype
-from dist_ckpt.core.state.tensors.read_tensor import device_of
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
     LocalBox,
     difference,
@@ -34,8 +33,8 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import (
     is_wrapper_subclass,
     is_wrapper_subclass_type,
     local_box,
-    resized,
-    unwrapped,
+    resize_context,
+    unwrap,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, join
 from dist_ckpt.core.state.tree.read_tree import calling_user_code
@@ -99,7 +98,7 @@ class NewSubclassTensor:
             for name, part in self.inner.items()
         }
         shape = tuple(self.like.shape)
-        return _unflattened(type(self.like), self.context, inner, shape, self.name)
+        return _unflatten(type(self.like), self.context, inner, shape, self.name)
 
 
 def new_subclass_tensor(
@@ -112,7 +111,7 @@ def new_subclass_tensor(
             f"{name}: saved as a {class_name(whole)} for a parameter that FSDP1 has cut into "
             "flat parts: exclude it, or load into `fully_shard`"
         )
-    parameter = unwrapped(hint.parameter)
+    parameter = unwrap(hint.parameter)
     shape = tuple(whole.shape)
     if not isinstance(parameter, DTensor):
         cut = LocalBox(shape, Region.whole(shape))
@@ -123,7 +122,7 @@ def new_subclass_tensor(
             f"{name}: saved with shape {shape} under a parameter of shape "
             f"{tuple(parameter.shape)}, which is sharded: {_REMEDY}"
         )
-    return _wanted(saved, targets, name, hint, whole, cut)
+    return _request_parts(saved, targets, name, hint, whole, cut)
 
 
 def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
@@ -143,7 +142,7 @@ def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
         inner[attribute] = torch.empty(stored[1].shape, dtype=dtype, device="meta")
     shape = record["shape"]
     assert isinstance(shape, tuple)
-    tensor = _unflattened(cls, record["context"], inner, shape, name)
+    tensor = _unflatten(cls, record["context"], inner, shape, name)
     with calling_user_code(name, tensor, "__tensor_flatten__"):
         own, parts = flatten_context_of(tensor, name), inner_tensors(tensor, name)
     problem = difference(record, own)
@@ -156,7 +155,7 @@ def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
     return tensor
 
 
-def _wanted(
+def _request_parts(
     saved: SavedTree,
     targets: FillTargets,
     name: str,
@@ -165,8 +164,9 @@ def _wanted(
     cut: LocalBox,
 ) -> NewSubclassTensor:
     """Request the inner tensors of a rank's part of the whole."""
-    assert isinstance(hint.parameter, torch.Tensor)
-    local = whole
+    parameter, local = hint.parameter, whole
+    assert isinstance(parameter, torch.Tensor)
+    device = local_of(parameter).device if isinstance(parameter, DTensor) else parameter.device
     for dim in cut.dims:
         with calling_user_code(name, whole, f"narrow({dim}, ...)"):
             local = local.narrow(dim, cut.box.offset[dim], cut.box.shape[dim])
@@ -193,11 +193,11 @@ def _wanted(
                 f"{_REMEDY}"
             )
         if is_wrapper_subclass(wholes[attribute]):
-            inner[attribute] = _wanted(saved, targets, child, hint, wholes[attribute], box)
+            inner[attribute] = _request_parts(saved, targets, child, hint, wholes[attribute], box)
         else:
-            inner[attribute] = targets.box(child, box.box, device_of(hint.parameter))
-    context = resized(record["context"], cut.shape, cut.box.shape)
-    return NewSubclassTensor(name, local, context, inner, hint.parameter)
+            inner[attribute] = targets.box(child, box.box, device)
+    context = resize_context(record["context"], cut.shape, cut.box.shape)
+    return NewSubclassTensor(name, local, context, inner, parameter)
 
 
 def _read_class(
@@ -236,7 +236,7 @@ def _inner_names(saved: SavedTree, name: str) -> Iterator[tuple[str, str]]:
     return ((str(key), child) for key, child in saved.children(name) if key != RECORD)
 
 
-def _unflattened(
+def _unflatten(
     cls: type[torch.Tensor], context: object, inner: Mapping[str, object], shape: Shape, name: str
 ) -> torch.Tensor:
     strides = row_major_strides(shape)

@@ -18,6 +18,7 @@ import torch
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
+from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.shard_io.memory.protocol import Target
@@ -36,7 +37,7 @@ from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_or
 from dist_ckpt.core.state.tensors.read_tensor import (
     LocalTensor,
     describe_target,
-    empty_like_saved,
+    empty_like,
     is_meta,
     materialize,
     tie_key,
@@ -52,12 +53,6 @@ class AliasStaging:
     name: str
     parts: tuple[torch.Tensor, ...]
     read: tuple[torch.Tensor, ...]
-
-    @staticmethod
-    def of(name: str, parts: Sequence[torch.Tensor]) -> AliasStaging:
-        """Return a staging object with new memory."""
-        read = (torch.empty(part.shape, dtype=part.dtype, device="cpu") for part in parts)
-        return AliasStaging(name, tuple(parts), tuple(read))
 
     def put(self) -> None:
         """Copy the read data to its destination: bits, never cast."""
@@ -221,9 +216,13 @@ class FillTargets:
         """
         value = leaf.value
         fqn, record = self._tensor(name)
-        key = self._kind_of(value, record)
-        kind_cells = self._kinds.get(key)
-        if kind_cells is not None:
+        # Ordinary tensors with the same key are requested alike.
+        key = (
+            (value.dtype, value.shape, record.dtype, record.shape, record.layout)
+            if self._template.rules is None and is_ordinary(value)
+            else None
+        )
+        if (kind_cells := self._kinds.get(key)) is not None:
             # Another tensor of its kind has been checked below.
             assert isinstance(value, torch.Tensor)
             if self._is_new(name, value, value):
@@ -246,8 +245,7 @@ class FillTargets:
         if cast_from is not None and (why := self._why_no_cast(name, local, as_bits=as_bits)):
             self.problems.append(
                 f"{name}: saved as {record.dtype}{self._saved.source_text(name)}, the state has "
-                f"{local.dtype}: {why}; "
-                f"make it {record.dtype}, load, and convert"
+                f"{local.dtype}: {why}; make it {record.dtype}, load, and convert"
             )
         elif not local.parts or self._is_new(name, value, local.parts[0]):
             self._request(name, fqn, cells, local.parts, cast_from)
@@ -306,15 +304,17 @@ class FillTargets:
             return self._like_part(name, parameter, record)
         local, like = self._local(parameter, name), parameter.detach()
         rules = self._template.rules
-        if rules is not None and record.shape == local.shape and isinstance(local.view, Whole):
-            flat = rules.flat_part(record.shape)
-            if flat is not None:
-                numel = sum(cell.numel for cell in flat)
-                return self._request_new(name, flat, partial(_new, like, (numel,), dtype))
+        is_alike = record.shape == local.shape and isinstance(local.view, Whole)
+        if is_alike and rules is not None and rules.sharding.flat and record.shape:
+            flat = Flattened(rules.sharding.ranks())
+            cells = cells_of(flat, self._template.rank, record.shape)
+            numel = sum(cell.numel for cell in cells)
+            return self._request_new(name, cells, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (hint.rule, tuple(parameter.shape)))
-        cells = self._find_cells(name, local, leaf, record.shape)
-        if cells is not None:
-            return self._request_new(name, cells, partial(empty_like_saved, parameter, dtype))
+        if (found := self._find_cells(name, local, leaf, record.shape)) is not None:
+            return self._request_new(
+                name, found, lambda: empty_like(parameter, torch_dtype(record.dtype))
+            )
         if not record.shape:
             return self.box(name, whole, parameter.device)
         # As with `new_zeros` in the optimizer: replicated if the parameter is a DTensor.
@@ -357,14 +357,19 @@ class FillTargets:
         for tensor in self.new_tensors:
             tensor.value = tensor.make()
         targets: dict[tuple[str, int], Target] = {}
-        all_parts = [self._parts_of(fill) for fill in self._fills]
+        all_parts = [
+            self._local(fill.parts.value, fill.name).parts
+            if isinstance(fill.parts, NewTensor)
+            else fill.parts
+            for fill in self._fills
+        ]
         shared = aliases_memory(all_parts)
         self._tensors += [part for parts in all_parts for part in parts if not part.is_cpu]
         for index, (fill, parts) in enumerate(zip(self._fills, all_parts, strict=True)):
             memory = parts
             if index in shared:
-                self._stagings.append(AliasStaging.of(fill.name, parts))
-                memory = self._stagings[-1].read
+                memory = tuple(torch.empty(p.shape, dtype=p.dtype, device="cpu") for p in parts)
+                self._stagings.append(AliasStaging(fill.name, parts, memory))
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
                 targets[fill.fqn, number] = self._target(fill, part, cell)
         synchronize(self._tensors)  # before the first byte is written
@@ -392,11 +397,6 @@ class FillTargets:
         self._casts.append((fill.name, target))
         return target
 
-    def _parts_of(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
-        if isinstance(fill.parts, NewTensor):
-            return self._local(fill.parts.value, fill.name).parts
-        return fill.parts
-
     def _tensor(self, name: str) -> tuple[str, TensorRecord]:
         tensor = self._saved.tensor(name)
         assert tensor is not None, name
@@ -406,31 +406,25 @@ class FillTargets:
         template = self._template
         return describe_target(value, name, rank=template.rank, group=template.group_ranks)
 
-    def _kind_of(self, value: object, record: TensorRecord) -> Hashable:
-        """Return a key for ordinary tensors that are requested alike, or None for others."""
-        if not is_ordinary(value) or self._template.rules is not None:
-            return None
-        return value.dtype, value.shape, record.dtype, record.shape, record.layout
-
     def _find_cells(
         self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
-        ruled = self._ruled(name, local, leaf)
-        if ruled is not None:
-            return target_cells(ruled[0], local.shape, self._template.rank, shape)
+        if (view := self._view_of_rules(name, local, leaf)) is not None:
+            return target_cells(view, local.shape, self._template.rank, shape)
         return local.cells if local.shape == shape else None
 
-    def _ruled(
+    def _view_of_rules(
         self, name: str, local: LocalTensor, leaf: TensorLeaf
-    ) -> tuple[RuleSharded, Shape] | tuple[Flattened, Shape] | None:
+    ) -> RuleSharded | Flattened | None:
         rules = self._template.rules
         if rules is None or not isinstance(local.view, Whole):
             return None
-        return rules.view(name, leaf, local.shape)
+        ruled = rules.view(name, leaf, local.shape)
+        return None if ruled is None else ruled[0]
 
     def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
         shape = f"{self._tensor(name)[1].shape}{self._saved.source_text(name)}"
-        if self._ruled(name, local, leaf) is None:
+        if self._view_of_rules(name, local, leaf) is None:
             return (
                 f"{name}: saved with shape {shape}, the state has {local.shape}: create the model "
                 "as it was saved, or exclude the name"

@@ -18,11 +18,11 @@ from dist_ckpt.core.state.fsdp1.private_names import (
     FlatParameter,
     Original,
     cast_buffers,
+    direct_tensors,
     find_state_dict_change,
     flat_parameters,
     has_fsdp1,
     is_flattened,
-    own_tensors,
     plain_names,
 )
 from dist_ckpt.core.state.tree.containers import join
@@ -151,7 +151,7 @@ def _read(
                 f"on every rank: {_OTHER_WAYS}"
             )
         tensors: Mapping[str, torch.Tensor | ParameterPart] = {
-            **own_tensors(owner),
+            **direct_tensors(owner),
             **parts.get(id(owner), {}),
         }
         for key, value in tensors.items():

@@ -41,12 +41,12 @@ ByParameter = Mapping[int, tuple[ParameterPart, ...]]
 class FlatOptimizer(OptimizerState):
     """The state of an optimizer over flat parameters, by the parts of the parameters in them.
 
-    `own` is the real state, and `parts` are by its parameters. The tensors of `state` are those of
-    the optimizer, so that they are filled in place. `write_back` copies all other loaded values,
-    and the groups, to the optimizer.
+    `real` is the optimizer's state, and `parts` are by its parameters. The tensors of `state` are
+    those of the optimizer, so that they are filled in place. `write_back` copies all other loaded
+    values, and the groups, to the optimizer.
     """
 
-    own: OptimizerState
+    real: OptimizerState
     parts: Mapping[torch.Tensor, tuple[ParameterPart, ...]]
     fqn: str
 
@@ -64,7 +64,7 @@ class FlatOptimizer(OptimizerState):
             for group in own.groups
         ]
         flat = FlatOptimizer(
-            own.optimizer, groups, defaultdict(dict), own.defaults, own=own, parts=parts, fqn=fqn
+            own.optimizer, groups, defaultdict(dict), own.defaults, real=own, parts=parts, fqn=fqn
         )
         for parameter, entries in own.state.items():
             if parameter not in parts:
@@ -84,9 +84,9 @@ class FlatOptimizer(OptimizerState):
 
     def write_back(self) -> None:
         """Copy loaded values to the optimizer. IncompatibleError if parts of one state differ."""
-        for group, seen in zip(self.own.groups, self.groups, strict=True):
+        for group, seen in zip(self.real.groups, self.groups, strict=True):
             group.update((key, value) for key, value in seen.items() if key != "params")
-        real = self.own.state
+        real = self.real.state
         whole = {key: own for key, own in self.state.items() if not isinstance(key, ParameterPart)}
         for parameter in [key for key in real if key not in self.parts and key not in whole]:
             del real[parameter]
@@ -96,7 +96,7 @@ class FlatOptimizer(OptimizerState):
                 real.pop(parameter, None)
             # FSDP1 gives no gradient, and so an optimizer no state, to parts without elements.
             elif parameter in real or any(part.original.numel for part in parts):
-                entries = self._joined(parameter, parts)
+                entries = self._join_parts(parameter, parts)
                 real[parameter].clear()
                 real[parameter].update(entries)
             for part in parts:
@@ -119,11 +119,13 @@ class FlatOptimizer(OptimizerState):
             f"into that of the parameters in FSDP1's flat one of shape {shape}: use `fully_shard`"
         )
 
-    def _joined(self, parameter: torch.Tensor, parts: Sequence[ParameterPart]) -> dict[str, object]:
+    def _join_parts(
+        self, parameter: torch.Tensor, parts: Sequence[ParameterPart]
+    ) -> dict[str, object]:
         states = [self.state.get(part, {}) for part in parts]
         if any(state.keys() != states[0].keys() for state in states):
             raise self._mismatch_error("state")
-        before = self.own.state.get(parameter, {})
+        before = self.real.state.get(parameter, {})
         return {
             key: self._entry([state[key] for state in states], parts, before.get(key), key)
             for key in states[0]
@@ -134,9 +136,12 @@ class FlatOptimizer(OptimizerState):
     ) -> object:
         first, part = values[0], parts[0]
         if part.original.parameter is not None:
-            return _own(first, part)
+            if isinstance(first, FlatShard):  # in the shape of the optimizer's parameter
+                first = first.tensor
+                return first if first.shape == part.shape else first.view(part.shape)
+            return first
         if isinstance(first, FlatShard):
-            return _joined_row(values, parts, before)
+            return _join_row(values, parts, before)
         if any(not _equal(first, value) for value in values):
             raise self._mismatch_error(repr(key))
         if isinstance(before, torch.Tensor) and isinstance(first, torch.Tensor):
@@ -169,17 +174,21 @@ def with_original_params(root: Branch) -> Branch:
                     )
     if not is_over_flat:
         return root
-    children = {key: _replaced(child, str(key), parts) for key, child in root.children.items()}
+    children = {
+        key: _replace_optimizers(child, str(key), parts) for key, child in root.children.items()
+    }
     return replace(root, children=children)
 
 
-def _replaced(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
+def _replace_optimizers(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
     match tree:
         case Branch():
-            children = {k: _replaced(t, join(fqn, k), parts) for k, t in tree.children.items()}
+            children = {
+                k: _replace_optimizers(t, join(fqn, k), parts) for k, t in tree.children.items()
+            }
             return replace(tree, children=children)
         case ObjectLeaf():
-            return ObjectLeaf(tree.owner, _replaced(tree.content, fqn, parts))
+            return ObjectLeaf(tree.owner, _replace_optimizers(tree.content, fqn, parts))
         case OptimizerLeaf():
             return _flat_view(tree, fqn, parts)
     return tree
@@ -195,7 +204,14 @@ def _flat_view(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLe
             )
     if not any(id(parameter) in parts for parameter in parameters):
         return leaf
-    _check_further(leaf, fqn)
+    # Nothing tells the parameters of tensors outside the state.
+    for key, tree in leaf.further.items():
+        if _has_tensors(tree):
+            raise ValueError(
+                f"{join(fqn, key)}: {type(leaf.state.optimizer).__name__} returns tensors besides "
+                "its state, which cannot be cut into those of the parameters in FSDP1's flat ones: "
+                "use `fully_shard`"
+            )
     flat, names = FlatOptimizer.over(leaf.state, parts, fqn), leaf.names
     if names is not None and flat.parts_in_one_state():
         raise ValueError(
@@ -211,31 +227,13 @@ def _flat_view(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLe
     return OptimizerLeaf(flat, names, leaf.further)
 
 
-def _check_further(leaf: OptimizerLeaf, fqn: str) -> None:
-    """Raise ValueError for tensors outside the state: their parameters are unknown."""
-    for key, tree in leaf.further.items():
-        if _has_tensors(tree):
-            raise ValueError(
-                f"{join(fqn, key)}: {type(leaf.state.optimizer).__name__} returns tensors besides "
-                "its state, which cannot be cut into those of the parameters in FSDP1's flat ones: "
-                "use `fully_shard`"
-            )
-
-
 def _has_tensors(tree: Tree) -> bool:
     if isinstance(tree, TensorLeaf):
         return not isinstance(tree.value, torch.Tensor) or tree.value.ndim > 0
     return isinstance(tree, SubclassLeaf) or any(map(_has_tensors, children_of(tree).values()))
 
 
-def _own(value: object, part: ParameterPart) -> object:
-    if not isinstance(value, FlatShard):
-        return value
-    tensor = value.tensor
-    return tensor if tensor.shape == part.shape else tensor.view(part.shape)
-
-
-def _joined_row(
+def _join_row(
     values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: Any
 ) -> torch.Tensor:
     """Return FSDP1's tensor with the entries of all parts in one row."""

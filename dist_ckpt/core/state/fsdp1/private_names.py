@@ -105,7 +105,7 @@ def has_fsdp1(module: nn.Module) -> bool:
     return False
 
 
-def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors in a module's state dict, without those of its children."""
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     left_out = module._non_persistent_buffers_set

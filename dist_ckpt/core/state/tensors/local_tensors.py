@@ -53,13 +53,9 @@ def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
     if not value.is_cpu or value.is_nested or value.layout != torch.strided:
         return False
     try:
-        start = value.storage_offset() * value.itemsize
+        stop = value.storage_offset() * value.itemsize + value.nbytes
         has_memory = value.data_ptr() != 0
-        return (
-            has_memory
-            and value.is_contiguous()
-            and value.untyped_storage().nbytes() >= start + value.nbytes
-        )
+        return has_memory and value.is_contiguous() and value.untyped_storage().nbytes() >= stop
     except RuntimeError:
         return False
 
@@ -86,8 +82,8 @@ def _remedy_of_class(tensor: torch.Tensor) -> str | None:
     """Return the remedy for a subclass that is more than a name for a plain tensor."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            "its memory is not its value; store the plain tensors in it, or give the "
-            "class `__tensor_flatten__` and `__tensor_unflatten__`"
+            "its memory is not its value; store the plain tensors in it, or give the class "
+            "`__tensor_flatten__` and `__tensor_unflatten__`"
         )
     for name, value in vars(tensor).items():
         if not _is_setting(value):

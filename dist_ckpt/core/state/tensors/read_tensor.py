@@ -38,9 +38,8 @@ from dist_ckpt.core.state.tensors.local_tensors import (
     from_numpy,
     is_array,
     plain,
-    torch_dtype,
 )
-from dist_ckpt.core.state.tensors.tensor_subclasses import unwrapped
+from dist_ckpt.core.state.tensors.tensor_subclasses import unwrap
 from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
 
 
@@ -135,25 +134,26 @@ def materialize(value: object) -> object:
     Parameter stays one. The content is undefined.
     """
     if isinstance(value, LocalShard | FlatShard):
-        return replace(value, tensor=_empty_like(value.tensor, value.tensor.dtype))
+        return replace(value, tensor=empty_like(value.tensor, value.tensor.dtype))
     assert isinstance(value, torch.Tensor)
-    tensor = _empty_like(value, value.dtype)
+    tensor = empty_like(value, value.dtype)
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=value.requires_grad)
     return tensor
 
 
-def empty_like_saved(value: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a new tensor like `value`, of a saved dtype, without grad, for new optimizer state.
+def empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor like `value`, of another dtype, without grad, for new optimizer state.
 
     The device is as in `materialize`; the content is undefined.
     """
-    return _empty_like(value, torch_dtype(dtype))
-
-
-def device_of(value: torch.Tensor) -> torch.device:
-    """Return the device of a tensor's memory, or of its local part."""
-    return local_of(value).device if isinstance(value, DTensor) else value.device
+    if isinstance(value, DTensor):
+        local = unwrap(local_of(value)).detach()
+        device = value.device_mesh.device_type if local.is_meta else local.device
+        return dtensor_like(value, torch.empty_like(local, dtype=dtype, device=device))
+    value = unwrap(value).detach()
+    device = "cpu" if value.is_meta else value.device
+    return torch.empty_like(value, dtype=dtype, device=device)
 
 
 def tie_key(local: LocalTensor) -> Hashable | None:
@@ -178,30 +178,30 @@ def _local_tensor(
     if type(value) not in PLAIN and is_array(value):
         value = from_numpy(value, fqn, writable=writable)
     if type(value) in PLAIN:  # most are, and the checks below are slow
-        return _whole(value, fqn)  # type: ignore[arg-type]
+        return _read_whole(value, fqn)  # type: ignore[arg-type]
     if isinstance(value, LocalShard | FlatShard):
-        return _wrapped(value, fqn)
+        return _read_wrapper(value, fqn)
     if isinstance(value, DTensor):
-        return _dtensor(value, fqn, rank, group)
+        return _read_dtensor(value, fqn, rank, group)
     if isinstance(value, ShardedTensor):
-        return _sharded(value, fqn)
+        return _read_sharded(value, fqn)
     if _is_chunked(value):
-        return _parts(fqn, value.dtype, tuple(value.shape), _read_chunks(value, fqn))
+        return _read_parts(fqn, value.dtype, tuple(value.shape), _read_chunks(value, fqn))
     if isinstance(value, torch.Tensor):
-        return _whole(unwrapped(value), fqn)
+        return _read_whole(unwrap(value), fqn)
     raise TypeError(f"{fqn}: {class_name(value)} is not a tensor")
 
 
 _whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have a few shapes
 
 
-def _whole(value: torch.Tensor, fqn: str) -> LocalTensor:
+def _read_whole(value: torch.Tensor, fqn: str) -> LocalTensor:
     local = plain(value, fqn)
     cell = _whole_cell(tuple(local.shape))
     return LocalTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
 
 
-def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
+def _read_wrapper(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
     if not isinstance(shard.tensor, torch.Tensor):
         raise TypeError(
             f"{fqn}: {type(shard).__name__} holds a {class_name(shard.tensor)}: give it a tensor, "
@@ -209,9 +209,9 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
         )
     local = plain(shard.tensor, fqn)
     if isinstance(shard, LocalShard):
-        return _parts(fqn, local.dtype, shard.global_shape, [(shard.offset, local)])
+        return _read_parts(fqn, local.dtype, shard.global_shape, [(shard.offset, local)])
     if 0 in shard.global_shape or not local.numel():
-        return _parts(fqn, local.dtype, shard.global_shape, [])
+        return _read_parts(fqn, local.dtype, shard.global_shape, [])
     try:
         flat = local.view(-1)
     except RuntimeError:
@@ -224,12 +224,12 @@ def _wrapped(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
     return LocalTensor(dtype, shard.global_shape, plan.Parts(cells), cells, (flat,))
 
 
-def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> LocalTensor:
+def _read_dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> LocalTensor:
     shape = tuple(value.shape)
     placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
-    local = unwrapped(local_of(value))
+    local = unwrap(local_of(value))
     if _is_chunked(local):
-        return _parts(fqn, local.dtype, shape, _read_chunks(local, fqn))
+        return _read_parts(fqn, local.dtype, shape, _read_chunks(local, fqn))
     mesh = mesh_within(value.device_mesh, group, fqn)
     view = plan.MeshPlaced(mesh, placements) if mesh else plan.Parts(())
     if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
@@ -242,13 +242,13 @@ def _dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> Loc
     return LocalTensor(dtype, shape, seen, cells, tuple(boxes_in(local, cells)))
 
 
-def _sharded(value: ShardedTensor, fqn: str) -> LocalTensor:
+def _read_sharded(value: ShardedTensor, fqn: str) -> LocalTensor:
     metadata = value.metadata()
     shards = [
         (tuple(shard.metadata.shard_offsets), plain(shard.tensor, fqn))
         for shard in value.local_shards()
     ]
-    return _parts(fqn, metadata.tensor_properties.dtype, tuple(metadata.size), shards)
+    return _read_parts(fqn, metadata.tensor_properties.dtype, tuple(metadata.size), shards)
 
 
 def _is_chunked(value: object) -> TypeGuard[_Chunked]:
@@ -273,7 +273,7 @@ def _read_chunks(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
     return shards
 
 
-def _parts(
+def _read_parts(
     fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
 ) -> LocalTensor:
     """Return the local tensor of these boxes, given by their offsets.
@@ -295,13 +295,3 @@ def _parts(
             )
     name = dtype_name(dtype, fqn)
     return LocalTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
-
-
-def _empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(value, DTensor):
-        local = unwrapped(local_of(value)).detach()
-        device = value.device_mesh.device_type if local.is_meta else local.device
-        return dtensor_like(value, torch.empty_like(local, dtype=dtype, device=device))
-    value = unwrapped(value).detach()
-    device = "cpu" if value.is_meta else value.device
-    return torch.empty_like(value, dtype=dtype, device=device)

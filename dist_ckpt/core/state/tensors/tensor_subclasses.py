@@ -49,7 +49,7 @@ def is_wrapper_subclass_type(cls: object) -> TypeGuard[type[torch.Tensor]]:
     )
 
 
-def unwrapped(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """Return the single tensor that a subclass wraps (float8 all-gather), else the value itself.
 
     It has the same shape and dtype, is stored under its name, and loads without the subclass.
@@ -92,26 +92,26 @@ def flatten_context_of(
     context itself, so that a tensor can be created from it.
     """
     context = _flattened(value)[1]
-    described = _described(context, f"{fqn}: the context of {class_name(value)}")
+    described = _describe(context, f"{fqn}: the context of {class_name(value)}")
     whole = tuple(value.shape) if shape is None else shape
     return {
         "class": class_name(value),
         "dtype": value.dtype,
         "shape": whole,
-        "context": resized(described, tuple(value.shape), whole),
+        "context": resize_context(described, tuple(value.shape), whole),
         "exact": _are_alike(described, context),
     }
 
 
-def resized(context: object, shape: Shape, new: Shape) -> object:
+def resize_context(context: object, shape: Shape, new: Shape) -> object:
     """Return a described context with the sizes of another part of the whole."""
     if isinstance(context, torch.Size):
         return torch.Size(new) if tuple(context) == shape else context
     if type(context) is dict:
-        return {key: resized(item, shape, new) for key, item in context.items()}
+        return {key: resize_context(item, shape, new) for key, item in context.items()}
     if type(context) in (list, tuple):
         assert isinstance(context, list | tuple)
-        return type(context)([resized(item, shape, new) for item in context])
+        return type(context)([resize_context(item, shape, new) for item in context])
     return context
 
 
@@ -150,14 +150,19 @@ def _stored_names(value: torch.Tensor) -> list[str]:
     return list(_flattened(detached)[0]) if is_wrapper_subclass(detached) else []
 
 
-def _described(value: object, label: str) -> object:
+def _describe(value: object, label: str) -> object:
     if type(value) is dict:
-        return {key: _described(item, label) for key, item in value.items()}
+        return {key: _describe(item, label) for key, item in value.items()}
     if type(value) in (list, tuple):
         assert isinstance(value, list | tuple)
-        return type(value)([_described(item, label) for item in value])
-    if (named := _fields_of(value)) is not None:
-        return {"class": class_name(value), **{k: _described(v, label) for k, v in named.items()}}
+        return type(value)([_describe(item, label) for item in value])
+    named: Mapping[str, object] | None = None
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        named = value._asdict()
+    if named is not None:
+        return {"class": class_name(value), **{k: _describe(v, label) for k, v in named.items()}}
     if (text := _text_of(value)) is not None:
         return text
     try:
@@ -168,15 +173,6 @@ def _described(value: object, label: str) -> object:
             "dataclass, or store the inner tensors in a dict"
         ) from error
     return value
-
-
-def _fields_of(value: object) -> Mapping[str, object] | None:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        named: Mapping[str, object] = value._asdict()
-        return named
-    return None
 
 
 def _text_of(value: object) -> str | None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.runtime.torch_private import local_tensor
 from dist_ckpt.core.state.fsdp1.modules import check_whole
-from dist_ckpt.core.state.modules import ModuleState, flat_state, merged, module_state
+from dist_ckpt.core.state.modules import ModuleState, flat_state, merge_states, module_state
 from dist_ckpt.core.state.optimizer_state import check_unnamed, direct_state, reported_state
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, is_array
 from dist_ckpt.core.state.tensors.read_tensor import is_meta, is_tensor_leaf
@@ -26,7 +26,7 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import (
     inner_shards,
     inner_tensors,
     is_wrapper_subclass,
-    unwrapped,
+    unwrap,
 )
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
@@ -73,7 +73,7 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
         local = local_tensor(value)
         return TensorLeaf(value) if type(local) in PLAIN else _read_sharded(value, local, fqn)
     if not is_meta(value):
-        value = unwrapped(value)
+        value = unwrap(value)
     if type(value) in PLAIN or not is_wrapper_subclass(value):
         return TensorLeaf(value)
     inner = inner_tensors(value, fqn)
@@ -85,7 +85,7 @@ def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf |
     if is_wrapper_subclass(local) and local.is_meta:
         inner = inner_tensors(local, fqn)
         return SubclassLeaf(value, {name: TensorLeaf(t) for name, t in inner.items()}, {})
-    local = unwrapped(local)
+    local = unwrap(local)
     if type(local) in PLAIN or not is_wrapper_subclass(local):
         return TensorLeaf(value)
     shards, single = inner_shards(value, local, fqn)
@@ -210,7 +210,7 @@ def _read_modules(
 ) -> ModuleLeaf | Branch:
     """Read a list of modules: one model in parts, unless they share names."""
     states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(modules)]
-    whole = merged(states)
+    whole = merge_states(states)
     if whole is not None:
         return _read_module(whole, fqn, above)
     models: dict[PathKey, Tree] = {}

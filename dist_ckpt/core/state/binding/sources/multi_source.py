@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from dist_ckpt.core.format.geometry import Layout
 from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
@@ -49,13 +50,10 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         name: tagged(names.number, fqn) for names in provided for name, fqn in names.leaves.items()
     }
     kinds, entries = _containers(provided)
-    problems = [
-        f"{view.scope.path}: {problem}" for view in views for problem in view.saved.problems
-    ]
-    first = views[0].saved
+    problems = [f"{view.scope.path}: {text}" for view in views for text in view.saved.problems]
     mains = {view.number: view.saved.main for view in views}
     return replace(
-        first,
+        views[0].saved,
         catalog=_merge_catalogs(origins),
         leaves=leaves,
         kinds=kinds,
@@ -70,8 +68,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
         origins=origins,
-        unmatched=tuple(problem for view in views for problem in _unmatched(view))
-        + tuple(_empty_keys(views)),
+        unmatched=(*(text for view in views for text in _unmatched(view)), *_empty_keys(views)),
         left_out=tuple(sorted(name for view in views for name in _left_out(view, leaves))),
         stepless=frozenset(
             state for view in views for state in _states(view.saved) if view.scope.gives(state)
@@ -108,14 +105,15 @@ class _Allocation:
 
     def take(self, view: SourceView) -> _SourceNames:
         """Return the names that one more source provides, and record them."""
-        key, saved = view.scope.key, self._regrouped(view)
+        key, saved = view.scope.key, self._regroup(view)
         units = _units(saved)
         provided: dict[str, str] = {}
         empty = (name for name in saved.kinds if name and not saved.children(name))
         for name in (*saved.leaves, *(name for name in empty if name not in saved.leaves)):
             if not view.scope.gives(name):
                 continue
-            unit = _unit_of(name, units)
+            # The unit of a name is the outermost one that has it.
+            unit = next((n for n in reversed([*names_above(name)]) if n in units), name)
             other = self._key_of(unit)
             if other is None:
                 provided[name] = unit
@@ -149,7 +147,7 @@ class _Allocation:
             return self.above[unit]
         return next((self.units[name] for name in names_above(unit) if name in self.units), None)
 
-    def _regrouped(self, view: SourceView) -> SavedTree:
+    def _regroup(self, view: SourceView) -> SavedTree:
         """Renumber parameter groups after those of earlier sources, without their parameters.
 
         The number of a group in one source says nothing about the groups of another.
@@ -173,10 +171,10 @@ class _Allocation:
         if not moved:
             return saved
         params = {group: names for group, names in saved.params.items() if group not in moved}
-        return _moved(replace(saved, params=params | renumbered), moved)
+        return _renumber(replace(saved, params=params | renumbered), moved)
 
 
-def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
+def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
     """Give groups, and names below them, other numbers; None leaves one out."""
 
     def new(name: str) -> str | None:
@@ -186,7 +184,7 @@ def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
                 return None if to is None else to + name[len(above) :]
         return name
 
-    def renumbered(of: Sequence[tuple[PathKey, str]]) -> Iterator[tuple[PathKey, str]]:
+    def renumber_children(of: Sequence[tuple[PathKey, str]]) -> Iterator[tuple[PathKey, str]]:
         for key, child in of:
             if child in groups:
                 if (to := groups[child]) is not None:
@@ -199,7 +197,7 @@ def _moved(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
         leaves={to: fqn for name, fqn in saved.leaves.items() if (to := new(name)) is not None},
         kinds={to: kind for name, kind in saved.kinds.items() if (to := new(name)) is not None},
         entries={
-            to: tuple(renumbered(of))
+            to: tuple(renumber_children(of))
             for name, of in saved.entries.items()
             if (to := new(name)) is not None
         },
@@ -218,23 +216,14 @@ def _states(saved: SavedTree) -> Iterator[str]:
         yield from (join(state_of(group), name) for name in params)
 
 
-def _unit_of(name: str, units: frozenset[str]) -> str:
-    unit = name
-    for above in names_above(name) if units else ():
-        if above in units:
-            unit = above
-    return unit
-
-
 def _number_of(group: str) -> int:
     number = group.rpartition(".")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def _left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
-    for name in view.saved.leaves:
-        if view.scope.holds(name) and name not in view.scope.selection and name not in leaves:
-            yield name
+    scope, names = view.scope, view.saved.leaves.keys() - leaves.keys()
+    return (name for name in names if scope.holds(name) and name not in scope.selection)
 
 
 # --- problems under `strict` -----------------------------------------------------------------
@@ -277,15 +266,12 @@ def _containers(
             for key, child in names.saved.entries.get(name, ()):
                 if child in names.alive:
                     children.setdefault(child, key)
-    return kinds, {
-        name: _in_order(kinds[name], [(key, child) for child, key in children.items()])
-        for name, children in entries.items()
-    }
-
-
-def _in_order(kind: str, entries: list[tuple[PathKey, str]]) -> Sequence[tuple[PathKey, str]]:
-    """Return the items of a sequence in their order, whatever their sources."""
-    return entries if is_mapping(kind) else sorted(entries, key=lambda entry: int(entry[0]))
+    ordered: dict[str, Sequence[tuple[PathKey, str]]] = {}
+    for name, children in entries.items():
+        ordered[name] = items = [(key, child) for child, key in children.items()]
+        if not is_mapping(kinds[name]):  # in their order, whatever their sources
+            items.sort(key=lambda item: int(item[0]))
+    return kinds, ordered
 
 
 def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
@@ -303,15 +289,13 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
                 records[id(record)] = replace(record, layout=record.layout + len(layouts))
             tensors[tagged(number, fqn)] = records[id(record)]
         layouts += catalog.layouts
-        for alias, fqn in catalog.aliases.items():
-            aliases[tagged(number, alias)] = tagged(number, fqn)
-        for fqn, is_trained in catalog.parameters.items():
-            parameters[tagged(number, fqn)] = is_trained
-        for fqn, rank in catalog.values.items():
-            values[tagged(number, fqn)] = rank * len(origins) + number
+        tag = partial(tagged, number)
+        aliases |= {tag(alias): tag(fqn) for alias, fqn in catalog.aliases.items()}
+        parameters |= {tag(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
+        values |= {tag(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
         for fqn, keys in catalog.per_rank.items():
             numbers = ((key, rank * len(origins) + number) for key, rank in keys)
-            per_rank[tagged(number, fqn)] = tuple(numbers)
+            per_rank[tag(fqn)] = tuple(numbers)
     return replace(
         origins[0].catalog,
         layouts=tuple(layouts),
@@ -324,16 +308,13 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
 
 
 def _reader(reads: Mapping[int, Callable[[int], ObjectsFile]]) -> Callable[[int], ObjectsFile]:
-    files: dict[int, ObjectsFile] = {}
-
+    @cache
     def read(file: int) -> ObjectsFile:
-        if file not in files:
-            rank, number = divmod(file, len(reads))
-            stored = reads[number](rank)
-            files[file] = ObjectsFile(
-                values={tagged(number, fqn): value for fqn, value in stored.values.items()},
-                per_rank={tagged(number, fqn): of for fqn, of in stored.per_rank.items()},
-            )
-        return files[file]
+        rank, number = divmod(file, len(reads))
+        stored = reads[number](rank)
+        return ObjectsFile(
+            values={tagged(number, fqn): value for fqn, value in stored.values.items()},
+            per_rank={tagged(number, fqn): of for fqn, of in stored.per_rank.items()},
+        )
 
     return read

@@ -38,7 +38,7 @@ class _Rule:
             return None
         return next(filter(None, map(self.regex.fullmatch, names_above(name))), None)
 
-    def filled(self, match: re.Match[str], name: str) -> str | None:
+    def new_name(self, match: re.Match[str], name: str) -> str | None:
         """Return the new name of a match, with the names below it."""
         if self.target is None:
             return None
@@ -79,7 +79,7 @@ class Rename:
             targets_by_rule = self._targets(name)
             if states and (above := next(filter(states.__contains__, names_above(name)), "")):
                 below = name[len(above) :]
-                targets_by_rule = self._following(targets_by_rule, *states[above], below)
+                targets_by_rule = self._move_with_parameter(targets_by_rule, *states[above], below)
             ruled[name] = tuple(targets_by_rule)
             targets = set(targets_by_rule.values())
             if len(targets) > 1:
@@ -87,35 +87,33 @@ class Rename:
                 continue
             target = renamed[name] = targets.pop() if targets else name
             if target is not None and (first := sources.setdefault(target, name)) != name:
-                pairs = colliding.setdefault((ruled[first], ruled[name]), [])
-                pairs.append((first, name, target))
+                rules = ruled[first], ruled[name]
+                colliding.setdefault(rules, []).append((first, name, target))
         used = {pattern for patterns in ruled.values() for pattern in patterns}
         unused = [rule.pattern for rule in self.rules if rule.pattern not in used]
         return renamed, tuple(_problems(disagreeing, colliding, unused))
 
     def _targets(self, name: str) -> dict[str, str | None]:
         return {
-            rule.pattern: rule.filled(match, name)
+            rule.pattern: rule.new_name(match, name)
             for rule in self.rules
             if (match := rule.match(name)) is not None
         }
 
-    def _following(
+    def _move_with_parameter(
         self, targets: dict[str, str | None], holder: str, parameter: str, below: str
     ) -> dict[str, str | None]:
         """Move state with its parameter, unless a rule is for this part of the state only.
 
         The state of a dropped parameter stays: another parameter may have its name now.
         """
-        moved = {
-            pattern: new for pattern, new in self._targets(parameter).items() if new is not None
-        }
+        moved = {rule: new for rule, new in self._targets(parameter).items() if new is not None}
         above = self._targets(holder)
         holders = {*above.values()} or {holder}
         if not moved or targets.keys() != above.keys() or len(holders) > 1 or None in holders:
             return targets
         (new_holder,) = holders
-        new = {pattern: f"{new_holder}.{name}{below}" for pattern, name in moved.items()}
+        new = {rule: f"{new_holder}.{name}{below}" for rule, name in moved.items()}
         return {**dict.fromkeys(above, next(iter(new.values()))), **new}
 
 
@@ -159,7 +157,7 @@ def _rule(pattern: object, target: object) -> _Rule:
         raise ValueError(f"{label}: a name cannot be empty")
     if any(mark in pattern for mark in "?["):
         raise ValueError(f"{label}: `*` and `{{name}}` are the only wildcards here")
-    texts, names = _parsed(pattern, label)
+    texts, names = _parse(pattern, label)
     if "" in texts[1:-1]:
         raise ValueError(f"{label}: write a text between two wildcards, or leave one of them out")
     if len(set(names)) < len(names):
@@ -169,7 +167,7 @@ def _rule(pattern: object, target: object) -> _Rule:
 
 
 def _target(target: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
-    (first, *texts), wildcards = _parsed(target, label)
+    (first, *texts), wildcards = _parse(target, label)
     if list(filter(_is_star, names)) != list(filter(_is_star, wildcards)):
         raise ValueError(f"{label}: give both sides the same number of `*`")
     if unknown := [name for name in wildcards if name not in names]:
@@ -180,7 +178,7 @@ def _target(target: str, names: Sequence[str], label: str) -> tuple[str | int, .
     return tuple(tokens)
 
 
-def _parsed(pattern: str, label: str) -> tuple[list[str], list[str]]:
+def _parse(pattern: str, label: str) -> tuple[list[str], list[str]]:
     """Return the texts around the wildcards of a pattern, and their names; a `*` has a number."""
     tokens = _WILDCARD.split(pattern)
     names: list[str] = []
@@ -234,9 +232,8 @@ def rules_for(
     remaining = dict.fromkeys(missing)
     all_free, free = frozenset(free), set(free)
     for _ in range(_MAX_TRIES):
-        if not remaining:
+        if (name := next(iter(remaining), None)) is None:
             break
-        name = next(iter(remaining))
         best: dict[str, str] = {}
         for old, new in _prefixes(name, free):
             if any(_is_below(other, old) for other in claimed):
@@ -244,26 +241,18 @@ def rules_for(
             pairs = {
                 wanted: saved
                 for wanted in remaining
-                if _is_below(wanted, new) and (saved := _moved(wanted, new, old)) in free
+                if _is_below(wanted, new) and (saved := _move(wanted, new, old)) in free
             }
             if _is_of_several(old, new, pairs.values(), all_free):
                 continue
             if len(pairs) > len(best):
                 best, rule = pairs, (join(old, "*"), join(new, "*"))
-        if not best:
-            del remaining[name]
-            continue
-        rules[rule[0]] = rule[1]
-        covered.update(best)
-        free.difference_update(best.values())
-        remaining = {wanted: None for wanted in remaining if wanted not in best}
-    return _proven(rules, covered)
-
-
-def _proven(
-    rules: dict[str, str], covered: dict[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return both if the rules give these names: a name may contain a wildcard of rules."""
+        if best:
+            rules[rule[0]] = rule[1]
+            covered.update(best)
+            free.difference_update(best.values())
+        remaining = {other: None for other in remaining if other != name and other not in best}
+    # A name may contain a wildcard: then the rules may not give these names.
     try:
         renamed, problems = rename_of(rules).of_all(covered.values())
     except ValueError:
@@ -306,7 +295,7 @@ def _is_of_several(old: str, new: str, saved: Collection[str], names: Collection
     start = f"{above}." if above else ""
     tops = {name[len(start) :].partition(".")[0] for name in names if name.startswith(start)}
     siblings = [join(above, top) for top in tops if top.isdigit() and top != number]
-    return any(_moved(name, old, other) in names for name in saved for other in siblings)
+    return any(_move(name, old, other) in names for name in saved for other in siblings)
 
 
 def _num_alike(left: Sequence[str], right: Sequence[str]) -> int:
@@ -317,5 +306,5 @@ def _is_below(name: str, above: str) -> bool:
     return not above or name.startswith(f"{above}.")
 
 
-def _moved(name: str, above: str, new_above: str) -> str:
+def _move(name: str, above: str, new_above: str) -> str:
     return join(new_above, name[len(above) + 1 :] if above else name)

@@ -164,10 +164,6 @@ class SavedTree:
         record = self.catalog.tensors.get(fqn)
         return None if record is None else (fqn, record)
 
-    def is_as_saved(self) -> bool:
-        """Return True if all names are those of the catalog: no rename has changed them."""
-        return not self.dropped and all(name == fqn for name, fqn in self.leaves.items())
-
     def is_wrapper_subclass(self, name: str) -> bool:
         """Return True if the name is that of a tensor subclass."""
         return join(name, RECORD) in self.leaves
@@ -303,7 +299,7 @@ def saved_tree_of(
     if problems:
         renamed = dict(zip(names, names, strict=True))
     leaves = {new: name for name in names if (new := renamed[name]) is not None}
-    params = dict(_renamed_groups(groups, renamed))
+    params = dict(_rename_groups(groups, renamed))
     kinds, entries = _containers(main.tree, renamed, leaves, params)
     _check_tree(kinds, entries)
     problems += tuple(
@@ -352,7 +348,7 @@ def state_of(group: str) -> str:
     return f"{optimizer_of(group)}.state" if GROUPS in group else group
 
 
-def _renamed_groups(
+def _rename_groups(
     groups: Mapping[str, Sequence[str]], renamed: Mapping[str, str | None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     for group, params in groups.items():
@@ -373,32 +369,33 @@ def _containers(
     leaves: Iterable[str],
     groups: Iterable[str],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
-    nodes = {node.fqn: node for node in tree}
-    moved: dict[str, str] = {}
+    nodes, moved = {node.fqn: node for node in tree}, dict[str, str]()
     for fqn in sorted(nodes, key=len, reverse=True):
-        moved[fqn] = _moved(nodes[fqn], renamed, moved)
+        moved[fqn] = _new_name(nodes[fqn], renamed, moved)
     kinds: dict[str, str] = {}
     entries: dict[str, list[tuple[PathKey, str]]] = {}
     fitted: set[str] = set()
     for fqn, node in nodes.items():
         new = moved[fqn]
-        own = [
-            (key, child)
-            for key, child in _children(node, renamed, moved)
-            if child == join(new, key)
-        ]
-        if not node.keys or own or not fqn:
+        children = _children(node, renamed, moved)
+        fitting = [(key, child) for key, child in children if child == join(new, key)]
+        if not node.keys or fitting or not fqn:
             if kinds.setdefault(new, node.kind) != node.kind:
                 kinds[new] = "dict"  # a rename has merged two containers
-            entries.setdefault(new, []).extend(own)
-            fitted.update(child for _, child in own)
+            entries.setdefault(new, []).extend(fitting)
+            fitted.update(child for _, child in fitting)
     for group in groups:
         # A group's value is a dict, and its hyperparameters that are tensors are items of it.
         kinds.setdefault(group, "dict")
         entries.setdefault(group, [])
     for name in dict.fromkeys((*leaves, *kinds)):
-        if name and name not in fitted:
-            _adopt(name, kinds, entries)
+        if not name or name in fitted:
+            continue
+        # Without its parent it is a child of the nearest mapping above it.
+        above = (*names_above(name), "")[1:]
+        parent = next((up for up in above if up in kinds and is_mapping(kinds[up])), None)
+        if parent is not None:
+            entries[parent].append((name[len(parent) + 1 :] if parent else name, name))
     return kinds, dict(entries)
 
 
@@ -435,7 +432,7 @@ def _children(
             yield key, new
 
 
-def _moved(node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, str]) -> str:
+def _new_name(node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, str]) -> str:
     """Return the new name of a container: that of all its children, else the old one."""
     above = set()
     for key, child in _children(node, renamed, moved):
@@ -443,15 +440,3 @@ def _moved(node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, st
             return node.fqn
         above.add(child[: -len(str(key)) - 1])
     return above.pop() if len(above) == 1 and node.fqn else node.fqn
-
-
-def _adopt(
-    name: str, kinds: Mapping[str, str], entries: Mapping[str, list[tuple[PathKey, str]]]
-) -> None:
-    """Make a leaf or container without its parent a child of the nearest mapping above it."""
-    above = name
-    while above:
-        above = above.rpartition(".")[0]
-        if above in kinds and is_mapping(kinds[above]):
-            entries[above].append((name[len(above) + 1 :] if above else name, name))
-            return
