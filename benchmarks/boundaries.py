@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 import dist_ckpt as dc
 from benchmarks.scenario import OURS, Figure, Measure, Scenario, Settings
-from dist_ckpt.checkpointer.coordination.barrier_rounds import (
+from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierMember,
     BarrierProposal,
     BarrierRounds,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
-from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
+from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR

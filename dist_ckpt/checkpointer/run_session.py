@@ -16,20 +16,16 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
-from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
-from dist_ckpt.checkpointer.coordination.barrier_rounds import (
+from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierMember,
     BarrierProposal,
     BarrierRounds,
     Boundary,
 )
-from dist_ckpt.checkpointer.coordination.save_requests import (
-    ExternalRequests,
-    RankRequests,
-    Signals,
-)
+from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
+from dist_ckpt.checkpointer.save_requests import ExternalRequests, RankRequests, Signals
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.comm.process_group import session_of

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dist_ckpt.runs.policy_text import build_rules, text_of
+from dist_ckpt.runs.policy_text import Makers, build_policy, text_of
 
 # These cannot be caught, or are not requests: after them the process is damaged.
 _UNUSABLE_SIGNALS = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
@@ -106,21 +105,15 @@ def on_signal(*names: str) -> SavePolicy:
     return SavePolicy(signals=frozenset(signals))
 
 
-_MAKERS: Mapping[str, Callable[..., object]] = {
-    "every": every,
-    "at": at,
-    "at_end": lambda: at_end,
-    "on_signal": on_signal,
-}
-
-
 def parse(text: str) -> SavePolicy:
     """Return the policy of a text, such as `every(steps=500) | at_end`."""
-    policy = SavePolicy()
-    for rule in build_rules(text, _MAKERS):
-        assert isinstance(rule, SavePolicy)
-        policy |= rule
-    return policy
+    makers: Makers[SavePolicy] = {
+        "every": every,
+        "at": at,
+        "at_end": lambda: at_end,
+        "on_signal": on_signal,
+    }
+    return build_policy(text, makers, SavePolicy())
 
 
 def _count(value: object, name: str) -> int:

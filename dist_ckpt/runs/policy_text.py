@@ -11,10 +11,16 @@ of retention and of saving share it.
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from typing import TypeVar
 
 Constant = int | float | str
 WrittenRule = tuple[str, tuple[Constant, ...], Mapping[str, Constant]]
+
+_Policy = TypeVar("_Policy")
+Makers = Mapping[str, Callable[..., _Policy]]
 
 MAX_CHARS = 4096
 
@@ -37,15 +43,17 @@ def text_of(name: str, *values: Constant, **named: Constant | None) -> str:
     return f"{name}({', '.join(parts)})"
 
 
-def build_rules(text: str, makers: Mapping[str, Callable[..., object]]) -> Iterator[object]:
-    """Yield the object that each rule of a text makes. ValueError with the bad rule and why."""
+def build_policy(text: str, makers: Makers[_Policy], empty: _Policy) -> _Policy:
+    """Join the policies that the rules of a text make. ValueError with the bad rule and why."""
+    policies = [empty]
     for name, values, named in parse_rules(text):
         if name not in makers:
             raise ValueError(f"{name!r} is not a rule; there are {', '.join(sorted(makers))}")
         try:
-            yield makers[name](*values, **named)
+            policies.append(makers[name](*values, **named))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{text_of(name, *values, **named)}: {error}") from None
+    return reduce(operator.or_, policies)
 
 
 def _alternatives(node: ast.expr) -> Iterator[ast.expr]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.runtime.public_names import refuse_old_names
-from dist_ckpt.runs.policy_text import build_rules, text_of
+from dist_ckpt.runs.policy_text import Makers, build_policy, text_of
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_old_names("dist_ckpt.keep", {"Keep": "RetentionPolicy"})
@@ -144,21 +144,10 @@ def within(*, days: float) -> RetentionPolicy:
     return _rule(text_of("within", days=days), choose)
 
 
-_MAKERS: Mapping[str, Callable[..., object]] = {
-    "last": last,
-    "best": best,
-    "every": every,
-    "within": within,
-}
-
-
 def parse(text: str) -> RetentionPolicy:
     """Return the policy of a text, such as `last(3) | best(2, min="val/loss")`."""
-    policy = RetentionPolicy({})
-    for rule in build_rules(text, _MAKERS):
-        assert isinstance(rule, RetentionPolicy)
-        policy |= rule
-    return policy
+    makers: Makers[RetentionPolicy] = {"last": last, "best": best, "every": every, "within": within}
+    return build_policy(text, makers, RetentionPolicy({}))
 
 
 def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dist_ckpt.checkpointer.coordination.barrier_rounds import (
+from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierMember,
     BarrierProposal,
     BarrierRounds,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.coordination import save_requests
-from dist_ckpt.checkpointer.coordination.save_requests import ExternalRequests
+from dist_ckpt.checkpointer import save_requests
 from dist_ckpt.checkpointer.maintenance import SaveCounts
+from dist_ckpt.checkpointer.save_requests import ExternalRequests
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     LivenessFile,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.checkpointer.coordination.barrier_rounds import SaveBarrier
+from dist_ckpt.checkpointer.barrier_rounds import SaveBarrier
 from save_barrier_model import FAULTS, World, explore, with_fault
 
 SMALL = (

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.coordination import save_requests as requests_module
-from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
-from dist_ckpt.checkpointer.coordination.save_requests import RankRequests, Signals
+from dist_ckpt.checkpointer import save_requests as requests_module
+from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
+from dist_ckpt.checkpointer.save_requests import RankRequests, Signals
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer.coordination import save_requests
+from dist_ckpt.checkpointer import save_requests
 from fork_server import forked_python
 from ranks import Options, run_ranks, try_ranks
 

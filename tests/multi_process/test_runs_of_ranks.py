@@ -22,7 +22,7 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
 from dist_ckpt.checkpointer import run_session
-from dist_ckpt.checkpointer.coordination.barrier_rounds import Boundary
+from dist_ckpt.checkpointer.barrier_rounds import Boundary
 from dist_ckpt.core.runtime.lock_files import LockOwner
 from dist_ckpt.core.storage import open_storage
 from ranks import Options, Outcome, run_ranks, try_ranks

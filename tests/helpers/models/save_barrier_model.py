@@ -4,7 +4,7 @@ A rank is a training thread and a thread beside it. The training enters its own 
 each boundary (as in a step's all-reduce), comes to the boundary, and passes, waits or saves; a save
 ends when all ranks are in it. The thread beside does one thing with the store at a time, after any
 delay. What each decides is `SaveBarrier`'s; what they do in which order is here, as in
-`checkpointer/coordination/barrier_rounds.py`.
+`checkpointer/barrier_rounds.py`.
 
 Time is not modelled: what may happen after a while may happen at once. `FAULTS` are changes of the
 protocol that must be found.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dist_ckpt.checkpointer.coordination.barrier_rounds import SaveBarrier
+from dist_ckpt.checkpointer.barrier_rounds import SaveBarrier
 
 FAULTS = (
     "answer before line",  # the boundary is told, and the line drawn later

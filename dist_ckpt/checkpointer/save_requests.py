@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from dist_ckpt.checkpointer.coordination.barrier_rounds import BarrierProposal
+from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR

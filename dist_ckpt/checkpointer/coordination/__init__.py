@@ -1,1 +1,0 @@
-"""How ranks agree on the boundary at which all save."""
