@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from types import TracebackType
 
 from dist_ckpt.core.comm.collectives.collective import (
     Bodies,
@@ -28,6 +27,7 @@ from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.commit_protocol import sizes_of
+from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Shape
@@ -52,7 +52,6 @@ from dist_ckpt.core.planning.plan import (
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
-from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -283,12 +282,7 @@ class _SimulatedExchange(SingleProcessExchange):
         self._nbytes = max(map(len, envelopes))
         return [unpack(data, Envelope).body for data in envelopes]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         super().__exit__(kind, error, traceback)
         channel = self._channel
         channel.seconds[self.phase] = time.process_time() - self._start

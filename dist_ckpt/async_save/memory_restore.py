@@ -24,6 +24,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts, mismatched_groups
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
+from dist_ckpt.core.commit.transaction import RankWriteResult
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,
     ID_LENGTH,
@@ -37,7 +38,6 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.transaction import RankWriteResult
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import (

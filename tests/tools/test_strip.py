@@ -15,8 +15,8 @@ from dist_ckpt.core.commit.records.leases import CheckpointRef, tag
 from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect
+from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format.objects.objects_file import decode
-from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage

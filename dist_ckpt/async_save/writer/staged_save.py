@@ -15,13 +15,13 @@ from functools import partial
 from dist_ckpt.async_save.snapshots.arena import FollowedArena
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, SnapshotMetadata
 from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import files_of_rank
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
-from dist_ckpt.core.saving.transaction import IndexFields
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedPart, write_or_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
 from dist_ckpt.core.storage import Storage

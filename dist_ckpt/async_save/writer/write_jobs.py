@@ -29,12 +29,12 @@ from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.comm.messages import NoAnswerError, failure_of
+from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.saving.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage

@@ -2,9 +2,8 @@
 
 - `exchange/channel.py` has the protocol `Channel`, and how an error reaches all ranks;
   `exchange/store_channel.py` implements it over the job's store.
-- `exchange/failure_detector.py` decides from heartbeats which ranks are dead or silent.
-  `exchange/exchange_state.py` detects ranks that never came, and makes the error. The remedy in it
-  is a `StoreErrorTexts`. The deadlines are options, in `dist_ckpt.config`.
+- `exchange/exchange_state.py` detects ranks that are dead, silent or never came, and makes the
+  error. The remedy in it is a `StoreErrorTexts`. The deadlines are options, in `dist_ckpt.config`.
 - `key_value/client_thread.py` talks to a store. `key_value/key_server.py` is our own server, for
   writer processes: the trainers' store may be gone.
 - `collectives/collective.py` and `collectives/gloo.py` move large data between ranks;

@@ -20,7 +20,7 @@ from __future__ import annotations
 import posixpath
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from dist_ckpt.core.commit.attempts import (
     attempts_in,
     claimed_by,
     encode_abandoned,
+    entries_at,
     is_decided,
     is_folder_gone,
     list_attempts,
@@ -43,7 +44,6 @@ from dist_ckpt.core.commit.attempts import (
     was_provably_removed,
     write_small_file,
 )
-from dist_ckpt.core.commit.path_checks import MayReplace, check_not_taken, list_replaceable
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import check_unprotected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
@@ -53,8 +53,11 @@ from dist_ckpt.core.format.filenames import (
     CLAIM,
     INDEX,
     Attempt,
+    is_next_to_attempts,
+    is_reserved_name,
     is_temporary,
     parse_trash,
+    selections,
     temporary_name,
 )
 from dist_ckpt.core.format.index import index_json
@@ -74,11 +77,16 @@ from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
+    ExistsError,
     IncompatibleError,
     StorageError,
 )
 
 _POLL_S = 0.05
+
+_REPLACE = "replace it (overwrite=True, on the command line --overwrite)"
+
+MayReplace = Callable[[Attempt], bool]
 
 # "in place": it is visible, but may not be durable.
 CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
@@ -98,6 +106,80 @@ class Claim:
     by: str
     new_folders: tuple[str, ...]
     incarnation: Incarnation | None = None
+
+
+# --- checks of the path, before the claim ----------------------------------------------------
+
+
+def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
+    """Return the attempts at `path` that a new checkpoint would replace; change nothing.
+
+    Raises the errors that a claim would raise for the contents of the path. Does not check that the
+    path can be written.
+    """
+    check_upgraded(storage, posixpath.dirname(real_path(path)))
+    entries = list_replaceable(storage, path, lambda _: overwrite)
+    if entries is None:
+        return ()
+    attempts = tuple(attempts_in(entries))
+    # By this host's clock: reading the storage's clock, as a claim does, needs a write.
+    check_unprotected(storage, path, attempts, lambda *_: time.time())
+    return attempts
+
+
+def list_replaceable(
+    storage: Storage, path: str, may_replace: MayReplace
+) -> Sequence[Entry] | None:
+    """Return the entries of `path`, which a new checkpoint may replace; None without the folder.
+
+    Raises ExistsError if they are from another program, or for a checkpoint that `may_replace`
+    refuses.
+    """
+    try:
+        entries = storage.list(path)
+    except FileNotFoundError:
+        check_new_name(storage, path)
+        return None
+    except NotADirectoryError:
+        raise ExistsError(f"{path} is a file, or below one: choose another path") from None
+    ours = [*attempts_in(entries), *(entry for entry in entries if is_next_to_attempts(entry.name))]
+    if entries and not ours:
+        names = ", ".join(entry.name for entry in entries[:5])
+        raise ExistsError(
+            f"{path} has files that dist_ckpt did not write ({names}): choose another path"
+        )
+    for attempt in attempts_in(entries):
+        if not may_replace(attempt):
+            check_not_taken(storage, path, attempt)
+    return entries
+
+
+def check_new_name(storage: Storage, path: str) -> None:
+    """Raise ValueError if a new checkpoint at `path` would be mistaken for something else."""
+    if is_reserved_name(name := posixpath.basename(path)):
+        raise ValueError(f"{path}: {name} is never a checkpoint's name here: choose another")
+    for folder, selector in selections(path):
+        if entries_at(storage, folder):
+            raise ValueError(
+                f"{path}: @{selector} selects a checkpoint in {folder}, and cannot name a new one: "
+                f"choose another path"
+            )
+
+
+def check_not_taken(storage: Storage, path: str, attempt: Attempt) -> None:
+    """Raise ExistsError if an attempt is, or may be, a checkpoint."""
+    try:
+        document = read_index(storage, path, attempt)
+    except (CorruptError, IncompatibleError) as error:
+        raise ExistsError(
+            f"{path}: a checkpoint is here that cannot be read ({error}). "
+            f"Choose another path, or {_REPLACE}"
+        ) from error
+    if isinstance(document, Index):
+        step = "" if document.step is None else f" of step {document.step}"
+        raise ExistsError(
+            f"{path}: a checkpoint{step} is here ({attempt}): choose another path, or {_REPLACE}"
+        )
 
 
 # --- claim -----------------------------------------------------------------------------------
@@ -312,9 +394,8 @@ def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list
             f"{folder} was removed while it was written: find out by which program, then save again"
         ) from None
     # A rank that abandons the attempt may be writing an index: the commit detects it.
-    entry_of = {
-        e.name: e for e in entries if not (e.name in (CLAIM, INDEX) or is_temporary(e.name))
-    }
+    of_protocol = {entry.name for entry in entries if is_temporary(entry.name)} | {CLAIM, INDEX}
+    entry_of = {entry.name: entry for entry in entries if entry.name not in of_protocol}
     problems = [f"{name} is missing" for name in sorted(expected.keys() - entry_of.keys())]
     problems += [f"{name} is unexpected" for name in sorted(entry_of.keys() - expected.keys())]
     for name in sorted(entry_of.keys() & expected.keys()):
@@ -353,13 +434,8 @@ def commit(
     try:
         document = put_index(storage, claim.path, claim.attempt, temporary)
     except (CheckpointError, FileNotFoundError) as error:
-        result = resolve_outcome(
-            storage,
-            claim.path,
-            claim.attempt,
-            by=claim.by,
-            reason=f"the commit failed: {error}"[:500],
-        )
+        reason = f"the commit failed: {error}"[:500]
+        result = resolve_outcome(storage, claim.path, claim.attempt, by=claim.by, reason=reason)
         if result != "abandoned":
             raise unknown_outcome_error(result, claim.path, str(error)) from error
         if isinstance(error, CheckpointError):
@@ -419,17 +495,13 @@ def resolve_outcome(
 
     Raises no error of the storage: where it refuses to abandon, it may still allow to read.
     """
-    try:
+    with suppress(CheckpointError, OSError):
         return "abandoned" if abandon(storage, path, attempt, by=by, reason=reason) else "committed"
-    except (CheckpointError, OSError):
-        pass
-    try:
+    with suppress(CheckpointError, OSError):
         document = read_index(storage, path, attempt)
-    except (CheckpointError, OSError):
-        return "unknown"
-    if document is None:  # a server may still execute a call without an answer
-        return "unknown"
-    return "in place" if isinstance(document, Index) else "abandoned"
+        if document is not None:  # else a server may still execute a call without an answer
+            return "in place" if isinstance(document, Index) else "abandoned"
+    return "unknown"
 
 
 def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> StorageError:

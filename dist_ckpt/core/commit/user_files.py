@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dist_ckpt.core.commit.path_checks import check_new_name
+from dist_ckpt.core.commit.commit_protocol import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage.local.local_storage import LocalStorage, rename_exclusively, with_remedy
 from dist_ckpt.core.storage.streamed_file import StreamedFile

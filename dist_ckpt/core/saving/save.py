@@ -18,6 +18,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import MAX_STEP
@@ -32,7 +33,6 @@ from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveCache
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
-from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage

@@ -27,6 +27,7 @@ from dist_ckpt.core.comm.exchange.channel import (
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
@@ -36,7 +37,6 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt
 from dist_ckpt.core.planning.save.save_planner import cells_of_ranks, files_of_ranks
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import Windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all

@@ -17,6 +17,7 @@ from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts
+from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
@@ -28,7 +29,6 @@ from dist_ckpt.core.planning.save.save_planner import files_of_ranks, stored_nby
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_stored
 from dist_ckpt.core.saving.carry_plan import carried_names, names_of, whole_or_name, with_carried
-from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import is_mapping, join

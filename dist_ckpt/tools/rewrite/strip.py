@@ -27,6 +27,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
 )
 from dist_ckpt.core.commit.removal import read_storage_clock
+from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import (
@@ -38,7 +39,6 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.saving.transaction import Transaction
 from dist_ckpt.core.shard_io.write.copied_files import files_of
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage

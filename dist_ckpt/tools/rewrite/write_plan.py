@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dist_ckpt.core.commit.path_checks import attempts_to_replace
+from dist_ckpt.core.commit.commit_protocol import attempts_to_replace
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.reports import Progress
 

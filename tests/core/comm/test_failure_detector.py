@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.exchange import failure_detector
-from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector
+from dist_ckpt.core.comm.exchange import exchange_state
+from dist_ckpt.core.comm.exchange.exchange_state import FailureDetector
 from dist_ckpt.core.comm.messages import HeartbeatSender
 
 SILENCE_S = 20
@@ -35,7 +35,7 @@ class SaveBarrier:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(failure_detector, "time", clock)
+    monkeypatch.setattr(exchange_state, "time", clock)
     return clock
 
 
@@ -52,7 +52,7 @@ def test_a_rank_that_was_never_seen_is_not_silent(clock):
     watch = watch_of(SaveBarrier())
     for clock.now in range(0, 1000, 4):
         assert loss_of(watch) is None
-    assert not watch.is_known(1)
+    assert watch.beat(1) is None
 
 
 def test_silence_counts_from_the_last_change_that_was_seen(clock):
@@ -83,4 +83,4 @@ def test_a_message_that_is_not_a_heartbeat_is_refused(clock):
     line.beat = b"nonsense"
     assert loss_of(watch) is None
     assert watch.has_invalid_heartbeat(1)
-    assert not watch.is_known(1)
+    assert watch.beat(1) is None

@@ -11,7 +11,6 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import distinct
@@ -77,16 +76,8 @@ class Exchange(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end(error)
-
     @abstractmethod
-    def _end(self, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Send the error of the block, wait for the answer, and raise the error of any rank."""
 
     @abstractmethod
@@ -204,7 +195,7 @@ class _SingleProcessNotes:
 
 
 class SingleProcessChannel:
-    """The channel of a single process. Errors are as in a group, but name no rank."""
+    """The `Channel` of a single process. Errors are as in a group, but name no rank."""
 
     rank = COORDINATOR
     world_size = 1
@@ -247,7 +238,7 @@ class SingleProcessExchange(Exchange):
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         return unpack(data, expected)
 
-    def _end(self, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if is_interrupt(error):
             return
         if isinstance(self._decided, Exception):
@@ -265,10 +256,8 @@ def check_equal_on_all_ranks(
     for name in names:
         values = distinct(getattr(request, name) for request in requests)
         if len(values) > 1:
-            differences = "; ".join(
-                f"{ranks_text(ranks)}: {value!r}" for value, ranks in values.items()
-            )
+            differing = "; ".join(f"{ranks_text(of)}: {value!r}" for value, of in values.items())
             raise ValueError(
-                f"the ranks call {operation} with different {name}: {differences}. "
+                f"the ranks call {operation} with different {name}: {differing}. "
                 f"Every rank must pass the same {name}."
             )

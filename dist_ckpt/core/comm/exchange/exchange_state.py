@@ -5,7 +5,8 @@ number counts the group's operations, the turn an operation's exchanges. The sta
 the ranks have begun to use the store. Keys do not contain the call, so that ranks in different
 calls meet and detect it.
 
-The store is never waited in: every wait is a loop of this rank, which watches heartbeats.
+The store is never waited in: every wait is a loop of this rank, which watches heartbeats. The
+failure detector decides from them which ranks are dead or silent.
 """
 
 from __future__ import annotations
@@ -13,21 +14,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import (
-    JOB_STORE_TEXTS,
-    Store,
-    StoreClientThread,
-    StoreErrorTexts,
-)
-from dist_ckpt.core.comm.messages import Failure, HeartbeatSender, NoAnswerError, unpack
+from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread, StoreErrorTexts
+from dist_ckpt.core.comm.messages import Failure, Heartbeat, HeartbeatSender, NoAnswerError, unpack
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
@@ -52,12 +48,8 @@ class PollInterval:
     def __init__(self, world_size: int, config: Config) -> None:
         self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
         self._least_s = max(0.0003, self._rarest_s / 100)
-        self._look_s = min(
-            1.0,
-            config.heartbeat_timeout_s / 10,
-            config.join_warning_s / 2,
-            config.join_timeout_s / 4,
-        )
+        joining_s = min(config.join_warning_s / 2, config.join_timeout_s / 4)
+        self._look_s = min(1.0, config.heartbeat_timeout_s / 10, joining_s)
         self._began_at = time.monotonic()
         self._look_at = self._began_at + self._look_s
         self.has_warned = False
@@ -80,6 +72,108 @@ class PollInterval:
         return True
 
 
+# How long a rank that missed an operation waits for the others to begin the next one. If they do,
+# its own call belongs to that one.
+GRACE_S = 1.0
+
+
+@dataclass(slots=True)
+class _LastSeen:
+    """A rank's last heartbeat, None if it is not valid, and for how long it has not changed."""
+
+    data: bytes
+    beat: Heartbeat | None
+    seen_at: float
+    silent_s: float = 0.0
+
+
+class FailureDetector:
+    """The other ranks, as their heartbeats show them; `beat_key` returns the key of a rank's.
+
+    Silence counts only while this rank watches, and each look counts a limited amount. So a rank is
+    not dead because the observer, or the whole machine, was stopped for a while.
+    """
+
+    def __init__(
+        self, client: StoreClientThread, beat_key: Callable[[int], str], config: Config
+    ) -> None:
+        self._client = client
+        self._beat_key = beat_key
+        self._silence_s = config.heartbeat_timeout_s
+        self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
+        self._most_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
+        self._last_seen: dict[int, _LastSeen] = {}
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Read the heartbeats of some ranks once."""
+        keys = [self._beat_key(rank) for rank in ranks]
+        for rank, data in zip(ranks, self._client.call(client_thread.get_each, keys), strict=True):
+            now, last = time.monotonic(), self._last_seen.get(rank)
+            if data is not None and (last is None or last.data != data):
+                beat = None
+                with suppress(ValueError):  # it is not a heartbeat
+                    beat = unpack(data, Heartbeat)
+                self._last_seen[rank] = _LastSeen(data, beat, now)
+            elif data is not None and last is not None:
+                last.silent_s += min(now - last.seen_at, self._most_s)
+                last.seen_at = now
+
+    def beat(self, rank: int) -> Heartbeat | None:
+        """Return the last heartbeat of a rank; None if it was never seen, or is not valid."""
+        last = self._last_seen.get(rank)
+        return last.beat if last else None
+
+    def has_invalid_heartbeat(self, rank: int) -> bool:
+        """Return True if a rank's heartbeat is not a valid one."""
+        return rank in self._last_seen and self.beat(rank) is None
+
+    def is_waiting(self, rank: int, number: int, turn: int) -> bool:
+        """Return True if a rank was last seen alive within this operation.
+
+        A rank that received the failure of this turn's exchange does not wait any more.
+        """
+        beat = self.beat(rank)
+        return (
+            beat is not None
+            and (beat.number, beat.inside, beat.gone) == (number, True, False)
+            and beat.failed_turn < turn
+            and self._last_seen[rank].silent_s < self._silence_s
+        )
+
+    def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
+        """Return why a rank is lost for this operation, or None; `was_in`: it had entered it."""
+        beat = self.beat(rank)
+        if beat is None:
+            return None
+        if beat.gone:
+            return "has ended"
+        if self._last_seen[rank].silent_s >= self._silence_s:
+            return f"is dead or frozen: no heartbeat for {self._silence_s:g} s"
+        if beat.number > number or (beat.number == number and not beat.inside):
+            return "is no longer taking part: it raised an error or was interrupted"
+        if was_in and beat.number < number:
+            return "has restarted"
+        return None
+
+    def newer(self, ranks: Sequence[int], number: int) -> int | None:
+        """Return a later operation that one of these ranks is in or soon enters; None if none."""
+        until = time.monotonic() + self._grace_s
+        while True:
+            self.look(ranks)
+            for rank in ranks:
+                beat = self.beat(rank)
+                if beat is not None and beat.number > number and beat.inside and not beat.gone:
+                    return beat.number
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.02)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Return the names of ranks, a single one with its host if known: "rank 2 (host b)"."""
+        beat = self.beat(ranks[0]) if len(ranks) == 1 else None
+        return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
+
+
 class ExchangeState:
     """State that both sides of an exchange, coordinator and participant, have in common.
 
@@ -94,7 +188,7 @@ class ExchangeState:
         world_size: int,
         host: str,
         config: Config,
-        texts: StoreErrorTexts = JOB_STORE_TEXTS,
+        texts: StoreErrorTexts,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -130,7 +224,14 @@ class ExchangeState:
         """Enter an operation, and show it to the other ranks."""
         if not self._start:
             # A store may outlive a process group, and still have messages of an earlier one.
-            self._start = self._count_start()
+            try:
+                self._start = self.client.call(client_thread.increment, f"starts/{self.rank}")
+            except ValueError as error:
+                raise RankError(
+                    f"the store's counter of the starts of rank {self.rank} has {error}. "
+                    f"{self._texts.strange}",
+                    rank=self.rank,
+                ) from error
             self.heartbeat.key = self._beat_key(self.rank)
         # The number last: a heartbeat in between must not say that the operation was left.
         self.heartbeat.inside, self.heartbeat.failed_turn = True, 0
@@ -139,22 +240,8 @@ class ExchangeState:
 
     def catch_up(self) -> None:
         """Count the operations that the coordinator has begun without this rank."""
-        self.heartbeat.number = self.detector.last_number(COORDINATOR, self.number)
-
-    def no_answer(self, message: str) -> NoAnswerError:
-        """Return the error of a rank that cannot get the decision."""
-        return NoAnswerError(message, rank=COORDINATOR, phase=self.phase)
-
-    def _count_start(self) -> int:
-        key = f"starts/{self.rank}"
-        try:
-            return self.client.call(client_thread.increment, key)
-        except ValueError as error:
-            raise RankError(
-                f"the store's counter of the starts of rank {self.rank} has {error}. "
-                f"{self._texts.strange}",
-                rank=self.rank,
-            ) from error
+        if (beat := self.detector.beat(COORDINATOR)) is not None:
+            self.heartbeat.number = max(self.number, beat.number - beat.inside)
 
     def linger(self, most_s: float) -> None:
         """Wait until the other live ranks have read the last answer, at most for this time.
@@ -212,13 +299,13 @@ class ExchangeState:
     def _seen(self) -> str:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.call}"
 
-    def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> Failure | None:
+    def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> dict[int, Failure]:
         """Return a failure with their names if ranks are in different calls or phases."""
         by_phase = defaultdict(list)
-        for rank, call in sorted(calls.items()):
-            by_phase[call[1]].append(rank)
+        for rank, (_, phase) in sorted(calls.items()):
+            by_phase[phase].append(rank)
         if len(by_phase) == 1:
-            return None
+            return {}
         self.detector.look(range(self.world_size))  # for the names of hosts
         places = [
             f"{self.detector.name(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
@@ -231,14 +318,15 @@ class ExchangeState:
             f"{self._texts.mixed}"
         )
         odd = next(rank for rank in sorted(calls) if calls[rank][1] != self.phase)
-        return Failure("RankError", message, odd, self.phase)
+        return {odd: Failure("RankError", message, odd, self.phase)}
 
     def missing_ranks(self, ranks: Sequence[int], poll: PollInterval) -> dict[int, Failure]:
         """Return a failure if some of these ranks have not entered within `join_timeout_s`.
 
         After `join_warning_s` one warning with their names is logged.
         """
-        absent = [rank for rank in ranks if not self.detector.has_entered(rank, self.number)]
+        beats = {rank: self.detector.beat(rank) for rank in ranks}
+        absent = [rank for rank, beat in beats.items() if not beat or beat.number < self.number]
         if self.token or not absent:
             return {}
         if self.absence_reason:
@@ -252,7 +340,7 @@ class ExchangeState:
             return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
         if poll.waited_s >= self.unseen_s:
             for rank in absent:
-                if not self.detector.is_known(rank):
+                if beats[rank] is None:
                     return {rank: Failure("RankError", message, rank, self.phase)}
         if poll.waited_s >= self.config.join_warning_s and not poll.has_warned:
             poll.has_warned = True
@@ -262,11 +350,8 @@ class ExchangeState:
     def _stale_ranks_text(self, ranks: Sequence[int]) -> str:
         keys = [f"starts/{rank}" for rank in ranks]
         counts = self.client.call(lambda store: [client_thread.counted(store, key) for key in keys])
-        stale_ranks = [
-            rank
-            for rank, count in zip(ranks, counts, strict=True)
-            if count not in (b"", str(self._start).encode())
-        ]
+        fresh = (b"", str(self._start).encode())
+        stale_ranks = [rank for rank, num in zip(ranks, counts, strict=True) if num not in fresh]
         if not stale_ranks:
             return ""
         return f"{ranks_text(stale_ranks)} cannot be met by rank {self.rank}: {STALE}"

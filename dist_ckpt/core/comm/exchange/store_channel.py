@@ -91,29 +91,15 @@ class Coordinator:
             if not is_gathered:
                 error = None  # it is in this rank's envelope
                 self.gather(own)
-            answer = self._decided(error, decided)
-            self._put(answer)
+            answer = self._put(self._answer(error if decided is None else decided))
         except NoAnswerError:
             raise
         except BaseException as raised:
             # A decision is final, whatever interrupts sending it.
-            answer = self._decided(error or raised, decided)
-            self._put(answer)
+            answer = self._put(self._answer((error or raised) if decided is None else decided))
             if is_interrupt(raised):
                 raise
         return answer
-
-    def _decided(self, error: BaseException | None, decided: bytes | Exception | None) -> Answer:
-        state = self._state
-        if isinstance(decided, bytes) or (decided is None and error is None):
-            return self._answer(decided or pack(None), None)
-        raised = error if decided is None else decided
-        assert raised is not None
-        if isinstance(raised, FailedError):
-            return self._answer(b"", raised.failure)
-        if isinstance(raised, CheckpointError | ValueError | TypeError):
-            return self._answer(b"", failure_of(raised, state.phase))
-        return self._answer(b"", failure_of(raised, state.phase, state.rank, state.host))
 
     def ensure_failure_is_known(self) -> None:
         """Wait until the live ranks have the failure: the store may end with this process.
@@ -125,13 +111,22 @@ class Coordinator:
     def clean_up(self) -> None:
         """Do nothing: other ranks may still read the answers of the operation that ends."""
 
-    def _answer(self, body: bytes, failure: Failure | None) -> Answer:
-        return Answer(self._state.call, self._state.token, self._nonces, body, failure)
+    def _answer(self, result: bytes | BaseException | None) -> Answer:
+        state, failure = self._state, None
+        if isinstance(result, FailedError):
+            failure = result.failure
+        elif isinstance(result, CheckpointError | ValueError | TypeError):
+            failure = failure_of(result, state.phase)
+        elif isinstance(result, BaseException):
+            failure = failure_of(result, state.phase, state.rank, state.host)
+        body = b"" if isinstance(result, BaseException) else result or pack(None)
+        return Answer(state.call, state.token, self._nonces, body, failure)
 
-    def _put(self, answer: Answer) -> None:
+    def _put(self, answer: Answer) -> Answer:
         key = self._state.key("answer")
         self._state.put(key, encode(answer))
         self._answers.append(key)
+        return answer
 
     def _collect(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Return the envelopes and failures by rank; all envelopes if no rank has failed."""
@@ -148,7 +143,10 @@ class Coordinator:
                 envelopes[rank].nonce if rank in envelopes else NO_NONCE
                 for rank in range(state.world_size)
             )
-            self._forget_answers(is_complete=len(envelopes) == state.world_size)
+            num_retained = 0 if len(envelopes) == state.world_size else MAX_KEPT_ANSWERS
+            num_spent = max(0, len(self._answers) - num_retained)
+            spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
+            state.client.post(client_thread.delete, spent)
         for rank, envelope in envelopes.items():
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
@@ -160,10 +158,7 @@ class Coordinator:
             for rank, envelope in envelopes.items()
             if envelope.operation == own.operation
         }
-        mismatched_calls = state.mismatched_calls(calls)
-        if mismatched_calls is not None and mismatched_calls.rank is not None:
-            failures = {mismatched_calls.rank: mismatched_calls}
-        return envelopes, failures
+        return envelopes, state.mismatched_calls(calls) or failures
 
     def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Wait until all envelopes have come, one has an error, or some rank's will never come."""
@@ -188,8 +183,7 @@ class Coordinator:
                 if _has_final_failure(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
-                failures = state.failed_ranks(missing)
-                failures = failures or state.missing_ranks(missing, poll)
+                failures = state.failed_ranks(missing) or state.missing_ranks(missing, poll)
             poll.pause()
         return envelopes, failures
 
@@ -197,8 +191,7 @@ class Coordinator:
         try:
             return self._state.unpack(rank, data, Envelope)
         except RankError as error:
-            failure = failure_of(error, own.phase)
-            return replace(own, nonce=NO_NONCE, body=b"", failure=failure)
+            return replace(own, nonce=NO_NONCE, body=b"", failure=failure_of(error, own.phase))
 
     def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
         """Return an answer to an earlier call in which the other ranks have given up this rank.
@@ -211,16 +204,9 @@ class Coordinator:
         if not given_up:
             return None
         earlier = envelopes[given_up[0]]
-        is_other = earlier.call != state.call
-        if not is_other and state.detector.newer(given_up, state.number) is None:
+        if earlier.call == state.call and state.detector.newer(given_up, state.number) is None:
             return None
         return Answer(earlier.call, "", b"", b"", earlier.failure)
-
-    def _forget_answers(self, *, is_complete: bool) -> None:
-        num_retained = 0 if is_complete else MAX_KEPT_ANSWERS
-        num_spent = max(0, len(self._answers) - num_retained)
-        spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
-        self._state.client.post(client_thread.delete, spent)
 
 
 def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
@@ -302,12 +288,12 @@ class Participant:
             if is_time_to_look:
                 for failure in state.failed_ranks([COORDINATOR]).values():
                     state.catch_up()
-                    raise state.no_answer(failure.message)
+                    raise NoAnswerError(failure.message, rank=COORDINATOR, phase=state.phase)
                 for failure in state.missing_ranks([COORDINATOR], poll).values():
                     # The envelope stays: it shows the coordinator that this call is over.
                     self._envelopes.remove(envelope_key)
                     state.put(envelope_key, encode(replace(own, failure=failure, gave_up=True)))
-                    raise state.no_answer(failure.message)
+                    raise NoAnswerError(failure.message, rank=COORDINATOR, phase=state.phase)
             poll.pause()
 
 
@@ -420,7 +406,7 @@ class _StoreExchange(Exchange):
         state, body = self._state, b"" if failure else self._own or pack(None)
         return Envelope(state.call, self.phase, state.token, new_nonce(), body, failure)
 
-    def _end(self, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         state, failure = self._state, None
         if error is not None and not isinstance(error, FailedError):
             failure = failure_of(error, self.phase, state.rank, state.host)
@@ -469,12 +455,12 @@ class StoreNotes:
 
     def put_once(self, key: str, text: str) -> str:
         """See `SharedNotes.put_once`."""
-        return _decoded(self._client.call(client_thread.put_once, _note_key(key), text))
+        return _text(self._client.call(client_thread.put_once, _note_key(key), text))
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
         values = self._client.call(client_thread.get_all, [_note_key(key) for key in keys])
-        return None if values is None else [_decoded(data) for data in values]
+        return None if values is None else [_text(data) for data in values]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
@@ -485,6 +471,6 @@ def _note_key(key: str) -> str:
     return f"notes/{key}"
 
 
-def _decoded(data: bytes) -> str:
+def _text(data: bytes) -> str:
     # Invalid text is not from dist_ckpt: its reader finds nothing valid in it.
     return data.decode(errors="replace")

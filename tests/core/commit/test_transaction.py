@@ -17,14 +17,14 @@ from dist_ckpt.core.comm.exchange.channel import (
 )
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol
-from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
-from dist_ckpt.core.saving.transaction import (
+from dist_ckpt.core.commit.transaction import (
     CommitDecision,
     IndexFields,
     RankWriteResult,
     Transaction,
 )
+from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
@@ -210,7 +210,7 @@ class SilentChannel(SingleProcessChannel):
 class SilentExchange(SingleProcessExchange):
     is_coordinator = False
 
-    def _end(self, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         raise NoAnswerError("nobody answers") from error
 
 
