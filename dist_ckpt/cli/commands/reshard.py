@@ -6,8 +6,10 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ReshardResult
+from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.tools.rewrite.reshard import plan_reshard
+from dist_ckpt.openers import OPENER
+from dist_ckpt.tools.rewrite.reshard import plan_rewrite, sharding_of
 
 
 @click.command()
@@ -59,14 +61,14 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)
-    plan = plan_reshard(
-        source,
+    layout = sharding_of(config, world_size, max_memory)
+    selection = selection_of(include or None, exclude or None)
+    plan = plan_rewrite(
+        OPENER.find(source),
         target,
-        sharding=config,
-        world_size=world_size,
+        layout,
         max_memory=max_memory,
         overwrite=overwrite,
-        include=include or None,
-        exclude=exclude or None,
+        selection=selection,
     )
     output.write_checkpoint(plan, ReshardResult, dry_run=dry_run, as_json=as_json)

@@ -74,40 +74,28 @@ def plan_copy(
             raise TypeError(f"{name}={value!r}: give True or False")
     storage, source_path = open_resolved(source)
     path = real_path(open_storage(target)[1])
-    _check_copyable(storage, source_path, path)
-    opened = OpenCheckpoint.at(CountingStorage(storage), source_path)
-    return WritePlan(
-        path,
-        partial(_copy, opened, path, overwrite=overwrite, link=link),
-        partial(_sizes, opened.index),
-        paths_to_replace(storage, path, overwrite=overwrite),
-    )
-
-
-def _check_copyable(storage: Storage, source: str, target: str) -> None:
-    """Raise IncompatibleError or ValueError unless one checkpoint may be copied to the other."""
-    if foreign_at(storage, source) is not None:
+    if foreign_at(storage, source_path) is not None:
         raise IncompatibleError(
-            f"{source} was written by another system: copy its files, or convert it with "
+            f"{source_path} was written by another system: copy its files, or convert it with "
             f"`dist-ckpt import`"
         )
-    if source == target:
-        raise ValueError(f"source and target are both {source}: give another target")
-    if target.startswith(f"{source}/"):
-        raise ValueError(f"the target {target} is inside the source: give another target")
+    if source_path == path:
+        raise ValueError(f"source and target are both {source_path}: give another target")
+    if path.startswith(f"{source_path}/"):
+        raise ValueError(f"the target {path} is inside the source: give another target")
+    counting = CountingStorage(storage)
+    opened = OpenCheckpoint.at(counting, source_path)
 
+    def execute(progress: Progress | None) -> SaveReport:
+        with leased(counting, opened.path, opened.attempt, opened.index):
+            transaction, decision, phases = _write(
+                opened, path, "copy", progress, overwrite=overwrite, links=link
+            )
+            _copy_metrics(opened, path, transaction.attempt)
+        return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
-def _copy(
-    source: OpenCheckpoint, path: str, progress: Progress | None, *, overwrite: bool, link: bool
-) -> SaveReport:
-    assert isinstance(source.storage, CountingStorage)
-    with leased(source.storage, source.path, source.attempt, source.index):
-        transaction, decision, phases = _write(
-            source, path, "copy", progress, overwrite=overwrite, links=link
-        )
-        _copy_metrics(source, path, transaction.attempt)
-    reads, writes = source.storage.reads, source.storage.writes
-    return transaction.report(decision, phases, reads=reads, writes=writes)
+    replaces = paths_to_replace(storage, path, overwrite=overwrite)
+    return WritePlan(path, execute, partial(_sizes, opened.index), replaces)
 
 
 def _copy_metrics(source: OpenCheckpoint, path: str, attempt: Attempt) -> None:
@@ -188,7 +176,13 @@ def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wri
 
 def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan[str]:
     """Return the plan of `backup` for a checkpoint at a storage's path, which has no links."""
-    root, folder, target = _backup_paths(storage, path)
+    above, _, name = path.rpartition("/")
+    root, folder = above or "/", f"{above}/{BACKUP}"
+    target = f"{folder}/{name}"
+    if root.rpartition("/")[2] == BACKUP:
+        raise ValueError(f"{path} is a backup itself: give the checkpoint of a run")
+    if attempts.list_attempts(storage, folder):
+        raise ExistsError(f"{folder} is a checkpoint, so it cannot hold backups: rename it first")
     check_upgraded(storage, root)
     source = OpenCheckpoint.at(storage, path)
     is_new = _backup_attempt(storage, target, source.index) is None
@@ -198,17 +192,6 @@ def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan
         partial(_sizes, source.index) if is_new else dict,
         paths_to_replace(storage, target, overwrite=overwrite) if is_new else (),
     )
-
-
-def _backup_paths(storage: Storage, path: str) -> tuple[str, str, str]:
-    """Return the folder of a checkpoint, the folder of backups in it, and the backup's path."""
-    above, _, name = path.rpartition("/")
-    root, folder = above or "/", f"{above}/{BACKUP}"
-    if root.rpartition("/")[2] == BACKUP:
-        raise ValueError(f"{path} is a backup itself: give the checkpoint of a run")
-    if attempts.list_attempts(storage, folder):
-        raise ExistsError(f"{folder} is a checkpoint, so it cannot hold backups: rename it first")
-    return root, folder, f"{folder}/{name}"
 
 
 def _backup_attempt(storage: Storage, target: str, index: Index) -> Attempt | None:
@@ -234,7 +217,12 @@ def _backup(
     with leased(storage, source.path, source.attempt, index):
         attempt = _backup_attempt(storage, target, index)
         if attempt is None:
-            attempt = _write_backup(source, target, progress, overwrite=overwrite)
+            transaction, decision, _ = _write(
+                source, target, "backup", progress, overwrite=overwrite, links=True
+            )
+            attempt = transaction.attempt
+            text = "%s: backup is %s: linked %d of %d files"
+            _log.info(text, source.path, target, decision.num_linked, len(files_of(index)))
         # The process that made an existing backup may have died before it synced.
         for path in (f"{target}/{attempt}", target, folder, root):
             storage.sync(path)
@@ -244,14 +232,3 @@ def _backup(
             if metrics and metrics != _metrics_of(storage, folder, where):
                 put_metrics(storage, folder, where, metrics)
     return target
-
-
-def _write_backup(
-    source: OpenCheckpoint, target: str, progress: Progress | None, *, overwrite: bool
-) -> Attempt:
-    transaction, decision, _ = _write(
-        source, target, "backup", progress, overwrite=overwrite, links=True
-    )
-    text = "%s: backup is %s: linked %d of %d files"
-    _log.info(text, source.path, target, decision.num_linked, len(files_of(source.index)))
-    return transaction.attempt

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt, SavePlan
+from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import files_of_ranks, stored_nbytes
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_stored
@@ -36,8 +36,10 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
+from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
+
+_ValuesByRank = dict[int, dict[str, dict[Key, object]]]
 
 MIN_MEMORY = 64 << 20
 MAX_MEMORY = 1 << 30
@@ -70,37 +72,9 @@ def reshard(
     target exists; otherwise the errors of a load from `source` and a save to `target`, such as
     NotFoundError if the source was replaced or deleted meanwhile.
     """
-    plan = plan_reshard(
-        source,
-        target,
-        sharding=sharding,
-        world_size=world_size,
-        max_memory=max_memory,
-        overwrite=overwrite,
-        include=include,
-        exclude=exclude,
-    )
-    return plan.run(progress=progress)
-
-
-def plan_reshard(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    sharding: ShardingConfig | None = None,
-    world_size: int | None = None,
-    max_memory: int = MAX_MEMORY,
-    overwrite: bool = False,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-) -> WritePlan[SaveReport]:
-    """Return the plan of `reshard`. Raises the errors that `reshard` raises before it writes.
-
-    The data of tensors is not read yet.
-    """
-    config = _config_of(sharding, world_size, max_memory)
+    config = sharding_of(sharding, world_size, max_memory)
     selection = selection_of(include, exclude)
-    return plan_rewrite(
+    plan = plan_rewrite(
         OPENER.find(source),
         target,
         config,
@@ -108,9 +82,11 @@ def plan_reshard(
         overwrite=overwrite,
         selection=selection,
     )
+    return plan.run(progress=progress)
 
 
-def _config_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
+def sharding_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
+    """Return the sharding of the options of `reshard`. ValueError or TypeError for bad ones."""
     if type(max_memory) is not int or max_memory < MIN_MEMORY:
         raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
     if (sharding is None) == (world_size is None):
@@ -127,38 +103,60 @@ def plan_rewrite(
     target: str | os.PathLike[str],
     config: ShardingConfig,
     *,
-    max_memory: int,
+    max_memory: int = MAX_MEMORY,
     overwrite: bool,
     selection: Selection = SELECT_ALL,
     step: int | None = None,
 ) -> WritePlan[SaveReport]:
     """Return the plan to reshard the checkpoint at a path of an open storage.
 
+    Raises the errors that `reshard` raises before it writes. The data of tensors is not read yet.
     `step` is the step of a checkpoint without digests, by default the one in its files.
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     source_storage, source_path = source
     storage, path = open_storage(target)
-    _check_paths(source_path, path, overwrite=overwrite)
+    real_source, real_path = os.path.realpath(source_path), os.path.realpath(path)
+    if real_source == real_path and not overwrite:
+        raise ValueError(
+            f"source and target are both {source_path}: give another target, or overwrite it "
+            "(overwrite=True, on the command line --overwrite)"
+        )
+    if real_path.startswith(f"{real_source}/"):
+        raise ValueError(f"the target {path} is inside the source: give another target")
     opened = OpenCheckpoint.at(CountingStorage(source_storage), source_path)
-    contents = _ReshardInput.of(opened, selection, step)
-    plan = plan_stored(contents.catalog, config, contents.main.tree, contents.main.numpy)
-    write = _Reshard(contents, plan, CountingStorage(storage), path, max_memory)
+    index, catalog, main = opened.index, opened.catalog, opened.merged_objects()
+    # Unless it is a whole checkpoint with digests, it gets a new save id.
+    if not index.has_digests:
+        step = index.step if step is None else step
+        index = replace(index, save=secrets.token_hex(16), step=step)
+    if not selection.is_everything:
+        catalog, main = select_part(catalog, main, selection)
+        index = replace(index, save=secrets.token_hex(16))
+    catalog = plan_stored(catalog, config, main.tree, main.numpy).catalog
+    write = _Reshard(
+        opened,
+        index,
+        catalog,
+        main,
+        _values_by_rank(opened, catalog),
+        CountingStorage(storage),
+        path,
+        max_memory // 2 // BLOCK_NBYTES * BLOCK_NBYTES,
+    )
     replaces = paths_to_replace(storage, path, overwrite=overwrite)
     return WritePlan(path, partial(write.run, overwrite=overwrite), write.files, replaces)
 
 
-def _check_paths(source: str, target: str, *, overwrite: bool) -> None:
-    """Raise ValueError if the target is in the source, or is the source without `overwrite`."""
-    real_source, real_target = os.path.realpath(source), os.path.realpath(target)
-    if real_source == real_target and not overwrite:
-        raise ValueError(
-            f"source and target are both {source}: give another target, or overwrite it "
-            "(overwrite=True, on the command line --overwrite)"
-        )
-    if real_target.startswith(f"{real_source}/"):
-        raise ValueError(f"the target {target} is inside the source: give another target")
+def _values_by_rank(opened: OpenCheckpoint, catalog: Catalog) -> _ValuesByRank:
+    """Read the per-rank values; return them by the ranks that store them in a catalog."""
+    by_rank: _ValuesByRank = {}
+    for fqn, keys in catalog.per_rank.items():
+        for key, rank in keys:
+            value = opened.value_of_rank(fqn, key)
+            by_rank.setdefault(rank, {}).setdefault(fqn, {})[key] = value
+    return by_rank
 
 
 def even(world_size: object) -> ShardingConfig:
@@ -171,139 +169,82 @@ def even(world_size: object) -> ShardingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _ReshardInput:
-    """The selected part of an open checkpoint.
+class _Reshard:
+    """Writes the files of all ranks of a new catalog into a new attempt, and commits it.
 
-    `main` is its global objects file, with the values of all ranks.
+    `index` is that of the source, and `main` its global objects file, with the values of all ranks.
     """
 
-    opened: OpenCheckpoint
+    source: OpenCheckpoint
     index: Index
     catalog: Catalog
     main: ObjectsFile
-
-    @staticmethod
-    def of(opened: OpenCheckpoint, selection: Selection, step: int | None) -> _ReshardInput:
-        """Select the part. Unless it is a whole checkpoint with digests, it gets a new save id."""
-        index, catalog, main = opened.index, opened.catalog, opened.merged_objects()
-        if not index.has_digests:
-            step = index.step if step is None else step
-            index = replace(index, save=secrets.token_hex(16), step=step)
-        if not selection.is_everything:
-            catalog, main = select_part(catalog, main, selection)
-            index = replace(index, save=secrets.token_hex(16))
-        return _ReshardInput(opened, index, catalog, main)
-
-    def values_by_rank(self, plan: SavePlan) -> dict[int, dict[str, dict[Key, object]]]:
-        """Read the per-rank values; return them by the ranks that store them in a plan."""
-        by_rank: dict[int, dict[str, dict[Key, object]]] = {}
-        for fqn, keys in plan.catalog.per_rank.items():
-            for key, rank in keys:
-                value = self.opened.value_of_rank(fqn, key)
-                by_rank.setdefault(rank, {}).setdefault(fqn, {})[key] = value
-        return by_rank
-
-    @property
-    def reads(self) -> IoCount:
-        """The count of its reads."""
-        assert isinstance(self.opened.storage, CountingStorage)
-        return self.opened.storage.reads
-
-    def attached(self) -> dict[str, bytes]:
-        """Read the attached files; return them by their names in an attempt."""
-        return {
-            record.file_name: self.opened.attached(record.name) for record in self.index.attached
-        }
-
-
-class _Reshard:
-    """Writes the files of all ranks of a plan into a new attempt, and commits it."""
-
-    def __init__(
-        self,
-        contents: _ReshardInput,
-        plan: SavePlan,
-        storage: CountingStorage,
-        path: str,
-        max_memory: int,
-    ) -> None:
-        self._contents = contents
-        self._plan = plan
-        self._values_by_rank = contents.values_by_rank(plan)
-        self._storage = storage
-        self._path = path
-        self._window_nbytes = max_memory // 2 // BLOCK_NBYTES * BLOCK_NBYTES
+    values_by_rank: _ValuesByRank
+    storage: CountingStorage
+    path: str
+    window_nbytes: int
 
     def files(self) -> dict[str, int]:
         """Return the names and sizes of the files to write."""
         sizes: dict[str, int] = {}
-        for rank, plans in enumerate(files_of_ranks(self._plan.catalog)):
+        for rank, plans in enumerate(files_of_ranks(self.catalog)):
             sizes |= {plan.name: plan.nbytes for plan in plans}
             sizes |= {name: len(data) for name, data in self._documents(rank).items()}
         return sizes
 
     def run(self, progress: Progress | None, *, overwrite: bool) -> SaveReport:
-        phases = Phases("reshard", self._path, quiet=False)
-        with (
-            self._contents.opened,
-            Transaction(SingleProcessChannel(), label="reshard") as transaction,
-        ):
-            attempt = transaction.claim(self._storage, self._path, overwrite=overwrite)
+        """Write and commit."""
+        phases = Phases("reshard", self.path, quiet=False)
+        with self.source, Transaction(SingleProcessChannel(), label="reshard") as transaction:
+            attempt = transaction.claim(self.storage, self.path, overwrite=overwrite)
             with phases.phase("write"):
                 receipts = self._write(transaction.folder, progress)
             with phases.phase("commit"):
-                index = self._index(attempt.name, receipts)
+                files, objects_files = check_receipts(self.catalog, receipts)
+                index = replace(
+                    self.index,
+                    attempt=attempt.name,
+                    catalog=self.catalog,
+                    files=files,
+                    objects=objects_files,
+                    attached=attached_of(receipts),
+                    saved_by={**self.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
+                    saved_at=time.time(),
+                )
                 decision = transaction.commit_index(index, seconds=phases.seconds["write"])
             transaction.supersede()
-        reads, writes = self._contents.reads, self._storage.writes
+        assert isinstance(self.source.storage, CountingStorage)
+        reads, writes = self.source.storage.reads, self.storage.writes
         return transaction.report(decision, phases, reads=reads, writes=writes)
 
     def _write(self, folder: str, progress: Progress | None) -> list[Receipt]:
-        tell = CopyProgress(sum(stored_nbytes(self._plan.catalog).values()), progress)
+        tell = CopyProgress(sum(stored_nbytes(self.catalog).values()), progress)
         receipts = []
-        for rank, files in enumerate(files_of_ranks(self._plan.catalog)):
+        for rank, files in enumerate(files_of_ranks(self.catalog)):
             start = time.monotonic()
-            done = self._write_rank(folder, files, rank, tell)
+            filled = read_windows(self.source.read, files, self.window_nbytes, tell)
+            content = RankFiles(
+                step=self.index.step,
+                plans=files,
+                sources=Windows(files, filled).sources,
+                objects=self._documents(rank),
+            )
+            # One thread: a window is read at a time, and its blocks are written in its order.
+            done = write_all(self.storage, folder, content, threads=1)
             receipts.append(Receipt(done, (), time.monotonic() - start))
         return receipts
-
-    def _write_rank(
-        self, folder: str, files: tuple[FilePlan, ...], rank: int, tell: CopyProgress
-    ) -> tuple[FileReceipt, ...]:
-        filled = read_windows(self._contents.opened.read, files, self._window_nbytes, tell)
-        windows = Windows(files, filled)
-        content = RankFiles(
-            step=self._contents.index.step,
-            plans=files,
-            sources=windows.sources,
-            objects=self._documents(rank),
-        )
-        # One thread: a window is read at a time, and its blocks are written in its order.
-        return write_all(self._storage, folder, content, threads=1)
 
     def _documents(self, rank: int) -> dict[str, bytes]:
         """Return the files of a rank that are not shards. All values are in rank 0's."""
         documents = {}
         if rank == 0:
-            documents[filenames.OBJECTS] = objects_file.encode(self._contents.main)
-        if values := self._values_by_rank.get(rank):
-            file = objects_file.ObjectsFile(per_rank=values)
+            documents[filenames.OBJECTS] = objects_file.encode(self.main)
+        if values := self.values_by_rank.get(rank):
+            file = ObjectsFile(per_rank=values)
             documents[filenames.objects_file(rank)] = objects_file.encode(file)
-        return {**documents, **(self._contents.attached() if rank == 0 else {})}
-
-    def _index(self, attempt: str, receipts: Sequence[Receipt]) -> Index:
-        files, objects_files = check_receipts(self._plan.catalog, receipts)
-        index = self._contents.index
-        return replace(
-            index,
-            attempt=attempt,
-            catalog=self._plan.catalog,
-            files=files,
-            objects=objects_files,
-            attached=attached_of(receipts),
-            saved_by={**index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
-            saved_at=time.time(),
-        )
+        for record in self.index.attached if rank == 0 else ():
+            documents[record.file_name] = self.source.attached(record.name)
+        return documents
 
 
 # --- select a part of a checkpoint by names. Pure ----------------------------------------------
@@ -323,7 +264,14 @@ def select_part(
     chosen = {name for name in names if whole_or_name(name, catalog) in selection}
     if not chosen:
         raise ValueError(f"{selection} leaves nothing: give other patterns")
-    _check_lists(main.tree, {above for name in chosen for above in names_above(name)})
+    with_groups = {above for name in chosen for above in names_above(name)}
+    for node in main.tree:
+        lost = [key for key in node.keys if join(node.fqn, key) not in with_groups]
+        if not is_mapping(node.kind) and 0 < len(lost) < len(node.keys):
+            raise ValueError(
+                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as later "
+                f"items would move: leave all of {node.fqn!r} out"
+            )
     # The same as carrying the names over into an empty checkpoint.
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
     part = carried_names(catalog, chosen, nothing, ())
@@ -345,14 +293,3 @@ def select_part(
         ),
         replace(left, metadata=main.metadata),
     )
-
-
-def _check_lists(tree: Iterable[Node], left: Collection[str]) -> None:
-    """Raise ValueError for a list that loses some of its items, but not all."""
-    for node in tree:
-        lost = [key for key in node.keys if join(node.fqn, key) not in left]
-        if not is_mapping(node.kind) and 0 < len(lost) < len(node.keys):
-            raise ValueError(
-                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as later "
-                f"items would move: leave all of {node.fqn!r} out"
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,13 +30,7 @@ from dist_ckpt.core.commit.removal import read_storage_clock
 from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.index import (
-    Catalog,
-    Index,
-    Node,
-    ObjectsFileRecord,
-    ShardFileRecord,
-)
+from dist_ckpt.core.format.index.index import Index, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.shard_io.write.copied_files import files_of
@@ -138,11 +132,11 @@ def remaining_after(
     """
     check_upgraded(storage, os.path.dirname(path))
     opened = OpenCheckpoint.at(storage, path)
-    reduced = _Remaining.of(opened, names).reduced
+    index = _Remaining.of(opened, names).index
     if not force:  # by this host's clock: reading the storage's clock needs a write
         protections = protections_at(storage, path, [opened.attempt], lambda *_: time.time())
         _check_unprotected(protections, path)
-    return len(reduced.catalog.tensors), sum(file.nbytes for file in reduced.files)
+    return len(index.catalog.tensors), sum(file.nbytes for file in index.files)
 
 
 def _check_unprotected(protections: Mapping[Attempt, Sequence[str]], path: str) -> None:
@@ -158,22 +152,23 @@ class _Remaining:
     """The rest of a checkpoint: its index, and its objects files that are not empty."""
 
     source: OpenCheckpoint
-    reduced: ReducedCheckpoint
+    index: Index
     objects: Mapping[str, ObjectsFile]
 
     @staticmethod
     def of(source: OpenCheckpoint, names: frozenset[str]) -> _Remaining:
         """Read the objects files and drop the components. ValueError for a bad component."""
         files = source.all_objects()
-        keys = top_level_keys(node for file in files.values() for node in file.tree)
-        reduced = drop_from_index(source.index, names, keys)
-        stripped = {name: _reduce_objects(file, names, keys) for name, file in files.items()}
+        roots = (node for file in files.values() for node in file.tree if not node.fqn)
+        keys = {str(key): None for root in roots for key in root.keys}
+        index = drop_from_index(source.index, names, keys)
+        stripped = {name: _drop_from_objects(file, names, keys) for name, file in files.items()}
         objects = {
             name: file
             for name, file in stripped.items()
             if name == filenames.OBJECTS or file.values or file.per_rank
         }
-        return _Remaining(source, reduced, objects)
+        return _Remaining(source, index, objects)
 
     def write(
         self, target: str, progress: Progress | None
@@ -184,46 +179,21 @@ class _Remaining:
             encoded = objects_file.encode(file)
             _, nbytes, _, digest = write_document(self.source.storage, target, name, encoded)
             records.append(ObjectsFileRecord(name, nbytes, digest))
-        components = self.reduced.catalog.components
-        names = {
-            filenames.shard_file(components[record.component].stem, record.rank)
-            for record in self.reduced.files
-        }
-        names |= {record.file_name for record in self.source.index.attached}
+        names = {self.index.file_name(record) for record in self.index.files}
+        names |= {record.file_name for record in self.index.attached}
         files = {n: record for n, record in files_of(self.source.index).items() if n in names}
         return tuple(records), self.source.link_or_copy(target, files, progress=progress)
 
     def new_index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
         """Return the index of the rest, with a new save id."""
-        index = self.source.index
+        saved_by = {"stripped_by": f"dist_ckpt {__version__}", _STRIPPED_FROM: self.index.attempt}
         return replace(
-            index,
+            self.index,
             attempt=attempt.name,
             save=secrets.token_hex(16),
-            catalog=self.reduced.catalog,
-            files=self.reduced.files,
             objects=objects,
-            saved_by={
-                **index.saved_by,
-                "stripped_by": f"dist_ckpt {__version__}",
-                _STRIPPED_FROM: index.attempt,
-            },
+            saved_by={**self.index.saved_by, **saved_by},
         )
-
-
-def _reduce_objects(
-    file: ObjectsFile, names: frozenset[str], keys: Mapping[str, None]
-) -> ObjectsFile:
-    def stays(fqn: str) -> bool:
-        return owner_of(fqn, keys) not in names
-
-    return replace(
-        file,
-        tree=tuple(drop_from_tree(file.tree, names, keys)),
-        values={fqn: value for fqn, value in file.values.items() if stays(fqn)},
-        per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
-        numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
-    )
 
 
 def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attempt) -> None:
@@ -272,21 +242,11 @@ def _annotated_refs(
 # --- the index that remains. Pure -------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ReducedCheckpoint:
-    """The rest of an index: its catalog, and its shard files, whose names do not change."""
-
-    catalog: Catalog
-    files: tuple[ShardFileRecord, ...]
-
-
-def drop_from_index(
-    index: Index, names: Collection[str], keys: Collection[str]
-) -> ReducedCheckpoint:
+def drop_from_index(index: Index, names: Collection[str], keys: Collection[str]) -> Index:
     """Return the rest without the top-level keys `names`; `keys` are all top-level keys. Pure.
 
-    ValueError for an unknown name, for tensors that share files with tensors that stay, and for a
-    tied tensor that stays while its data is dropped.
+    The names of its files do not change. ValueError for an unknown name, for tensors that share
+    files with tensors that stay, and for a tied tensor that stays while its data is dropped.
     """
     catalog = index.catalog
     if unknown := [name for name in names if name not in keys]:
@@ -300,81 +260,75 @@ def drop_from_index(
         )
     dropped = {fqn for fqn in catalog.tensors if owner_of(fqn, keys) in names}
     numbers = {catalog.tensors[fqn].component for fqn in dropped}
-    _check_files(catalog, dropped, numbers, names)
-    aliases = {f: to for f, to in catalog.aliases.items() if owner_of(f, keys) not in names}
-    if tied := sorted(fqn for fqn, to in aliases.items() if to in dropped):
-        raise ValueError(
-            f"{listed(tied)} would lose their data, which is stored as "
-            f"{listed(sorted({aliases[fqn] for fqn in tied}))}: strip both, or neither"
-        )
-    return _reduce_index(index, dropped, numbers, aliases, names, keys)
-
-
-def _check_files(
-    catalog: Catalog, dropped: Collection[str], numbers: Collection[int], names: Collection[str]
-) -> None:
-    """Raise ValueError if a dropped file has a tensor that stays."""
     for fqn, record in catalog.tensors.items():
         if record.component in numbers and fqn not in dropped:
             raise ValueError(
                 f"{fqn} is stored in the same files as tensors of {listed(sorted(names))}, because "
                 f"the state has many top-level keys. Load the part that you want, and save it"
             )
+    aliases = {f: to for f, to in catalog.aliases.items() if owner_of(f, keys) not in names}
+    if tied := sorted(fqn for fqn, to in aliases.items() if to in dropped):
+        raise ValueError(
+            f"{listed(tied)} would lose their data, which is stored as "
+            f"{listed(sorted({aliases[fqn] for fqn in tied}))}: strip both, or neither"
+        )
+    values = {f: rank for f, rank in catalog.values.items() if owner_of(f, keys) not in names}
+    per_rank = {f: ks for f, ks in catalog.per_rank.items() if owner_of(f, keys) not in names}
+    rest = replace(catalog, aliases=aliases, values=values, per_rank=per_rank)
+    return _drop_tensors(replace(index, catalog=rest), dropped, numbers)
 
 
-def _reduce_index(
-    index: Index,
-    dropped: Collection[str],
-    numbers: Collection[int],
-    aliases: Mapping[str, str],
-    names: Collection[str],
-    keys: Collection[str],
-) -> ReducedCheckpoint:
+def _drop_tensors(index: Index, dropped: Collection[str], numbers: Collection[int]) -> Index:
+    """Drop tensors, and the components of these `numbers` with their files."""
     catalog = index.catalog
     tensors = {fqn: record for fqn, record in catalog.tensors.items() if fqn not in dropped}
     components = [n for n in range(len(catalog.components)) if n not in numbers]
     layouts = sorted({record.layout for record in tensors.values()})
     new_component = {old: new for new, old in enumerate(components)}
     new_layout = {old: new for new, old in enumerate(layouts)}
-    reduced = replace(
-        catalog,
-        components=tuple(catalog.components[n] for n in components),
-        layouts=tuple(catalog.layouts[n] for n in layouts),
-        tensors={
-            fqn: replace(
-                record, component=new_component[record.component], layout=new_layout[record.layout]
-            )
-            for fqn, record in tensors.items()
-        },
-        aliases=aliases,
-        values={f: rank for f, rank in catalog.values.items() if owner_of(f, keys) not in names},
-        per_rank={f: ks for f, ks in catalog.per_rank.items() if owner_of(f, keys) not in names},
-        parameters={f: trained for f, trained in catalog.parameters.items() if f in tensors},
+    return replace(
+        index,
+        catalog=replace(
+            catalog,
+            components=tuple(catalog.components[n] for n in components),
+            layouts=tuple(catalog.layouts[n] for n in layouts),
+            tensors={
+                fqn: replace(
+                    record,
+                    component=new_component[record.component],
+                    layout=new_layout[record.layout],
+                )
+                for fqn, record in tensors.items()
+            },
+            parameters={f: trained for f, trained in catalog.parameters.items() if f in tensors},
+        ),
+        files=tuple(
+            replace(file, component=new_component[file.component])
+            for file in index.files
+            if file.component not in numbers
+        ),
     )
-    files = tuple(
-        replace(file, component=new_component[file.component])
-        for file in index.files
-        if file.component not in numbers
+
+
+def _drop_from_objects(
+    file: ObjectsFile, names: Collection[str], keys: Collection[str]
+) -> ObjectsFile:
+    def stays(fqn: str) -> bool:
+        return owner_of(fqn, keys) not in names
+
+    return replace(
+        file,
+        tree=tuple(
+            node
+            if node.fqn
+            else Node("", node.kind, tuple(key for key in node.keys if str(key) not in names))
+            for node in file.tree
+            if stays(node.fqn)
+        ),
+        values={fqn: value for fqn, value in file.values.items() if stays(fqn)},
+        per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
+        numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
     )
-    return ReducedCheckpoint(reduced, files)
-
-
-def drop_from_tree(
-    tree: Iterable[Node], names: Collection[str], keys: Collection[str]
-) -> list[Node]:
-    """Drop the containers of some top-level keys, and these keys of the root."""
-    nodes = [node for node in tree if owner_of(node.fqn, keys) not in names]
-    return [
-        node
-        if node.fqn
-        else Node(node.fqn, node.kind, tuple(key for key in node.keys if str(key) not in names))
-        for node in nodes
-    ]
-
-
-def top_level_keys(tree: Iterable[Node]) -> dict[str, None]:
-    """Return the top-level keys of a state, in order."""
-    return {str(key): None for node in tree if not node.fqn for key in node.keys}
 
 
 def owner_of(fqn: str, keys: Collection[str]) -> str | None:

@@ -33,11 +33,6 @@ class WritePlan(Generic[Result]):
         """The names and sizes of the files that are written or linked, without the index."""
         return self.list_files()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all files."""
-        return sum(self.files.values())
-
     def run(self, *, progress: Progress | None = None) -> Result:
         """Write. Check again what may have changed since: the target, and the source's removal."""
         return self.execute(progress)
