@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch.distributed import ProcessGroup
@@ -123,9 +123,12 @@ def average(
     return average_together(session_of(group), AverageCall(sources, to, options, progress))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AverageCall:
-    """The arguments of `average`, with storages that replace those of the paths."""
+    """The arguments of `average`. Opens the storages, and counts what is read from the sources.
+
+    `source_storage` and `target_storage` replace the storages of the paths.
+    """
 
     sources: PathLike | Sequence[PathLike]
     target: PathLike
@@ -133,11 +136,38 @@ class AverageCall:
     progress: Progress | None = None
     source_storage: Storage | None = None
     target_storage: Storage | None = None
+    opened: list[CountingStorage] = field(default_factory=list)
 
     @property
     def is_of_run(self) -> bool:
         """Whether the sources are chosen from a run."""
         return isinstance(self.sources, str | os.PathLike)
+
+    def open_source(self, path: PathLike) -> tuple[Storage, str]:
+        """Return the storage of a source, which counts what is read, and the path there."""
+        storage, text = open_storage(path, direct_reads=True)
+        self.opened.append(CountingStorage(self.source_storage or storage))
+        return self.opened[-1], text
+
+    def open_target(self) -> tuple[CountingStorage, str]:
+        """Return the storage of the target, and the path there."""
+        storage, text = open_storage(self.target)
+        return CountingStorage(self.target_storage or storage), text
+
+    def open_sources(self) -> list[tuple[Storage, str]]:
+        """Check the arguments, and open the sources."""
+        self.options.check(of_run=self.is_of_run)
+        if isinstance(self.sources, bytes) or not isinstance(
+            self.sources, str | os.PathLike | Sequence
+        ):
+            raise TypeError(
+                f"sources is a {type(self.sources).__name__}: give a list of checkpoints, or the "
+                f"folder of a run"
+            )
+        if self.progress is not None and not callable(self.progress):
+            raise TypeError(f"progress={self.progress!r}: give a function, or None")
+        paths = [self.sources] if isinstance(self.sources, str | os.PathLike) else self.sources
+        return [self.open_source(path) for path in paths]
 
 
 def plan_average(
@@ -148,8 +178,7 @@ def plan_average(
     Raises the errors that `average` raises before it writes.
     """
     call = AverageCall(sources, to, options)
-    storages = _Storages(call)
-    opened, target = _opened(storages), storages.target()
+    opened, target = call.open_sources(), call.open_target()
     chosen = choose(opened, options, None, of_run=call.is_of_run)
     check_target(chosen, *target, opened[0][1] if call.is_of_run else None)
     _averaged_names(chosen, options)
@@ -158,9 +187,9 @@ def plan_average(
     files |= {record.name: record.nbytes for record in newest.objects}
 
     def run(progress: Progress | None) -> SaveReport:
-        storages.call = replace(call, progress=progress)
+        call.progress = progress
         channel, config = SingleProcessChannel(), Config.from_environment()
-        return _average(Session(channel, SingleProcessCollective(), config), storages, chosen)
+        return average_together(Session(channel, SingleProcessCollective(), config), call, chosen)
 
     replaces = paths_to_replace(*target, overwrite=options.overwrite)
     return WritePlan(target[1], run, lambda: files, replaces, tuple(map(str, chosen)))
@@ -180,41 +209,11 @@ class _AgreedSources(Message, frozen=True):
     sources: tuple[tuple[str, Attempt, float], ...]
 
 
-@dataclass(slots=True)
-class _Storages:
-    """Opens the storages of a call, and counts what is read from the sources."""
-
-    call: AverageCall
-    sources: list[CountingStorage] = field(default_factory=list)
-
-    def source(self, path: PathLike) -> tuple[Storage, str]:
-        storage, text = open_storage(path, direct_reads=True)
-        self.sources.append(CountingStorage(self.call.source_storage or storage))
-        return self.sources[-1], text
-
-    def target(self) -> tuple[CountingStorage, str]:
-        storage, text = open_storage(self.call.target)
-        return CountingStorage(self.call.target_storage or storage), text
-
-    @property
-    def reads(self) -> IoCount:
-        """The count of reads of the sources."""
-        total = IoCount()
-        for storage in self.sources:
-            total = total.plus_all(storage.reads)
-        return total
-
-
-def average_together(ranks: Session, call: AverageCall) -> SaveReport:
-    """Average over a given session. Collective: every rank of the session calls this."""
-    return _average(ranks, _Storages(call))
-
-
-def _average(
-    ranks: Session, storages: _Storages, chosen: tuple[AverageSources, ...] = ()
+def average_together(
+    ranks: Session, call: AverageCall, chosen: tuple[AverageSources, ...] = ()
 ) -> SaveReport:
-    """Average; `chosen` are the sources of a plan. Collective."""
-    call, channel = storages.call, ranks.channel
+    """Average over a session; `chosen` are the sources of a plan. Collective."""
+    channel = ranks.channel
     with (
         ranks.operation(f"average to {call.target}"),
         ExitStack() as leases,
@@ -222,9 +221,9 @@ def _average(
     ):
         phases = Phases("average", str(call.target), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):
-            sources, agreed = _agree(ranks, storages, chosen, leases)
+            sources, agreed = _agree(ranks, call, chosen, leases)
         with phases.phase("plan"):
-            plan = _plan_and_claim(ranks, storages, transaction, sources, agreed)
+            plan = _plan_and_claim(ranks, call, transaction, sources, agreed)
         with phases.phase("write"):
             newest = plan.sources[-1].index
             decision = transaction.commit(
@@ -235,23 +234,25 @@ def _average(
             )
         with phases.phase("clean up"):
             transaction.supersede()
+        reads = IoCount()
+        for storage in (*call.opened, plan.storage):
+            reads = reads.plus_all(storage.reads)
         return transaction.report(
             decision,
             phases,
-            reads=storages.reads.plus_all(plan.storage.reads),
+            reads=reads,
             writes=plan.storage.writes,
             collectives=ranks.collective_calls,
         )
 
 
 def _agree(
-    ranks: Session, storages: _Storages, chosen: tuple[AverageSources, ...], leases: ExitStack
+    ranks: Session, call: AverageCall, chosen: tuple[AverageSources, ...], leases: ExitStack
 ) -> tuple[tuple[AverageSources, ...], _AgreedSources]:
     """Agree on the sources. Rank 0 chooses and leases them; only there they have their indexes."""
-    call = storages.call
     with ranks.channel.exchange("agree") as agreeing:
-        sources = _opened(storages)
-        storage, target = storages.target()
+        sources = call.open_sources()
+        storage, target = call.open_target()
         request = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
         gathered = agreeing.gather(request)
         if gathered is not None:
@@ -261,38 +262,13 @@ def _agree(
             else:
                 chosen = choose(sources, call.options, leases, of_run=call.is_of_run)
                 check_target(chosen, storage, target, sources[0][1] if call.is_of_run else None)
-            agreeing.decide(
-                _AgreedSources(
-                    tuple((source.path, source.attempt, source.weight) for source in chosen)
-                )
-            )
+            agreed = tuple((source.path, source.attempt, source.weight) for source in chosen)
+            agreeing.decide(_AgreedSources(agreed))
     return chosen, agreeing.result(_AgreedSources)
 
 
-def _opened(storages: _Storages) -> list[tuple[Storage, str]]:
-    """Check the arguments and open the sources."""
-    call = storages.call
-    call.options.check(of_run=call.is_of_run)
-    _check(call)
-    paths = [call.sources] if isinstance(call.sources, str | os.PathLike) else call.sources
-    return [storages.source(path) for path in paths]
-
-
-def _check(call: AverageCall) -> None:
-    """Raise TypeError for sources without an order, and for a progress that is not a function."""
-    if isinstance(call.sources, bytes) or not isinstance(
-        call.sources, str | os.PathLike | Sequence
-    ):
-        raise TypeError(
-            f"sources is a {type(call.sources).__name__}: give a list of checkpoints, or the "
-            f"folder of a run"
-        )
-    if call.progress is not None and not callable(call.progress):
-        raise TypeError(f"progress={call.progress!r}: give a function, or None")
-
-
-def _read_source(storages: _Storages, path: str, attempt: Attempt, weight: float) -> AverageSources:
-    storage, _ = storages.source(path)
+def _read_source(call: AverageCall, path: str, attempt: Attempt, weight: float) -> AverageSources:
+    storage, _ = call.open_source(path)
     index = attempts.read_index(storage, path, attempt)
     if not isinstance(index, Index):
         raise NotFoundError(f"{path}/{attempt} was replaced or deleted meanwhile: average again")
@@ -311,16 +287,16 @@ class _AveragePlan:
 
 def _plan_and_claim(
     ranks: Session,
-    storages: _Storages,
+    call: AverageCall,
     transaction: Transaction,
     sources: tuple[AverageSources, ...],
     agreed: _AgreedSources,
 ) -> _AveragePlan:
     """Check that the sources match, plan, and claim. The claim is the first change on disk."""
-    options, channel = storages.call.options, ranks.channel
+    options, channel = call.options, ranks.channel
     with channel.exchange("plan") as planning:
-        sources = sources or tuple(_read_source(storages, *source) for source in agreed.sources)
-        storage, path = storages.target()
+        sources = sources or tuple(_read_source(call, *source) for source in agreed.sources)
+        storage, path = call.open_target()
         averaged = _averaged_names(sources, options)
         assignments = assign_files(
             sources[-1].index,
@@ -344,19 +320,14 @@ def _averaged_names(sources: Sequence[AverageSources], options: AverageOptions) 
 
 def _index_fields(sources: Sequence[AverageSources]) -> IndexFields:
     newest = sources[-1].index
-    return IndexFields(
-        step=newest.step,
-        metadata={
-            key: value
-            for key, value in newest.metadata.items()
-            if value is None or isinstance(value, bool | int | float | str)
-        },
-        saved_by={
-            **newest.saved_by,
-            "averaged_by": f"dist_ckpt {__version__}",
-            "averaged": "; ".join(map(str, sources)),
-        },
-    )
+    metadata = {
+        key: value
+        for key, value in newest.metadata.items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+    averaged = {"averaged_by": f"dist_ckpt {__version__}", "averaged": "; ".join(map(str, sources))}
+    saved_by = {**newest.saved_by, **averaged}
+    return IndexFields(step=newest.step, metadata=metadata, saved_by=saved_by)
 
 
 def _write(
@@ -365,6 +336,7 @@ def _write(
     """Write this rank's files."""
     start = time.monotonic()
     newest = plan.sources[-1]
+    source_folder = f"{newest.path}/{newest.attempt}"
     plans = [file for assignment in plan.assignments for file in assignment.plans]
     receipts: list[FileReceipt] = []
     with closing(AveragedTensors(plan.sources, plan.averaged, ranks.slots)) as tensors:
@@ -381,7 +353,7 @@ def _write(
             for assignment in plan.assignments:
                 with attempts.not_found_if_removed(newest.storage, newest.path, newest.attempt):
                     objects = {
-                        record.name: read_encoded_objects(newest.storage, newest.folder, record)
+                        record.name: read_encoded_objects(newest.storage, source_folder, record)
                         for record in assignment.objects
                     }
                 files = RankFiles(
@@ -414,7 +386,12 @@ def assign_files(
     Whole files are assigned, the costliest first, each to the rank with the least load. All ranks
     of the job compute the same.
     """
-    writers = _writers(_costs(index, averaged, num_sources), world_size)
+    costs = _costs(index, averaged, num_sources)
+    loads = [0] * world_size
+    writers = {}
+    for name, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
+        writers[name] = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        loads[writers[name]] += cost
     assignments = []
     for number, plans in enumerate(files_of_ranks(index.catalog)):
         local_plans = tuple(plan for plan in plans if writers[plan.name] == rank)
@@ -439,15 +416,6 @@ def _costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[st
                 for fqn, dtype, _, cell in cells
             )
     return costs
-
-
-def _writers(costs: dict[str, int], world_size: int) -> dict[str, int]:
-    loads = [0] * world_size
-    writers = {}
-    for name, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
-        writers[name] = min(range(world_size), key=lambda rank: (loads[rank], rank))
-        loads[writers[name]] += cost
-    return writers
 
 
 def receipts_by_rank(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]:

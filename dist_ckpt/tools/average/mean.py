@@ -56,12 +56,7 @@ def averaged_names(catalogs: Sequence[tuple[str, Catalog]], selection: Selection
     """
     path, newest = catalogs[-1]
     chosen = _choose(path, newest, selection)
-    _check_matched(path, newest, selection)
-    _check_parts(path, newest, chosen)
-    if not chosen:
-        floating = any(_is_floating(newest, name) for name in newest.tensors)
-        reason = "is chosen: give other patterns" if floating else "exists: nothing to average"
-        raise ValueError(f"{path}: no floating-point tensor that could be averaged {reason}")
+    _check_chosen(path, newest, chosen, selection)
     problems = [
         f"{other}: {problem}"
         for other, catalog in catalogs[:-1]
@@ -98,17 +93,15 @@ def _is_floating(catalog: Catalog, name: str) -> bool:
     return catalog.tensors[name].dtype in SUMS
 
 
-def _check_matched(path: str, catalog: Catalog, selection: Selection) -> None:
+def _check_chosen(path: str, catalog: Catalog, chosen: set[str], selection: Selection) -> None:
     names = [name for name in catalog.tensors if _is_floating(catalog, name)]
+    is_floating = bool(names)
     names += [alias for alias, name in catalog.aliases.items() if _is_floating(catalog, name)]
     if problems := selection.unmatched(names):
         raise ValueError(
             f"among the floating-point tensors of {path}: {listed(problems, '; ')} "
             f"(`dist-ckpt tree` shows the names)"
         )
-
-
-def _check_parts(path: str, catalog: Catalog, chosen: set[str]) -> None:
     wholes = {whole for name in chosen if (whole := whole_of(name, catalog.values)) is not None}
     if wholes:
         raise ValueError(
@@ -117,6 +110,9 @@ def _check_parts(path: str, catalog: Catalog, chosen: set[str]) -> None:
             f"whose parts have no average: exclude={min(wholes)!r} copies the newest one. Or "
             f"average before quantizing"
         )
+    if not chosen:
+        reason = "is chosen: give other patterns" if is_floating else "exists: nothing to average"
+        raise ValueError(f"{path}: no floating-point tensor that could be averaged {reason}")
 
 
 def _differences(
@@ -176,7 +172,7 @@ def build_ranges(wanted: Sequence[TensorRequest]) -> tuple[AveragedRange, ...]:
     ranges: list[AveragedRange] = []
     start = 0
     for want in wanted:
-        nbytes = sum(cell.numel for cell in want.cells) * DTYPES[want.dtype].itemsize
+        nbytes = _nbytes(want)
         dtype, sum_dtype = SUMS[want.dtype]
         numel = nbytes // DTYPES[dtype].itemsize
         if ranges and ranges[-1].dtype == dtype:
@@ -299,10 +295,8 @@ class AveragedTensors:
     ) -> Generator[tuple[Window, memoryview], None, None]:
         """Yield the files' windows, averaged. CorruptError names a damaged source."""
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
-        slots, mean = (
-            BufferPool(max(nbytes, 1)),
-            Mean([source.weight for source in self._chosen], nbytes),
-        )
+        slots = BufferPool(max(nbytes, 1))
+        mean = Mean([source.weight for source in self._chosen], nbytes)
 
         def read(part: _SourcePart, memory: memoryview) -> None:
             self._opened[part.number].read(part.wanted, memory)

@@ -144,11 +144,6 @@ class AverageSources:
     index: Index
     weight: float
 
-    @property
-    def folder(self) -> str:
-        """The folder of its attempt."""
-        return f"{self.path}/{self.attempt}"
-
     def __str__(self) -> str:
         """Return the text for the index of the average."""
         step = "" if self.index.step is None else f" of step {self.index.step}"

@@ -24,7 +24,7 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.runs.listing import list_run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,16 +76,8 @@ class Difference:
         return not any(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tolerance:
-    """The tolerance between two values. If both are None, the bits must be equal."""
-
-    rtol: float | None
-    atol: float | None
-
-    @property
-    def is_exact(self) -> bool:
-        return self.rtol is None and self.atol is None
+# The absolute and the relative tolerance between two values; None if the bits must be equal.
+_Tolerance = tuple[float, float] | None
 
 
 def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
@@ -116,12 +108,23 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
     selection = selection_of(include, exclude)
     with _open(a) as left, _open(b) as right:
         first, second = (Checkpoint(i.storage, i.path, i.attempt, i.index) for i in (left, right))
-        objects_of_both = {**first.objects, **second.objects}
-        names = _select(left, right, selection, objects_of_both)
-        config = _diff_configs(first, second)
-        objects = _diff_objects(first, second, selection) if values else None
+        names = _select(left, right, selection, {**first.objects, **second.objects})
+        config = differences(first.config or {}, second.config or {})
+        if first.kind != second.kind:
+            config[KIND] = (repr(first.kind), repr(second.kind))
+        objects = None
+        if values:
+            objects_of_each = (
+                {name: value for name, value in each.objects.items() if name in selection}
+                for each in (first, second)
+            )
+            objects = differences(*objects_of_each)
         pairs = {name: (names[0][name], names[1][name]) for name in names[0] if name in names[1]}
-        changed = dict(_diff_records(left, right, pairs))
+        changed = {}
+        for name, pair in pairs.items():
+            texts = _text(left.catalog.tensors[pair[0]]), _text(right.catalog.tensors[pair[1]])
+            if texts[0] != texts[1]:
+                changed[name] = texts
         differing = None
         if values:
             same = {name: pair for name, pair in pairs.items() if name not in changed}
@@ -154,7 +157,7 @@ def _check_tolerance(rtol: float | None, atol: float | None, *, values: bool) ->
             raise ValueError(f"{name}={value!r}: give a number from 0 on")
     if values:
         numpy_module()  # before anything is read
-    return _Tolerance(rtol, atol)
+    return None if rtol is None and atol is None else (atol or 0.0, rtol or 0.0)
 
 
 def _select(
@@ -173,34 +176,8 @@ def _select(
     return [{name: fqn for name, fqn in each.items() if name in selection} for each in names]
 
 
-def _diff_records(
-    left: OpenCheckpoint, right: OpenCheckpoint, pairs: Mapping[str, tuple[str, str]]
-) -> Iterator[tuple[str, tuple[str, str]]]:
-    for name, pair in pairs.items():
-        texts = _text(left.catalog.tensors[pair[0]]), _text(right.catalog.tensors[pair[1]])
-        if texts[0] != texts[1]:
-            yield name, texts
-
-
 def _text(record: TensorRecord) -> str:
     return f"{record.dtype} {list(record.shape)}"
-
-
-def _diff_configs(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[str, str]]:
-    config = differences(first.config or {}, second.config or {})
-    if first.kind != second.kind:
-        config[KIND] = (repr(first.kind), repr(second.kind))
-    return config
-
-
-def _diff_objects(
-    first: Checkpoint, second: Checkpoint, selection: Selection
-) -> dict[str, tuple[str, str]]:
-    left, right = (
-        {name: value for name, value in each.objects.items() if name in selection}
-        for each in (first, second)
-    )
-    return differences(left, right)
 
 
 def _diff_values(
@@ -281,8 +258,8 @@ class _PairDifference:
             differ = left != right
         with numpy.errstate(all="ignore"):  # infinities, and nan
             distance = numpy.abs(left - right)
-            if not tolerance.is_exact:
-                near = distance <= (tolerance.atol or 0.0) + (tolerance.rtol or 0.0) * abs(right)
+            if tolerance is not None:
+                near = distance <= tolerance[0] + tolerance[1] * abs(right)
                 # An infinity is near only to itself, but its distance is not a number.
                 near &= numpy.isfinite(right)
                 near |= (left == right) | (numpy.isnan(left) & numpy.isnan(right))
@@ -342,25 +319,6 @@ class Comparison:
     differing: Mapping[str, Mapping[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Goal:
-    """The metric by which runs are compared; with `is_max` a higher value is better."""
-
-    metric: str
-    is_max: bool
-
-    def best_of(self, checkpoints: Iterable[RunCheckpoint]) -> RunCheckpoint | None:
-        """Return the checkpoint with the best value, the older of equal ones; ignore nan."""
-        measured = [
-            info for info in checkpoints if not isnan(info.metrics.get(self.metric, float("nan")))
-        ]
-        return min(measured, key=lambda info: self.key(info.metrics[self.metric]), default=None)
-
-    def key(self, value: float) -> float:
-        """Return a key that sorts better values first."""
-        return -value if self.is_max else value
-
-
 def compare(
     *paths: str | os.PathLike[str],
     min: str | None = None,  # noqa: A002 - as of `dc.keep.best`
@@ -383,21 +341,15 @@ def compare(
     name = max if min is None else min
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f'{name!r} is not the name of a metric: give a text, such as "val/loss"')
-    goal = None if name is None else _Goal(name, max is not None)
+    sign = 1 if max is None else -1
     # A run that is given twice is compared once.
     storages = {run: storage for path in paths for storage, run in _runs_at(*open_storage(path))}
-    runs = _with_unique_names([_summary(storage, run, goal) for run, storage in storages.items()])
-    return Comparison(
-        runs=tuple(sorted(runs, key=lambda run: _order(run, goal))),
-        metric=name,
-        differing=_differing(runs),
-    )
-
-
-def _order(run: RunSummary, goal: _Goal | None) -> tuple[bool, float, str]:
-    if goal is None or run.best is None:
-        return True, 0.0, run.name
-    return False, goal.key(run.best), run.name
+    runs = [_summary(storage, run, name, sign) for run, storage in storages.items()]
+    names = [run.name for run in runs]
+    # Runs of one name have their paths instead.
+    runs = [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
+    ordered = sorted(runs, key=lambda run: (run.best is None, sign * (run.best or 0.0), run.name))
+    return Comparison(tuple(ordered), metric=name, differing=_differing(runs))
 
 
 def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
@@ -417,19 +369,13 @@ def _runs_at(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     return [(storage, f"{folder.rstrip('/')}/{name}") for name in names]
 
 
-def _summary(storage: Storage, folder: str, goal: _Goal | None) -> RunSummary:
-    """Summarize one run; errors become its problems."""
+def _summary(storage: Storage, folder: str, metric: str | None, sign: int) -> RunSummary:
+    """Summarize one run; errors become its problems. The lowest `sign * value` is the best."""
     summary = RunSummary(os.path.basename(folder.rstrip("/")) or folder, folder)
     try:
         listing = list_run(storage, folder, now=time.time())
-        return _with_listing(storage, listing, summary, goal)
     except CheckpointError as error:
         return replace(summary, problems=(str(error),))
-
-
-def _with_listing(
-    storage: Storage, listing: Listing, summary: RunSummary, goal: _Goal | None
-) -> RunSummary:
     bad = [info for info in listing.checkpoints if info.state in ("damaged", "incompatible")]
     problems = [f"{info.name} is {info.state}: {info.problem}" for info in bad]
     # A run does not resume from a checkpoint without a step, but a variant may have only that.
@@ -439,7 +385,11 @@ def _with_listing(
         states = [f"{info.name} is {info.state}" for info in listing.checkpoints if info not in bad]
         problems.insert(0, f"no checkpoint{f': {listed(states)}' if states else ''}")
         return replace(summary, problems=tuple(problems))
-    newest, best = alive[-1], None if goal is None else goal.best_of(alive)
+    newest = alive[-1]
+    values = [(info, info.metrics[n]) for info in alive for n in info.metrics if n == metric]
+    measured = [item for item in values if not isnan(item[1])]
+    # The older one of equal values is the best.
+    best, value = min(measured, key=lambda item: sign * item[1], default=(None, None))
     summary = replace(
         summary,
         num_checkpoints=len(committed),
@@ -447,7 +397,7 @@ def _with_listing(
         step=newest.step,
         kind=newest.kind,
         metrics={name: value for info in alive for name, value in info.metrics.items()},
-        best=best.metrics[goal.metric] if goal is not None and best is not None else None,
+        best=value,
         best_step=None if best is None else best.step,
         best_path=None if best is None else best.path,
     )
@@ -462,12 +412,6 @@ def _with_listing(
     except CheckpointError as error:
         problems.append(str(error))
     return replace(summary, problems=tuple(problems))
-
-
-def _with_unique_names(runs: Sequence[RunSummary]) -> list[RunSummary]:
-    """Replace repeated names by the paths."""
-    names = [run.name for run in runs]
-    return [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
 
 
 def _differing(runs: Sequence[RunSummary]) -> Mapping[str, Mapping[str, str]]:

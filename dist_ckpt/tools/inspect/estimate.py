@@ -126,9 +126,7 @@ def _count_saves(
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r}: give a number from 1 on")
     for name, number in (("step_s", step_s), ("rate", rate)):
-        if number is None:
-            continue
-        if isinstance(number, bool | str) or not 0 < number < inf:
+        if number is not None and (isinstance(number, bool | str) or not 0 < number < inf):
             raise ValueError(f"{name}={number!r}: give a number above 0")
     num_saves = 1 if steps is None or save_every is None else steps // save_every
     if not 1 <= num_saves <= MAX_SAVES:
@@ -158,24 +156,18 @@ def _simulate(
     saves: list[Candidate] = []
     most = 0
     for number in range(1, num_saves + 1):
-        saves.append(_candidate(number, interval, metrics))
+        newest = Candidate(
+            step=number * interval[0],
+            attempt=Attempt(1, "0" * 16),
+            saved_at=number * (interval[1] or 0.0),
+            # Worse than those of all earlier saves.
+            metrics={name: sign * number for name, sign in metrics.items()},
+        )
+        saves.append(newest)
         most = max(most, len(saves))
         reasons = keep.reasons(saves)
-        newest = saves[-1]
         saves = [s for s, texts in zip(saves, reasons, strict=True) if texts or s is newest]
     return len(saves), most
-
-
-def _candidate(
-    number: int, interval: tuple[int, float | None], metrics: dict[str, float]
-) -> Candidate:
-    """Return a save of the job; its metrics are worse than those of all earlier saves."""
-    return Candidate(
-        step=number * interval[0],
-        attempt=Attempt(1, "0" * 16),
-        saved_at=number * (interval[1] or 0.0),
-        metrics={name: sign * number for name, sign in metrics.items()},
-    )
 
 
 def free_nbytes(folder: str) -> int:
