@@ -45,11 +45,12 @@ class ImportFilter(NamedTuple):
 
 ALL = ImportFilter()
 
-
 Path = tuple[PathKey, ...]
 
 # The cost of a name in addition to its characters: each name has a record.
 _NAME_COST = 64
+
+_TWO_THINGS = "the name of two things: rename one"
 
 
 def joined(path: Path) -> str:
@@ -63,14 +64,13 @@ def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
     for path in paths:
         for depth, key in enumerate(path):
             keys.setdefault(path[:depth], {})[key] = None
-    return tuple(Node(joined(path), *_container(children)) for path, children in keys.items())
-
-
-def _container(keys: Iterable[PathKey]) -> tuple[str, tuple[PathKey, ...]]:
-    numbers = sorted(key for key in keys if isinstance(key, int))
-    if numbers and numbers == [*range(len([*keys]))]:
-        return "list", tuple(numbers)
-    return "dict", tuple(keys)
+    nodes = []
+    for path, children in keys.items():
+        numbers = sorted(key for key in children if isinstance(key, int))
+        is_list = numbers and numbers == [*range(len(children))]
+        kind, ordered = ("list", numbers) if is_list else ("dict", children)
+        nodes.append(Node(joined(path), kind, tuple(ordered)))
+    return tuple(nodes)
 
 
 def numbered(name: str, number: int) -> str:
@@ -89,8 +89,10 @@ def _with_param_names(optimizer: object, model: str, budget: PickleBudget) -> ob
     named_groups = []
     for group in groups:
         param_names = group.get("param_names") if isinstance(group, dict) else None
-        budget.spend(_NAME_COST * len(param_names) if isinstance(param_names, list) else 0)
-        if not isinstance(param_names, list) or not _are_names(param_names, group.get("params")):
+        if not isinstance(param_names, list):
+            return optimizer
+        budget.spend(_NAME_COST * len(param_names))
+        if not _are_names(param_names, group.get("params")):
             return optimizer
         budget.spend(sum(map(len, param_names)))
         params = [f"{model}.{name}" for name in param_names]
@@ -202,7 +204,8 @@ class Nested:
             self._reserve(path)
             self.tensors[tensor.fqn] = tensor
             if pickled is not None:
-                self._spend(pickled.budget, tensor.fqn)
+                with self._errors_at(path):
+                    pickled.budget.spend(_NAME_COST + len(tensor.fqn))
 
     def add_alias(self, path: Path, other: str) -> None:
         """Add another name of an added tensor. ValueError if that tensor was excluded."""
@@ -235,30 +238,20 @@ class Nested:
             raise ValueError(f"{self._selection} leaves nothing: give other patterns")
         above = () if () in self._paths.values() else tree_of(self._paths.values())
         tree = (*above, *self._nodes)
-        self._check_apart(tree)
-        tensors = [*self.tensors.values()]
-        return ForeignState(tensors, tree, self._values, {}, self._aliases, self.per_rank, step)
-
-    def _spend(self, budget: PickleBudget, fqn: str) -> None:
-        try:
-            budget.spend(_NAME_COST + len(fqn))
-        except ValueError as error:
-            raise CorruptError(f"{self._label}: {fqn[:100]}: {error}") from None
-
-    def _check_apart(self, tree: Iterable[Node]) -> None:
-        """Raise IncompatibleError if two entries have one name, such as "a.b" and "b" in "a"."""
-        names = set[str]()
-        nodes = (node.fqn for node in tree)
+        # Two entries can have one name, such as "a.b" and "b" in "a".
+        names, nodes = set[str](), (node.fqn for node in tree)
         for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
             if fqn in names:
-                raise self._refused(fqn, "the name of two things: rename one")
+                raise self._refused(fqn, _TWO_THINGS)
             names.add(fqn)
+        tensors = [*self.tensors.values()]
+        return ForeignState(tensors, tree, self._values, {}, self._aliases, self.per_rank, step)
 
     def _reserve(self, path: Path) -> None:
         """Record a path. IncompatibleError if its name is invalid, or already used."""
         fqn = joined(path)
         if fqn in self._paths:
-            raise self._refused(fqn, "the name of two things: rename one")
+            raise self._refused(fqn, _TWO_THINGS)
         if path:
             self._check_text(fqn, joined(path[:-1]))
         self._paths[fqn] = path
@@ -292,8 +285,11 @@ class Nested:
         self._nodes.append(Node(fqn, kind, tuple(entries)))
         part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_unknown_in`
         for key, child in entries.items():
-            self._check_name(join(fqn, key), fqn)
-            self._add(join(fqn, key), child, pickled, depth + 1, part_of)
+            name = join(fqn, key)
+            self._check_text(name, fqn)
+            if name in self.tensors or name in self._values or name in self._aliases:
+                raise self._refused(name, _TWO_THINGS)
+            self._add(name, child, pickled, depth + 1, part_of)
 
     def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
         file, start = pickled.locate(view, fqn)
@@ -321,11 +317,6 @@ class Nested:
                 return None
             raise IncompatibleError(f"{self._label}: {error}") from None
         return finished
-
-    def _check_name(self, fqn: str, above: str) -> None:
-        self._check_text(fqn, above)
-        if fqn in self.tensors or fqn in self._values or fqn in self._aliases:
-            raise self._refused(fqn, "the name of two things: rename one")
 
     def _check_text(self, fqn: str, above: str) -> None:
         if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):

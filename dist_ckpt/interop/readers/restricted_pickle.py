@@ -14,7 +14,8 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
@@ -24,31 +25,24 @@ _MOST_TIMES = 64
 _FREE_NBYTES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PlaceholderFactory:
-    """The function of dist_ckpt that is called for a name in a stream."""
+    """The function of dist_ckpt that is called for a name in a stream.
 
-    __slots__ = ("make", "name")
+    What it makes can have a method `set_state`, which gets the state of the object later. It raises
+    ValueError or TypeError for an invalid state.
+    """
 
-    def __init__(self, name: str, make: Callable[..., object]) -> None:
-        self.name = name
-        self.make = make
-
-
-class Settable(Protocol):
-    """A placeholder that gets a state after it was created."""
-
-    def set_state(self, state: object) -> None:
-        """Set the state. ValueError or TypeError if it is invalid."""
+    name: str
+    make: Callable[..., object]
 
 
+@dataclass(slots=True, eq=False)
 class PickledRecord:
     """The fields of an instance whose class is not looked up."""
 
-    __slots__ = ("fields", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.fields: dict[str, object] = {}
+    name: str
+    fields: dict[str, object] = field(default_factory=dict)
 
     def set_state(self, state: object) -> None:
         """Set the fields."""
@@ -68,13 +62,11 @@ def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> Placeho
     return PlaceholderFactory(name, make)
 
 
+@dataclass(slots=True, eq=False)
 class UnknownObject:
     """An object whose name is not in the table, or the result of calling it: only the name."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __str__(self) -> str:
         return f"names {self.name}, which is not run here: only plain data is read"
@@ -117,14 +109,12 @@ _HASHED = (str, int, bool, bytes, type(None))
 _LONG_TEXT_CHARS = 1 << 12
 _MAX_NAME_CHARS = 1000
 
-Persistent = Callable[[object], object]
-
 
 def read(
     data: bytes,
     table: Mapping[str, object],
     label: str,
-    persistent: Persistent | None = None,
+    persistent: Callable[[object], object] | None = None,
     *,
     keep_unknown: bool = False,
 ) -> object:
@@ -160,7 +150,7 @@ class _Machine:
         self,
         data: bytes,
         table: Mapping[str, object],
-        persistent: Persistent | None,
+        persistent: Callable[[object], object] | None,
         *,
         keep_unknown: bool,
     ) -> None:
@@ -189,7 +179,7 @@ class _Machine:
             step(self)
         raise ValueError("it has no end")
 
-    def _take(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
         end = self._at + count
         if count < 0 or end > len(self._data):
             raise ValueError(f"it ends within a value of {count} bytes")
@@ -197,21 +187,16 @@ class _Machine:
         self._at = end
         return data
 
-    def _number(self, nbytes: int) -> int:
-        return int.from_bytes(self._take(nbytes), "little")
+    def number(self, nbytes: int) -> int:
+        return int.from_bytes(self.take(nbytes), "little")
 
-    def _line(self) -> str:
+    def line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + _MAX_NAME_CHARS)
         if end < 0:
             raise ValueError("a name does not end")
-        line = self._take(end - self._at).decode()
+        line = self.take(end - self._at).decode()
         self._at += 1
         return line
-
-    def _marked(self) -> list[Any]:
-        """Return the items above the last mark, and restore the stack below it."""
-        items, self._stack = self._stack, self._below.pop()
-        return items
 
     def _spend_on(self, items: Collection[object]) -> None:
         """Spend the cost of visiting items: they may be long, and referenced many times."""
@@ -220,47 +205,30 @@ class _Machine:
 
     # --- the steps --------------------------------------------------------------------------
 
-    def skip(self, nbytes: int) -> None:
-        self._take(nbytes)
-
     def push(self, value: object) -> None:
         self._stack.append(value)
 
-    def integer(self, nbytes: int, *, signed: bool) -> None:
-        self.push(int.from_bytes(self._take(nbytes), "little", signed=signed))
-
-    def long(self, nbytes: int) -> None:
-        self.push(int.from_bytes(self._take(self._number(nbytes)), "little", signed=True))
-
-    def double(self) -> None:
-        self.push(struct.unpack(">d", self._take(8))[0])
-
-    def text(self, nbytes: int) -> None:
-        self.push(self._take(self._number(nbytes)).decode())
-
-    def raw(self, nbytes: int) -> None:
-        self.push(self._take(self._number(nbytes)))
+    def integer(self, nbytes: int) -> None:
+        self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
 
     def mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
 
+    def pop_to_mark(self) -> list[Any]:
+        """Return the items above the last mark, and restore the stack below it."""
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
     def pop(self) -> None:
         if self._stack:
             self._stack.pop()
         else:
-            self._marked()
-
-    def pop_mark(self) -> None:
-        self._marked()
+            self.pop_to_mark()
 
     def tuple_of(self, count: int) -> None:
         items = [self._stack.pop() for _ in range(count)]
         self.push(tuple(reversed(items)))
-
-    def tuple_marked(self) -> None:
-        items = self._marked()
-        self.push(tuple(items))
 
     def extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -272,9 +240,6 @@ class _Machine:
 
     def append(self) -> None:
         self.extend([self._stack.pop()])
-
-    def appends(self) -> None:
-        self.extend(self._marked())
 
     def set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -298,11 +263,8 @@ class _Machine:
         value = self._stack.pop()
         self.set_items([self._stack.pop(), value])
 
-    def set_all(self) -> None:
-        self.set_items(self._marked())
-
     def add_items(self) -> None:
-        items, target = self._marked(), self._stack[-1]
+        items, target = self.pop_to_mark(), self._stack[-1]
         if type(target) is UnknownObject:
             return
         if type(target) is not set:
@@ -311,13 +273,9 @@ class _Machine:
         target.update(hashed(items))
 
     def frozen(self) -> None:
-        items = self._marked()
+        items = self.pop_to_mark()
         self._spend_on(items)
         self.push(frozenset(hashed(items)))
-
-    def name(self) -> None:
-        module = self._line()
-        self.look_up(module, self._line())
 
     def stack_name(self) -> None:
         name = self._stack.pop()
@@ -376,13 +334,13 @@ class _Machine:
         self.push(_first_unknown(parts) or self._persistent(identity))
 
     def put(self, nbytes: int) -> None:
-        self._memo[self._number(nbytes)] = self._stack[-1]
+        self._memo[self.number(nbytes)] = self._stack[-1]
 
     def memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
 
     def get(self, nbytes: int) -> None:
-        self.push(self._memo[self._number(nbytes)])
+        self.push(self._memo[self.number(nbytes)])
 
 
 def hashed(items: object) -> Iterator[object]:
@@ -411,42 +369,42 @@ def _check_hashed(key: object) -> None:
 
 _STOP = ord(".")
 
-_STEPS: Mapping[int, Callable[[_Machine], None]] = {
-    0x80: lambda m: m.skip(1),  # the protocol
-    0x95: lambda m: m.skip(8),  # a frame
+_STEPS: Mapping[int, Callable[[_Machine], object]] = {
+    0x80: lambda m: m.take(1),  # the protocol
+    0x95: lambda m: m.take(8),  # a frame
     ord("("): _Machine.mark,
     ord("0"): _Machine.pop,
-    ord("1"): _Machine.pop_mark,
+    ord("1"): _Machine.pop_to_mark,
     ord("N"): lambda m: m.push(None),
     0x88: lambda m: m.push(True),  # noqa: FBT003
     0x89: lambda m: m.push(False),  # noqa: FBT003
-    ord("J"): lambda m: m.integer(4, signed=True),
-    ord("K"): lambda m: m.integer(1, signed=False),
-    ord("M"): lambda m: m.integer(2, signed=False),
-    0x8A: lambda m: m.long(1),
-    0x8B: lambda m: m.long(4),
-    ord("G"): _Machine.double,
-    0x8C: lambda m: m.text(1),
-    ord("X"): lambda m: m.text(4),
-    0x8D: lambda m: m.text(8),
-    ord("C"): lambda m: m.raw(1),
-    ord("B"): lambda m: m.raw(4),
-    0x8E: lambda m: m.raw(8),
+    ord("J"): lambda m: m.integer(4),
+    ord("K"): lambda m: m.push(m.number(1)),
+    ord("M"): lambda m: m.push(m.number(2)),
+    0x8A: lambda m: m.integer(m.number(1)),
+    0x8B: lambda m: m.integer(m.number(4)),
+    ord("G"): lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+    0x8C: lambda m: m.push(m.take(m.number(1)).decode()),
+    ord("X"): lambda m: m.push(m.take(m.number(4)).decode()),
+    0x8D: lambda m: m.push(m.take(m.number(8)).decode()),
+    ord("C"): lambda m: m.push(m.take(m.number(1))),
+    ord("B"): lambda m: m.push(m.take(m.number(4))),
+    0x8E: lambda m: m.push(m.take(m.number(8))),
     ord(")"): lambda m: m.push(()),
-    ord("t"): _Machine.tuple_marked,
+    ord("t"): lambda m: m.push(tuple(m.pop_to_mark())),
     0x85: lambda m: m.tuple_of(1),
     0x86: lambda m: m.tuple_of(2),
     0x87: lambda m: m.tuple_of(3),
     ord("]"): lambda m: m.push([]),
     ord("a"): _Machine.append,
-    ord("e"): _Machine.appends,
+    ord("e"): lambda m: m.extend(m.pop_to_mark()),
     ord("}"): lambda m: m.push({}),
     ord("s"): _Machine.set_item,
-    ord("u"): _Machine.set_all,
+    ord("u"): lambda m: m.set_items(m.pop_to_mark()),
     0x8F: lambda m: m.push(set()),
     0x90: _Machine.add_items,
     0x91: _Machine.frozen,
-    ord("c"): _Machine.name,
+    ord("c"): lambda m: m.look_up(m.line(), m.line()),
     0x93: _Machine.stack_name,
     ord("R"): _Machine.call,
     0x81: _Machine.call,  # makes an instance, which is a call here

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.geometry import Shape, row_major_strides
 from dist_ckpt.core.format.objects.plain_types import (
     FACTORIES,
     ArrayValue,
@@ -43,8 +43,6 @@ STORAGES = {
     "ComplexFloat": "complex64",
 }
 
-_UNTYPED = "a storage"
-
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
@@ -72,12 +70,9 @@ class TensorView:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements are stored row-major without gaps."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
+        row_major = row_major_strides(self.shape)
+        dims = zip(self.shape, self.strides, row_major, strict=True)
+        return 0 in self.shape or all(size == 1 or a == b for size, a, b in dims)
 
     @property
     def num_spanned(self) -> int:
@@ -103,8 +98,7 @@ def _tensor(
     """`_rebuild_tensor_v2`: the rest is requires_grad, hooks and metadata."""
     if not isinstance(storage, StorageRef) or storage.dtype is None:
         raise TypeError("a tensor without a storage")
-    _check_metadata(rest[2:])
-    return _view(storage, storage.dtype, start, shape, strides)
+    return _view(storage, storage.dtype, start, shape, strides, *rest[2:])
 
 
 def _tensor_of_dtype(
@@ -115,25 +109,21 @@ def _tensor_of_dtype(
         raise TypeError("a tensor without a storage")
     if not isinstance(rest[2], DTypeValue):
         raise TypeError("a tensor without a dtype")
-    _check_metadata(rest[3:])
-    return _view(storage, rest[2].name, start, shape, strides)
+    return _view(storage, rest[2].name, start, shape, strides, *rest[3:])
 
 
 def _view(
-    storage: StorageRef, dtype: str, start: object, shape: object, strides: object
+    storage: StorageRef, dtype: str, start: object, shape: object, strides: object, *rest: object
 ) -> TensorView:
-    sizes, steps = _sizes(shape), _sizes(strides)
-    if type(start) is not int or start < 0 or len(sizes) != len(steps):
-        raise TypeError("a tensor without a location")
-    return TensorView(storage, dtype, start, sizes, steps)
-
-
-def _check_metadata(rest: tuple[object, ...]) -> None:
     if any(rest):
         raise IncompatibleError(
             "a tensor is a conjugate or negative view: save it again after resolve_conj() and "
             "resolve_neg()"
         )
+    sizes, steps = _sizes(shape), _sizes(strides)
+    if type(start) is not int or start < 0 or len(sizes) != len(steps):
+        raise TypeError("a tensor without a location")
+    return TensorView(storage, dtype, start, sizes, steps)
 
 
 def _sizes(value: object) -> Shape:
@@ -165,10 +155,6 @@ def _of_class(function: object, cls: object, args: object, _: object) -> object:
     return _parameter(function.make(*args))
 
 
-def _size(sizes: object) -> Size:
-    return Size(_sizes(sizes))
-
-
 def _device(kind: object, index: object = None) -> Device:
     if type(kind) is not str or type(index) not in (int, type(None)):
         raise TypeError("an invalid device")
@@ -186,14 +172,6 @@ def _list(items: object = ()) -> list[object]:
     if not isinstance(items, list | tuple):
         raise TypeError("invalid items")
     return list(items)
-
-
-def _set(items: object = ()) -> set[object]:
-    return set(hashed(items))
-
-
-def _frozenset(items: object = ()) -> frozenset[object]:
-    return frozenset(hashed(items))
 
 
 def _ordered(pairs: object = ()) -> OrderedDict[Any, object]:
@@ -249,6 +227,10 @@ def _time(cls: type[datetime.datetime] | type[datetime.date]) -> PlaceholderFact
         return cls(packed)  # type: ignore[arg-type,call-arg]
 
     return PlaceholderFactory(cls.__name__, make)
+
+
+def _refuse(*_: object) -> object:
+    raise TypeError("a call of a type")
 
 
 # --- numpy -----------------------------------------------------------------------------------
@@ -318,68 +300,36 @@ def _numpy_scalar(dtype: object, data: object) -> NumpyScalar:
 _TENSOR_CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer")
 
 
-def _of_builtins() -> Mapping[str, object]:
-    makers: dict[str, Callable[..., object]] = {
-        "list": _list,
-        "set": _set,
-        "frozenset": _frozenset,
-        "complex": _complex,
-        "range": range,
-        # Only the names are used: for a defaultdict.
-        **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse),
-        "bytes": _no_bytes,
-    }
-    table: dict[str, object] = {}
-    for module in ("builtins", "__builtin__"):
-        table |= {
-            f"{module} {name}": PlaceholderFactory(name, make) for name, make in makers.items()
-        }
-    return {**table, "__builtin__ xrange": table["builtins range"]}
-
-
-def _no_bytes(*args: object) -> bytes:
-    """Return the empty bytes, which protocol 2 writes as a call."""
-    return _encode("") if not args else _encode(None)
-
-
-def _refuse(*_: object) -> object:
-    raise TypeError("a call of a type")
-
-
-def _of_numpy() -> Mapping[str, object]:
-    table: dict[str, object] = {
-        "numpy dtype": PlaceholderFactory("dtype", _NumpyDType),
-        "numpy ndarray": "an array",
-    }
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        table[f"{module} scalar"] = PlaceholderFactory("scalar", _numpy_scalar)
-        table[f"{module} _reconstruct"] = PlaceholderFactory("_reconstruct", NumpyArray)
-    return table
-
-
-def _of_paths() -> Mapping[str, object]:
-    real = pathlib.PurePosixPath if sys.platform == "win32" else pathlib.PosixPath
-    classes = {
-        "PosixPath": real,
-        "WindowsPath": pathlib.PureWindowsPath,
-        "PurePosixPath": pathlib.PurePosixPath,
-        "PureWindowsPath": pathlib.PureWindowsPath,
-    }
-    modules = ("pathlib", "pathlib._local")
-    return {f"{m} {name}": _path(cls) for m in modules for name, cls in classes.items()}
-
+_BUILTINS: Mapping[str, Callable[..., object]] = {
+    "list": _list,
+    "set": lambda items=(): set(hashed(items)),
+    "frozenset": lambda items=(): frozenset(hashed(items)),
+    "complex": _complex,
+    "range": range,
+    # Only the names are used: for a defaultdict.
+    **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse),
+    # Protocol 2 writes the empty bytes as a call.
+    "bytes": lambda *args: _encode(None if args else ""),
+}
+_PATHS = {
+    "PosixPath": pathlib.PurePosixPath if sys.platform == "win32" else pathlib.PosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+_NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 TABLE: Mapping[str, object] = {
     **{f"torch {name}": DTypeValue(name) for name in DTYPES},
     **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in STORAGES.items()},
-    "torch.storage UntypedStorage": _UNTYPED,
+    "torch.storage UntypedStorage": "a storage",
     **{name: name for name in _TENSOR_CLASSES},
     "torch._utils _rebuild_tensor_v2": PlaceholderFactory("tensor", _tensor),
     "torch._utils _rebuild_tensor_v3": PlaceholderFactory("tensor", _tensor_of_dtype),
     "torch._utils _rebuild_parameter": PlaceholderFactory("parameter", _parameter),
     "torch._utils _rebuild_parameter_with_state": PlaceholderFactory("parameter", _parameter),
     "torch._tensor _rebuild_from_type_v2": PlaceholderFactory("tensor", _of_class),
-    "torch Size": PlaceholderFactory("Size", _size),
+    "torch Size": PlaceholderFactory("Size", lambda sizes: Size(_sizes(sizes))),
     "torch device": PlaceholderFactory("device", _device),
     "collections OrderedDict": PlaceholderFactory("OrderedDict", _ordered),
     "collections Counter": PlaceholderFactory("Counter", _counter),
@@ -388,7 +338,19 @@ TABLE: Mapping[str, object] = {
     "_codecs encode": PlaceholderFactory("encode", _encode),
     "datetime datetime": _time(datetime.datetime),
     "datetime date": _time(datetime.date),
-    **_of_paths(),
-    **_of_builtins(),
-    **_of_numpy(),
+    **{
+        f"{module} {name}": _path(cls)
+        for module in ("pathlib", "pathlib._local")
+        for name, cls in _PATHS.items()
+    },
+    **{
+        f"{module} {name}": PlaceholderFactory(name, make)
+        for module in ("builtins", "__builtin__")
+        for name, make in _BUILTINS.items()
+    },
+    "__builtin__ xrange": PlaceholderFactory("range", range),
+    "numpy dtype": PlaceholderFactory("dtype", _NumpyDType),
+    "numpy ndarray": "an array",
+    **{f"{m} scalar": PlaceholderFactory("scalar", _numpy_scalar) for m in _NUMPY_MODULES},
+    **{f"{m} _reconstruct": PlaceholderFactory("_reconstruct", NumpyArray) for m in _NUMPY_MODULES},
 }

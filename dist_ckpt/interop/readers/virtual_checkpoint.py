@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -18,19 +18,12 @@ from typing import Literal
 from dist_ckpt.core.commit.commit_protocol import check_receipts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
-from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape
+from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import EMPTY_DIGESTS, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
-from dist_ckpt.core.planning.plan import (
-    FilePlan,
-    FileReceipt,
-    Inventory,
-    Parts,
-    Receipt,
-    TensorEntry,
-    View,
-)
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.plan import FileReceipt, Inventory, Parts, Receipt, TensorEntry, View
 from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
@@ -97,16 +90,13 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
     the format in messages. CorruptError if the chunks of a tensor overlap or leave gaps.
     """
     by_file = _by_file(state.tensors)
-    rank_values = _values_of_ranks(state)
-    names = [*sorted(by_file), *(_NO_FILE for _ in range(len(by_file), len(rank_values)))]
+    last_rank = max((rank for values in state.per_rank.values() for rank in values), default=0)
+    names = [*sorted(by_file), *(_NO_FILE for _ in range(len(by_file), last_rank + 1))]
     try:
         inventories = [_inventory(state, by_file.get(n, []), rank) for rank, n in enumerate(names)]
         plan = plan_save([(entry, (rank,)) for rank, entry in enumerate(inventories)], len(names))
     except ValueError as error:
         raise CorruptError(f"{path}: the files do not form one state: {error}") from None
-    main = objects_file.ObjectsFile(
-        tree=plan.tree, values=dict(state.values), metadata=dict(state.metadata)
-    )
     chunks = {(entry.fqn, part.cell): part for entry in state.tensors for part in entry.chunks}
     documents: dict[str, bytes] = {}
     files: dict[str, Callable[[], ReadableFile]] = {}
@@ -114,12 +104,13 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
     for rank, name in enumerate(names):
         written: list[FileReceipt] = []
         for file in files_of_rank(plan, rank):
-            header = _header_of(file)
-            segments = [_segment(chunks[item.fqn, item.cell], item.span) for item in file.items]
-            files[file.name] = partial(_open, storage, name, header, segments)
+            # The digests are zeros: they are never checked.
+            header = file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
+            segments = [(item.span, chunks[item.fqn, item.cell]) for item in file.items]
+            files[file.name] = partial(_VirtualFile, storage, name, header, segments)
             digest = document_digest(header)
             written.append((file.name, file.nbytes, file.header.nbytes, digest))
-        for document, data in _documents_of(rank, main, rank_values).items():
+        for document, data in _documents_of(rank, state, plan.tree).items():
             documents[document] = data
             written.append((document, len(data), 0, document_digest(data)))
         receipts.append(Receipt(tuple(written), (), 0.0))
@@ -147,21 +138,17 @@ _NO_FILE = ""
 _TensorsInFile = list[tuple[ForeignTensor, tuple[Cell, ...]]]
 
 
-def _values_of_ranks(state: ForeignState) -> list[dict[str, dict[Key, object]]]:
-    """Return the values of each rank, by name and by the rank."""
-    ranks = {rank for values in state.per_rank.values() for rank in values}
-    return [
-        {fqn: {rank: values[rank]} for fqn, values in state.per_rank.items() if rank in values}
-        for rank in range(max(ranks, default=-1) + 1)
-    ]
-
-
-def _documents_of(
-    rank: int, main: objects_file.ObjectsFile, rank_values: Sequence[dict[str, dict[Key, object]]]
-) -> dict[str, bytes]:
-    documents = {} if rank else {filenames.OBJECTS: objects_file.encode(main)}
-    if rank < len(rank_values) and rank_values[rank]:
-        data = objects_file.encode(objects_file.ObjectsFile(per_rank=rank_values[rank]))
+def _documents_of(rank: int, state: ForeignState, tree: tuple[Node, ...]) -> dict[str, bytes]:
+    """Return the objects files of a rank, by name."""
+    documents = {}
+    if not rank:
+        main = ObjectsFile(tree, dict(state.values), metadata=dict(state.metadata))
+        documents[filenames.OBJECTS] = objects_file.encode(main)
+    values: dict[str, dict[Key, object]] = {
+        fqn: {rank: values[rank]} for fqn, values in state.per_rank.items() if rank in values
+    }
+    if values:
+        data = objects_file.encode(ObjectsFile(per_rank=values))
         documents[filenames.objects_file(rank)] = data
     return documents
 
@@ -185,9 +172,11 @@ def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inve
     tops = {str(key) for key in state.tree[0].keys}
     names = {tensor.fqn for tensor, _ in contents}
     for tensor, cells in contents:
-        component = components.setdefault(_component(tensor.fqn, tops), len(components))
+        _, *above = names_above(tensor.fqn)
+        component = next((name for name in above if name in tops), LOOSE)
+        number = components.setdefault(component, len(components))
         view = views.setdefault(Parts(cells), len(views))
-        entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, view, component))
+        entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, view, number))
     return Inventory(
         mesh=(),
         components=tuple(components),
@@ -202,38 +191,8 @@ def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inve
     )
 
 
-def _component(fqn: str, tops: Collection[str]) -> str:
-    """Return the top-level key above a tensor, or `LOOSE` if the tensor is at the top."""
-    _, *above = names_above(fqn)
-    return next((name for name in above if name in tops), LOOSE)
-
-
-def _header_of(file: FilePlan) -> bytes:
-    """Return a shard file's header. Its digests are zeros: they are never checked."""
-    return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Bytes of a data section, stored in another file from `file_offset` on.
-
-    With `strides` they are the elements of a strided box of `shape`.
-    """
-
-    start: int
-    file_offset: int
-    nbytes: int
-    shape: Shape
-    strides: Shape | None
-
-
-def _segment(chunk: ForeignChunk, span: ByteRange) -> Segment:
-    shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
-    return Segment(span.start, chunk.start, span.nbytes, shape, chunk.strides)
-
-
-def _open(storage: Storage, path: str, header: bytes, segments: Sequence[Segment]) -> ReadableFile:
-    return _VirtualFile(storage.open(real_path(path)), header, segments)
+# Bytes of a data section, and the chunk of another file that has them.
+_Segment = tuple[ByteRange, ForeignChunk]
 
 
 class _VirtualFile:
@@ -241,11 +200,13 @@ class _VirtualFile:
 
     num_links = 1
 
-    def __init__(self, inner: ReadableFile, header: bytes, segments: Sequence[Segment]) -> None:
-        self._inner = inner
+    def __init__(
+        self, storage: Storage, path: str, header: bytes, segments: Sequence[_Segment]
+    ) -> None:
+        self._inner = storage.open(real_path(path))
         self._header = header
         self._segments = segments
-        self._starts = [segment.start for segment in segments]
+        self._starts = [span.start for span, _ in segments]
         # The last segment that was copied into row-major order: its parts are read one by one.
         self._in_order: tuple[int, memoryview] | None = None
         self._lock = threading.Lock()
@@ -253,11 +214,7 @@ class _VirtualFile:
     @property
     def nbytes(self) -> int:
         """The planned size, even if the other file is shorter."""
-        return (
-            len(self._header)
-            + sum(segment.nbytes for segment in self._segments[-1:])
-            + (self._starts[-1] if self._starts else 0)
-        )
+        return len(self._header) + (self._segments[-1][0].stop if self._segments else 0)
 
     def read_into(self, offset: int, target: memoryview) -> int:
         """See `ReadableFile.read_into`."""
@@ -268,9 +225,9 @@ class _VirtualFile:
             at = offset + done - len(self._header)
             number = bisect_right(self._starts, at) - 1
             # If segments have equal starts, only the last has bytes.
-            segment = self._segments[number]
-            within = at - segment.start
-            wanted = min(len(target) - done, segment.nbytes - within)
+            span, _ = self._segments[number]
+            within = at - span.start
+            wanted = min(len(target) - done, span.nbytes - within)
             if wanted <= 0:
                 break
             count = self._read(number, within, target[done : done + wanted])
@@ -280,20 +237,19 @@ class _VirtualFile:
         return done
 
     def _read(self, number: int, within: int, target: memoryview) -> int:
-        segment = self._segments[number]
-        if segment.strides is None:
-            return self._inner.read_into(segment.file_offset + within, target)
+        span, chunk = self._segments[number]
+        if chunk.strides is None:
+            return self._inner.read_into(chunk.start + within, target)
         with self._lock:
             if self._in_order is None or self._in_order[0] != number:
                 self._in_order = None
-                self._in_order = number, self._gathered(segment, segment.strides)
+                shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
+                itemsize = span.nbytes // prod(shape)
+                data = self._read_strided(chunk.start, shape, chunk.strides, itemsize)
+                self._in_order = number, data
             data = self._in_order[1][within : within + len(target)]
         target[: len(data)] = data
         return len(data)
-
-    def _gathered(self, segment: Segment, strides: Shape) -> memoryview:
-        itemsize = segment.nbytes // prod(segment.shape)
-        return self._read_strided(segment.file_offset, segment.shape, strides, itemsize)
 
     def _read_strided(self, start: int, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
         """Return the elements in row-major order, and read few bytes between distant elements."""
@@ -334,7 +290,7 @@ def _in_row_major_order(
     source = elements[: spanned * itemsize].cast(code)
     data = memoryview(bytearray(prod(shape) * itemsize))
     target = data.cast(code)
-    new_strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    new_strides = row_major_strides(shape)
     inner = max(range(len(shape)), key=lambda dim: shape[dim])
     count, step, new_step = shape[inner], strides[inner], new_strides[inner]
     outer = [dim for dim in range(len(shape)) if dim != inner]
