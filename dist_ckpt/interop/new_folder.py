@@ -19,6 +19,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.interop.hf import read
 from dist_ckpt.interop.hf.export_plan import METADATA
+from dist_ckpt.interop.registry import HF_INDEX, SAFETENSORS
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -73,7 +74,7 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
             f"{'remove it' if overwrite is None else remedy}"
         )
     foreign_names = [entry.name for entry in entries if entry.kind != "file"]
-    tensor_files = [entry.name for entry in entries if entry.name.endswith(read.SUFFIX)]
+    tensor_files = [entry.name for entry in entries if entry.name.endswith(SAFETENSORS)]
     files = [name for name in tensor_files if name not in foreign_names]
     foreign_names += [name for name in files if not _is_of_export(storage, path, name)]
     if foreign_names:
@@ -81,7 +82,7 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
             f"{path} has {', '.join(sorted(foreign_names)[:5])}, which no export has "
             f"written, so it is not replaced: choose another path, or remove it"
         )
-    replaced = {*tensor_files, read.INDEX}
+    replaced = {*tensor_files, HF_INDEX}
     return tuple(entry.name for entry in entries if entry.name not in replaced)
 
 

@@ -62,13 +62,13 @@ from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
 
 _log = logging.getLogger("dist_ckpt")
 
-DcpPath = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 @refuse_old_parameters(frozen="include_frozen")
 def load(
     state: MutableState,
-    path: DcpPath,
+    path: StrPath,
     *,
     sharding: ShardingConfig | None = None,
     group: dist.ProcessGroup | None = None,
@@ -101,7 +101,7 @@ def load(
     )
     needed = ImportFilter(needs=RequiredValues(state, path, options))
 
-    def open_folder(path: DcpPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
+    def open_folder(path: StrPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
         del direct_reads
         return open_pickled("dcp", path, needed)
 
@@ -154,7 +154,7 @@ class StorageWriter(dcp.StorageWriter):
 
     def __init__(
         self,
-        path: DcpPath | None = None,
+        path: StrPath | None = None,
         *,
         step: int | None = None,
         overwrite: bool = True,
@@ -168,7 +168,7 @@ class StorageWriter(dcp.StorageWriter):
         self._group = process_group
         self._plans_together = self._is_alone = self._has_lost_group = False
 
-    def reset(self, checkpoint_id: DcpPath | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another save, at `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
@@ -229,7 +229,7 @@ class StorageWriter(dcp.StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return True if this can be a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
@@ -257,7 +257,7 @@ class StorageReader(dcp.StorageReader):
     """
 
     def __init__(
-        self, path: DcpPath | None = None, *, process_group: dist.ProcessGroup | None = None
+        self, path: StrPath | None = None, *, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
         self.checkpoint_id = path
@@ -266,7 +266,7 @@ class StorageReader(dcp.StorageReader):
         self._opened: tuple[OpenCheckpoint, DcpKeys] | None = None
         self._phases = Phases("load", "", quiet=True)
 
-    def reset(self, checkpoint_id: DcpPath | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another load, of `checkpoint_id` if it is not None."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
@@ -310,14 +310,17 @@ class StorageReader(dcp.StorageReader):
 
         ConflictError if the ranks have opened different attempts, ValueError if the groups differ.
         """
-        read_by_ranks = [plan.storage_data for plan in plans]
-        checkpoints = sorted({str(name) for name, _ in read_by_ranks})
+        opened_by_ranks = [plan.storage_data for plan in plans]
+        checkpoints = sorted({str(name) for name, _ in opened_by_ranks})
         if len(checkpoints) > 1:
             raise ConflictError(
                 f"{self.checkpoint_id}: the ranks have opened different checkpoints, "
                 f"{' and '.join(checkpoints)}, as one was saved meanwhile: load again"
             )
-        is_group = len(plans) > 1 and [rank for _, rank in read_by_ranks] == self._job_ranks()
+        is_group = False
+        if len(plans) > 1 and dist.is_initialized():
+            ranks_of_group = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            is_group = [rank for _, rank in opened_by_ranks] == ranks_of_group
         if self._group is not None and len(plans) > 1 and not is_group:
             raise ValueError(
                 "the ranks that call dcp.load are not those of the group of the StorageReader: "
@@ -330,7 +333,8 @@ class StorageReader(dcp.StorageReader):
         """Read the requested items into the planner's tensors. CorruptError if one is damaged."""
         (opened, keys), shared_read_id = self._source, str(plan.storage_data or "")
         # Other ranks of the job may read the same data by themselves.
-        is_one_of_many = not shared_read_id and _is_in_job()
+        is_in_job = dist.is_initialized() or launched_world_size() > 1
+        is_one_of_many = is_in_job and not shared_read_id
         ranks = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with _lost_ranks_logged():
@@ -343,7 +347,11 @@ class StorageReader(dcp.StorageReader):
         with self._phases.phase("place"):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _bytes_of(keys.value(item.storage_index.fqn)))
+                    # A planner accepts a value only pickled, here in memory.
+                    data = io.BytesIO()
+                    torch.save(keys.values[item.storage_index.fqn], data)  # noqa: TID251
+                    data.seek(0)
+                    planner.load_bytes(item, data)
         self.report = DcpLoadReport(
             os.fspath(_checked(self.checkpoint_id, "StorageReader")),
             opened.attempt.name,
@@ -357,7 +365,7 @@ class StorageReader(dcp.StorageReader):
         return done
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: DcpPath) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return True if this can be a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
@@ -371,13 +379,6 @@ class StorageReader(dcp.StorageReader):
     def _rank(self) -> int:
         return dist.get_rank(self._group) if dist.is_initialized() else 0
 
-    def _job_ranks(self) -> list[int]:
-        """Return the ranks of the group, as ranks of the job."""
-        if not dist.is_initialized():
-            return []
-        ranks: list[int] = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        return ranks
-
 
 @contextmanager
 def _lost_ranks_logged() -> Iterator[None]:
@@ -389,30 +390,17 @@ def _lost_ranks_logged() -> Iterator[None]:
         raise
 
 
-def _is_in_job() -> bool:
-    return dist.is_initialized() or launched_world_size() > 1
-
-
 def _job_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _bytes_of(value: object) -> io.BytesIO:
-    """Return a value in the only form that a planner accepts: pickled, here only in memory."""
-    data = io.BytesIO()
-    torch.save(value, data)  # noqa: TID251
-    data.seek(0)
-    return data
-
-
-def _checked(path: DcpPath | None, cls: str) -> DcpPath:
+def _checked(path: StrPath | None, cls: str) -> StrPath:
     if path is None:
         raise ValueError(f"the path is missing: pass a path to {cls}, or checkpoint_id= to dcp")
     return path
 
 
 # --- the values that a load of a folder of DCP needs -------------------------------------------
-
 
 # The groups of an optimizer are read to bind it, also if the load excludes them.
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
@@ -438,21 +426,16 @@ class RequiredValues:
         if not is_sure or (is_of_optimizer and self.options.rename):
             return True
         name = self._rename.of_all([saved])[0].get(saved, saved)
-        if name is None or not self._may_choose(frozenset(names_above(name))):
+        if name is None:
             return False
-        return is_of_optimizer or name in self._not_excluded
-
-    def _may_choose(self, above: frozenset[str]) -> bool:
-        """Return True if the load may select something at or below the top-level key of a name."""
-        tops = above & self._tops if self._tops else {min(above, key=len)}
+        above = {*names_above(name)}
+        # The load takes all that was saved if the state has no keys.
+        tops = above.intersection(map(str, self.state)) if self.state else {min(above, key=len)}
         if self._selection.include is not None:
             tops = {top for top in tops if self._selection.may_reach(top)}
-        return any(top in self._not_excluded for top in tops)
-
-    @cached_property
-    def _tops(self) -> frozenset[str]:
-        """The top-level keys of the state; empty if the load takes all that was saved."""
-        return frozenset(map(str, self.state))
+        if not any(top in self._not_excluded for top in tops):
+            return False
+        return is_of_optimizer or name in self._not_excluded
 
     @cached_property
     def _rename(self) -> Rename:

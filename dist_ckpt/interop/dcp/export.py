@@ -106,13 +106,16 @@ def _write(
     for key, entry in tensors.items():
         whole, itemsize = Region.whole(tuple(entry.size)), entry.properties.dtype.itemsize
         # The boxes of `stream`.
-        entry.chunks = [_chunk(box) for box in boxes_in_order(whole, _PART_NBYTES // itemsize)]
+        entry.chunks = [
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            for box in boxes_in_order(whole, _PART_NBYTES // itemsize)
+        ]
         first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION
     with new_folder(storage, path, overwrite=None) as new:
         with opened, StreamedFile(storage, f"{new}/{_DATA}", opened.tensor_nbytes(first)) as data:
             items = {
-                MetadataIndex(key): _put_item(data, stored.value(key))
+                MetadataIndex(key): _put_item(data, stored.values[key])
                 for key in entries
                 if key not in tensors
             }
@@ -203,10 +206,6 @@ def _put_tensors(
             if progress is not None:
                 progress(done, nbytes)
     return locations
-
-
-def _chunk(region: Region) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
 
 
 def _put_item(data: StreamedFile, value: object) -> DcpStorageInfo:

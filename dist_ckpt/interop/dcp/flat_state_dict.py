@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
-from dist_ckpt.core.format.index.index import Node, TensorRecord
+from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
@@ -68,22 +69,26 @@ class DcpKeys:
     def __init__(self, opened: OpenCheckpoint, rank: int) -> None:
         self._catalog, self._path = opened.catalog, opened.path
         main = opened.objects()
-        values = {**main.values, **dict(_further_values(opened, rank))}
+        values = dict(main.values)
+        for fqn, holder in self._catalog.values.items():
+            if holder:  # the value is in another file than the global one
+                values[fqn] = opened.value(fqn)
+        self.per_rank = [*self._catalog.per_rank]
+        for fqn, keys in self._catalog.per_rank.items():
+            if any(key == rank for key, _ in keys):
+                values[fqn] = opened.value_of_rank(fqn, rank)
         tensors = (*self._catalog.tensors, *self._catalog.aliases)
         above = {join(node.fqn, key): node.fqn for node in main.tree for key in node.keys}
         paths, models = _paths_of(main), models_of(values, frozenset(tensors), above)
-        # By DCP's keys: the nested path of each, the names of tensors, and the values.
         self._tree = main.tree
+        # By DCP's keys: the nested path of each, its name in the checkpoint, and the values.
         self._paths: dict[str, Path] = {}
-        self._tensors: dict[str, str] = {}
-        self._values: dict[str, object] = {}
-        # The name in the checkpoint for each key.
         self.names: dict[str, str] = {}
-        for fqn in tensors:
-            self._tensors[self._add(_path_of(fqn, paths, models), fqn)] = fqn
+        self.values: dict[str, object] = {}
+        self._tensors = [self._add(_path_of(fqn, paths, models), fqn) for fqn in tensors]
         for fqn, value in values.items():
             for path, leaf in _leaves(_path_of(fqn, paths, models), value):
-                self._values[self._add(path, fqn)] = relative(fqn, leaf, models)
+                self.values[self._add(path, fqn)] = relative(fqn, leaf, models)
 
     def _add(self, path: Path, fqn: str) -> str:
         key = joined(path)
@@ -96,20 +101,14 @@ class DcpKeys:
 
     def metadata(self, storage_meta: StorageMeta) -> Metadata:
         """Return DCP's metadata. Each tensor is one chunk, of which any part can be read."""
-        entries: dict[str, STORAGE_TYPES] = {
-            key: _described(self.record(key)) for key in self._tensors
-        }
-        entries.update((key, BytesStorageMetadata()) for key in self._values)
+        entries: dict[str, STORAGE_TYPES] = {}
+        for key in self._tensors:
+            record = self.record(key)
+            size, properties = torch.Size(record.shape), TensorProperties(torch_dtype(record.dtype))
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            entries[key] = TensorStorageMetadata(properties, size, [whole])
+        entries.update((key, BytesStorageMetadata()) for key in self.values)
         return Metadata(entries, planner_data=self._paths, storage_meta=storage_meta)
-
-    def value(self, key: str) -> object:
-        """Return the value of a key."""
-        return self._values[key]
-
-    @property
-    def per_rank(self) -> list[str]:
-        """The names of the values per rank."""
-        return [*self._catalog.per_rank]
 
     def chosen(self, selection: Selection) -> set[str]:
         """Return the selected names.
@@ -134,34 +133,13 @@ class DcpKeys:
                 if are_chosen != sorted(are_chosen, reverse=True):
                     yield node.fqn
 
-    def name_of(self, key: str) -> str:
-        """Return the name of a key's tensor, which may be an alias."""
-        return self._tensors[key]
-
     def fqn(self, key: str) -> str:
-        """Return the name under which a key's tensor is stored."""
-        fqn = self._tensors[key]
-        return self._catalog.aliases.get(fqn, fqn)
+        """Return the name under which a key's tensor is stored: `names` may have an alias."""
+        return self._catalog.aliases.get(self.names[key], self.names[key])
 
     def record(self, key: str) -> TensorRecord:
         """Return the index entry of a key's tensor."""
         return self._catalog.tensors[self.fqn(key)]
-
-
-def _further_values(opened: OpenCheckpoint, rank: int) -> Iterator[tuple[str, object]]:
-    """Yield the values in other files than the global one, and those of this rank."""
-    for fqn, holder in opened.catalog.values.items():
-        if holder:
-            yield fqn, opened.value(fqn)
-    for fqn, keys in opened.catalog.per_rank.items():
-        if any(key == rank for key, _ in keys):
-            yield fqn, opened.value_of_rank(fqn, rank)
-
-
-def _described(record: TensorRecord) -> TensorStorageMetadata:
-    size = torch.Size(record.shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(torch_dtype(record.dtype)), size, [whole])
 
 
 def _paths_of(main: ObjectsFile) -> dict[str, Path]:
@@ -204,17 +182,12 @@ def models_of(
             # If no tensor here has the name, torch has named it.
             models = {above.get(name, "") if name in tensors else "" for name in names}
             models_by_optimizer.setdefault(match[1], set()).update(models)
-    return {
-        f"{optimizer}.state": _common(models)
-        for optimizer, models in models_by_optimizer.items()
-        if _common(models)
-    }
-
-
-def _common(names: Collection[str]) -> str:
-    """Return the innermost container of all names; "" if that is the state."""
-    in_all = set.intersection(*({*names_above(name)} for name in names)) if names else ()
-    return max(in_all, key=len, default="")
+    common_models = {}
+    for optimizer, models in models_by_optimizer.items():
+        in_all = set.intersection(*({*names_above(model)} for model in models)) if models else ()
+        if model := max(in_all, key=len, default=""):
+            common_models[f"{optimizer}.state"] = model
+    return common_models
 
 
 def relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
@@ -252,32 +225,56 @@ def local_state_of(
     Every tensor is requested from the planner once. TypeError for a value that is not plain data,
     ValueError for a tensor or a key that cannot be stored.
     """
-    builder = _LocalStateBuilder(ranks)
-    tensors: dict[str, list[WriteItem]] = {}
     paths = _nested_paths(plan)
+    sizes: list[tuple[MetadataIndex, int]] = []
+    values: dict[str, object] = {}
+    items_by_tensor: dict[str, list[WriteItem]] = {}
     for item in plan.items:
         fqn = item.index.fqn
         _check_name(fqn)
         if item.type == WriteItemType.BYTE_IO:
-            builder.add_value(fqn, planner, item)
+            values[fqn] = without_tensors(_look_up(planner, item), fqn)
+            check_plain(values[fqn], fqn)
+            sizes.append((item.index, 0))
         else:
-            tensors.setdefault(fqn, []).append(item)
-    for fqn, items in tensors.items():
+            items_by_tensor.setdefault(fqn, []).append(item)
+    components: dict[str, int] = {}
+    views: dict[View, int] = {}
+    tensors: list[TensorEntry] = []
+    parts: dict[str, tuple[torch.Tensor, ...]] = {}
+    for fqn, items in items_by_tensor.items():
+        chunks = _Chunks(planner, items)
+        local = describe(chunks, fqn, rank=ranks.channel.rank, group=ranks.group_ranks)
         component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else LOOSE
-        builder.add_tensor(fqn, component, _Chunks(planner, items))
-    return builder.finish(tree_of(paths.values())), builder.sizes
+        number = components.setdefault(component, len(components))
+        view = views.setdefault(local.view, len(views))
+        tensors.append(TensorEntry(fqn, local.dtype, local.shape, view, number))
+        parts[fqn] = local.parts
+        nbytes = (tensor.nbytes for tensor in chunks.tensors)
+        sizes += zip((item.index for item in items), nbytes, strict=True)
+    inventory = Inventory(
+        mesh=(),
+        components=tuple(components),
+        views=tuple(views),
+        tensors=tuple(tensors),
+        aliases=(),
+        values=tuple(values),
+        per_rank=(),
+        tree=tree_of(paths.values()),
+        name_lists=(),
+        numpy=(),
+    )
+    return LocalState(inventory, parts, values, {}, ()), sizes
 
 
 def _nested_paths(plan: SavePlan) -> dict[str, Path]:
     """Return the path of each key in the nested state dict of this rank."""
-    data = plan.planner_data
-    paths = {
-        fqn: path
-        for fqn, path in (data.items() if isinstance(data, Mapping) else ())
-        if isinstance(fqn, str) and isinstance(path, tuple) and joined(path) == fqn
-    }
-    flat_paths: dict[str, Path] = {item.index.fqn: (item.index.fqn,) for item in plan.items}
-    return flat_paths | paths
+    paths: dict[str, Path] = {item.index.fqn: (item.index.fqn,) for item in plan.items}
+    data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    for fqn, path in data.items():
+        if isinstance(fqn, str) and isinstance(path, tuple) and joined(path) == fqn:
+            paths[fqn] = path
+    return paths
 
 
 def _check_name(fqn: str) -> None:
@@ -324,52 +321,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return value.detach()
 
 
-class _LocalStateBuilder:
-    """Builds the state of a rank, item by item."""
-
-    def __init__(self, ranks: Session) -> None:
-        self.sizes: list[tuple[MetadataIndex, int]] = []
-        self._ranks = ranks
-        self._components: dict[str, int] = {}
-        self._views: dict[View, int] = {}
-        self._entries: list[TensorEntry] = []
-        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
-        self._values: dict[str, object] = {}
-
-    def add_tensor(self, fqn: str, component: str, chunks: _Chunks) -> None:
-        local_tensor = describe(
-            chunks, fqn, rank=self._ranks.channel.rank, group=self._ranks.group_ranks
-        )
-        view = self._views.setdefault(local_tensor.view, len(self._views))
-        number = self._components.setdefault(component, len(self._components))
-        self._entries.append(TensorEntry(fqn, local_tensor.dtype, local_tensor.shape, view, number))
-        self._parts[fqn] = local_tensor.parts
-        for item, tensor in zip(chunks.items, chunks.tensors, strict=True):
-            self.sizes.append((item.index, tensor.nbytes))
-
-    def add_value(self, fqn: str, planner: SavePlanner, item: WriteItem) -> None:
-        value = without_tensors(_looked_up(planner, item), fqn)
-        check_plain(value, fqn)
-        self._values[fqn] = value
-        self.sizes.append((item.index, 0))
-
-    def finish(self, tree: tuple[Node, ...]) -> LocalState:
-        inventory = Inventory(
-            mesh=(),
-            components=tuple(self._components),
-            views=tuple(self._views),
-            tensors=tuple(self._entries),
-            aliases=(),
-            values=tuple(self._values),
-            per_rank=(),
-            tree=tree,
-            name_lists=(),
-            numpy=(),
-        )
-        return LocalState(inventory, self._parts, self._values, {}, ())
-
-
-def _looked_up(planner: SavePlanner, item: WriteItem) -> object:
+def _look_up(planner: SavePlanner, item: WriteItem) -> object:
     """Return the value itself: `resolve_data` of DCP's planners returns its pickle."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
@@ -399,28 +351,28 @@ class PlannedReads:
         Return the number of bytes from storage, and from other ranks. CorruptError on all ranks if
         one of them reads damaged data.
         """
-
-        def opened() -> OpenedInput:
-            for item in self._items:
-                self._add(item)
-            return self._open(source, together.ranks.config.threads)
-
+        opened = partial(self._open, source, together.ranks.config.threads)
         with together.ranks.operation(f"load of {source.folder}"):
             moved = read_together(together, opened, source.not_found_if_removed)
         with together.phases.phase("place"):
-            self._convert_and_commit()
+            synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
+            for target, buffer in self._converted:
+                target.copy_(buffer)
+            for item, resolved in self._resolved:
+                self._planner.commit_tensor(item, resolved)
         return moved
 
     def _open(self, source: OpenCheckpoint, threads: int) -> OpenedInput:
         """Open the files with the boxes, and wait for devices that use the target memory."""
+        for item in self._items:
+            self._add(item)
         wanted = []
         targets: dict[tuple[str, int], Target] = {}
         for key, every_part in self.parts.items():
-            record, fqn = self._keys.record(key), self._keys.name_of(key)
+            record, fqn = self._keys.record(key), self._keys.names[key]
             parts = [(region, tensor) for region, tensor in every_part if region.numel]
-            wanted.append(
-                TensorRequest(fqn, record.dtype, record.shape, tuple(region for region, _ in parts))
-            )
+            regions = tuple(region for region, _ in parts)
+            wanted.append(TensorRequest(fqn, record.dtype, record.shape, regions))
             for number, (region, tensor) in enumerate(parts):
                 targets[fqn, number] = TensorTarget(tensor, region)
         plan = plan_load(source.index, wanted)
@@ -444,11 +396,3 @@ class PlannedReads:
         offset = tuple(a + b for a, b in zip(chunk_offset, item.storage_offsets, strict=True))
         region = Region(offset, tuple(item.lengths))
         self.parts.setdefault(item.storage_index.fqn, []).append((region, target))
-
-    def _convert_and_commit(self) -> None:
-        """Convert tensors of another dtype, and commit all tensors to the planner."""
-        synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
-        for target, buffer in self._converted:
-            target.copy_(buffer)
-        for item, resolved in self._resolved:
-            self._planner.commit_tensor(item, resolved)

@@ -33,7 +33,6 @@ from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignSt
 from dist_ckpt.interop.registry import DCP_METADATA, DCP_METADATA_OF_RANK
 from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file
 
-METADATA, METADATA_OF_RANK = DCP_METADATA, DCP_METADATA_OF_RANK
 MAX_METADATA_NBYTES = 1 << 30
 
 _T = TypeVar("_T")
@@ -47,10 +46,6 @@ class _Properties(PickledRecord):
         if not isinstance(state, tuple) or not state:
             raise TypeError("the properties of a tensor must be a tuple")
         super().set_state({"dtype": state[0]})
-
-
-def _unchanged(value: object) -> object:
-    return value
 
 
 _MODULE = "torch.distributed.checkpoint"
@@ -68,12 +63,15 @@ _TABLE: Mapping[str, object] = {
         f"{module} TensorProperties": record_maker("TensorProperties", _Properties)
         for module in (f"{_MODULE}.metadata", _OLD)
     },
-    f"{_MODULE}.metadata _MEM_FORMAT_ENCODING": PlaceholderFactory(
-        "_MEM_FORMAT_ENCODING", _unchanged
-    ),
-    f"{_OLD} MEM_FORMAT_ENCODING": PlaceholderFactory("MEM_FORMAT_ENCODING", _unchanged),
+    **{
+        name: PlaceholderFactory(name.split()[1], lambda value: value)
+        for name in (
+            f"{_MODULE}.metadata _MEM_FORMAT_ENCODING",
+            f"{_OLD} MEM_FORMAT_ENCODING",
+            "torch.serialization _get_layout",
+        )
+    },
     f"{_MODULE}.filesystem _StorageInfo": record_maker("_StorageInfo"),
-    "torch.serialization _get_layout": PlaceholderFactory("_get_layout", _unchanged),
 }
 
 
@@ -118,7 +116,7 @@ def add_folder(
 
     `keep_unknown` is for metadata that also describes other things than the folder's contents.
     """
-    path = f"{folder}/{METADATA}"
+    path = f"{folder}/{DCP_METADATA}"
     try:
         data = whole_file(storage, path, MAX_METADATA_NBYTES)
     except FileNotFoundError:
@@ -152,14 +150,14 @@ def add_folder(
 
 def no_metadata(storage: Storage, folder: str) -> NotFoundError:
     """Return the error for a folder without the metadata of all ranks."""
-    if is_file(storage, f"{folder}/{METADATA_OF_RANK}"):
+    if is_file(storage, f"{folder}/{DCP_METADATA_OF_RANK}"):
         return NotFoundError(
-            f"{folder} has metadata of single ranks, such as {METADATA_OF_RANK}, and none of all "
-            f"ranks: it was saved with no_dist=True or use_collectives=False. Load it with "
+            f"{folder} has metadata of single ranks, such as {DCP_METADATA_OF_RANK}, and none of "
+            f"all ranks: it was saved with no_dist=True or use_collectives=False. Load it with "
             f"dcp.load and the same option, and save it again without that option"
         )
     return NotFoundError(
-        f"{folder}/{METADATA}: the file does not exist, so {folder} is not a checkpoint of "
+        f"{folder}/{DCP_METADATA}: the file does not exist, so {folder} is not a checkpoint of "
         f"torch.distributed.checkpoint, or its save did not end; check the path"
     )
 
@@ -190,7 +188,7 @@ def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tup
             file = opened_file(storage, path)
         except FileNotFoundError:
             raise NotFoundError(
-                f"{path}: the file does not exist, but {METADATA} names it for "
+                f"{path}: the file does not exist, but {DCP_METADATA} names it for "
                 f"{items_in_file[0].fqn}; copy it there, or use another checkpoint"
             ) from None
         end = 0
@@ -301,10 +299,7 @@ class _MetadataContents:
 
 def _path_of(fqn: str, path: object) -> Path:
     """Return the path of a key in the nested state dict."""
-    if isinstance(path, tuple) and all(map(_is_key, path)) and joined(path) == fqn:
-        return path
-    return (fqn,)
-
-
-def _is_key(key: object) -> bool:
-    return type(key) is str or (type(key) is int and key.bit_length() <= 64)
+    if not isinstance(path, tuple):
+        return (fqn,)
+    are_keys = (type(k) is str or (type(k) is int and k.bit_length() <= 64) for k in path)
+    return path if all(are_keys) and joined(path) == fqn else (fqn,)

@@ -26,6 +26,7 @@ from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.errors import IncompatibleError, StorageError
 from dist_ckpt.interop.hf.export_plan import (
+    DEFAULT_SHARD_SIZE,
     WINDOW_NBYTES,
     ExportContents,
     ExportedFile,
@@ -35,8 +36,9 @@ from dist_ckpt.interop.hf.export_plan import (
     nbytes_of,
     packed,
 )
-from dist_ckpt.interop.hf.read import INDEX, MODEL
+from dist_ckpt.interop.hf.read import MODEL
 from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
+from dist_ckpt.interop.registry import HF_INDEX
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
@@ -59,7 +61,7 @@ def export_folder(  # noqa: PLR0913 - a front door
     *,
     only: str = MODEL,
     dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
@@ -107,7 +109,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     *,
     only: str = MODEL,
     dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     overwrite: bool = False,
@@ -144,7 +146,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
 
 def _sizes(files: Sequence[ExportedFile]) -> dict[str, int]:
     sizes = {file.name: file.nbytes for file in files}
-    return sizes if len(files) == 1 else {**sizes, INDEX: len(index_of(files))}
+    return sizes if len(files) == 1 else {**sizes, HF_INDEX: len(index_of(files))}
 
 
 def _write(
@@ -166,7 +168,7 @@ def _write(
             _write_file(source, storage, new, file, tell)
         nbytes = sum(file.nbytes for file in files)
         if len(files) > 1:
-            nbytes += write_document(storage, f"{new}/{INDEX}", index_of(files))
+            nbytes += write_document(storage, f"{new}/{HF_INDEX}", index_of(files))
     return nbytes
 
 
@@ -183,15 +185,20 @@ def _write_file(
     """Write one file, durably. CorruptError if its source is damaged."""
     path = f"{folder}/{file.name}"
     if file.clone_of is not None:
-        source.check([_whole(tensor) for tensor, _ in file.tensors])
+        source.check(
+            [
+                TensorRequest(tensor.fqn, tensor.saved, tensor.shape, (Region.whole(tensor.shape),))
+                for tensor in file.tensors
+            ]
+        )
         record = source.index.files[file.clone_of]
         stored = f"{source.folder}/{source.index.file_name(record)}"
         if clone(stored, record.header_nbytes, path, file):
             tell(file.data_nbytes)
             return
-    tensors = {tensor.fqn: tensor for tensor, _ in file.tensors}
+    tensors = {tensor.fqn: tensor for tensor in file.tensors}
     # Converted tensors may be larger: they must fit into memory, too.
-    ratio = max(_itemsize(tensor.dtype) // _itemsize(tensor.saved) for tensor in tensors.values())
+    ratio = max(DTYPES[e.dtype].itemsize // DTYPES[e.saved].itemsize for e in tensors.values())
     windows = source.stream(tensors, window_nbytes=WINDOW_NBYTES // max(1, ratio), order="names")
     out = target.create(path, file.nbytes)
     try:
@@ -228,14 +235,6 @@ def _whole_files(
     return whole_files
 
 
-def _whole(tensor: ExportContents) -> TensorRequest:
-    return TensorRequest(tensor.fqn, tensor.saved, tensor.shape, (Region.whole(tensor.shape),))
-
-
-def _itemsize(dtype: str) -> int:
-    return DTYPES[dtype].itemsize
-
-
 def _as_written(
     window: TensorWindow, tensors: Mapping[str, ExportContents]
 ) -> Iterator[memoryview]:
@@ -247,9 +246,8 @@ def _as_written(
     from dist_ckpt.core.shard_io.memory.torch_tensor import converted  # noqa: PLC0415  (only this needs torch)
 
     for tensor, data in parts:
-        part: memoryview | None = data
-        if tensor.saved != tensor.dtype:
-            part = converted(data, tensor.saved, tensor.dtype)
+        is_converted = tensor.saved != tensor.dtype
+        part = converted(data, tensor.saved, tensor.dtype) if is_converted else data
         if part is None:
             raise IncompatibleError(
                 f"{tensor.fqn} has finite values that would be infinite in {tensor.dtype}: choose "

@@ -15,7 +15,8 @@ from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.planning.selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.errors import IncompatibleError, listed
-from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES, ONE_FILE, SUFFIX
+from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES
+from dist_ckpt.interop.registry import HF_FILE, SAFETENSORS
 
 # Three windows are in memory at once, with the blocks that are read for them.
 WINDOW_NBYTES = 16 << 20
@@ -23,11 +24,10 @@ WINDOW_NBYTES = 16 << 20
 # In each file. transformers requires "format"; "exported_by" allows an export to replace the file.
 METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
 
+DEFAULT_SHARD_SIZE = "5GB"
+
 # The data begins on a page, as in shard files. So it can be cloned, and bypass the page cache.
 _ALIGNMENT = 4096
-
-# The last part of the name of a tensor subclass's record.
-_RECORD = f".{RECORD}"
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ALL_FLOATS = re.compile(r"(b?float16|float32|float64|float8_\w+)")
@@ -55,20 +55,20 @@ class ExportContents:
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """A file to write: its header, and the tensors with their offsets after it, without gaps.
+    """A file to write: its header, and the tensors after it, without gaps.
 
     `clone_of` is the number of the checkpoint's file that has the same bytes after its own header.
     """
 
     name: str
     header: bytes
-    tensors: tuple[tuple[ExportContents, int], ...]
+    tensors: tuple[ExportContents, ...]
     clone_of: int | None = None
 
     @property
     def data_nbytes(self) -> int:
         """The size of all its tensors."""
-        return sum(tensor.nbytes for tensor, _ in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -119,18 +119,16 @@ def chosen(
     if unmatched := selection.unmatched(chain(*tables)):
         raise ValueError(listed(unmatched, "; "))
     names = [name for name in below if name in selection]
-    records = {name[: -len(_RECORD)] for name in names if name.endswith(_RECORD)}
-    problems = [*_value_problems(catalog, names, records)]
+    problems = [*_value_problems(catalog, names)]
     tensors: dict[str, ExportContents] = {}
     for name in names:
         data = catalog.aliases.get(name, name)
         if data not in catalog.tensors or data in tensors:
             continue
         record = catalog.tensors[data]
-        new = dtype if dtype and _ALL_FLOATS.fullmatch(record.dtype) else record.dtype
-        tensors[data] = ExportContents(
-            name.removeprefix(prefix), data, record.dtype, new, record.shape
-        )
+        new_dtype = dtype if dtype and _ALL_FLOATS.fullmatch(record.dtype) else record.dtype
+        short = name.removeprefix(prefix)
+        tensors[data] = ExportContents(short, data, record.dtype, new_dtype, record.shape)
         problems += _tensor_problems(name, tensors[data], only)
     if not problems and not tensors:
         raise ValueError(f"{selection} leaves no tensor of {only!r}: give other patterns")
@@ -141,23 +139,21 @@ def chosen(
     return tuple(tensors.values())
 
 
-def _value_problems(catalog: Catalog, names: Sequence[str], records: set[str]) -> Iterator[str]:
-    for fqn in sorted(records):
+def _value_problems(catalog: Catalog, names: Sequence[str]) -> Iterator[str]:
+    # The names of the tensor subclasses that have a record.
+    subclasses = {n.removesuffix(f".{RECORD}") for n in names if n.endswith(f".{RECORD}")}
+    for fqn in sorted(subclasses):
         yield (
             f"{fqn} is a quantized tensor, made of others: save it dequantized, or leave it out "
             f"({excluded_names(fqn)})"
         )
     for name in names:
         is_value = name in catalog.values or name in catalog.per_rank
-        if is_value and not _is_within(name, records):
+        if is_value and not any(name.startswith(f"{fqn}.") for fqn in subclasses):
             yield (
                 f"{name} is not a tensor: leave it out ({excluded_names(name)}), and store it "
                 f"elsewhere"
             )
-
-
-def _is_within(name: str, records: set[str]) -> bool:
-    return bool(records) and any(name.startswith(f"{fqn}.") for fqn in records)
 
 
 def _tensor_problems(fqn: str, tensor: ExportContents, only: str) -> Iterator[str]:
@@ -196,23 +192,18 @@ def packed(
     count = len(groups)
     files = []
     for number, (clone_of, members) in enumerate(groups, 1):
-        name = ONE_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SUFFIX}"
+        name = HF_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SAFETENSORS}"
         # As in safetensors: the widest dtype first, so that each tensor is aligned to it.
-        ordered = members if clone_of is not None else sorted(members, key=_by_alignment)
-        files.append(_file(name, ordered, clone_of))
+        by_width = sorted(members, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name))
+        files.append(_file(name, by_width if clone_of is None else members, clone_of))
     return tuple(files)
-
-
-def _by_alignment(tensor: ExportContents) -> tuple[int, str]:
-    return -DTYPES[tensor.dtype].itemsize, tensor.name
 
 
 def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) -> ExportedFile:
     doc: dict[str, object] = {"__metadata__": METADATA}
-    placed, start = [], 0
+    start = 0
     for tensor in tensors:
         stop = start + tensor.nbytes
-        placed.append((tensor, start))
         doc[tensor.name] = {
             "dtype": DTYPES[tensor.dtype].safetensors,
             "shape": [*tensor.shape],
@@ -226,14 +217,13 @@ def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) ->
             f"{name}: {len(tensors)} tensors need a header of {room} bytes, more than the limit "
             f"of safetensors: give a smaller max_shard_size"
         )
-    return ExportedFile(
-        name, room.to_bytes(8, "little") + text.ljust(room), tuple(placed), clone_of
-    )
+    header = room.to_bytes(8, "little") + text.ljust(room)
+    return ExportedFile(name, header, tuple(tensors), clone_of)
 
 
 def index_of(files: Sequence[ExportedFile]) -> bytes:
     """Return the index of several files, as transformers writes it."""
-    weight_map = {tensor.name: file.name for file in files for tensor, _ in file.tensors}
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
     doc = {
         "metadata": {"total_size": sum(file.data_nbytes for file in files)},
         "weight_map": dict(sorted(weight_map.items())),

@@ -24,12 +24,10 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignTensor,
     checkpoint_of,
 )
-from dist_ckpt.interop.registry import HF_FILE, HF_INDEX, SAFETENSORS
+from dist_ckpt.interop.registry import HF_INDEX
 
 # The tensors of such files get this component: `{"model": ...}`.
 MODEL = "model"
-
-INDEX, ONE_FILE, SUFFIX = HF_INDEX, HF_FILE, SAFETENSORS
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
 MAX_INDEX_NBYTES = 256 << 20  # more than any index has
@@ -52,8 +50,7 @@ def open_folder(storage: Storage, path: str) -> Storage:
 
 def read_file(storage: Storage, path: str) -> ForeignState:
     """Return the state in one file. CorruptError, IncompatibleError for another kind of file."""
-    tensors, metadata = _header_of(storage, path)
-    return _state(tensors, metadata)
+    return _state(*_header_of(storage, path))
 
 
 def read_folder(storage: Storage, folder: str) -> ForeignState:
@@ -61,12 +58,10 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
 
     NotFoundError names missing files, CorruptError tensors that the files do not contain.
     """
-    path = f"{folder}/{INDEX}"
-    index = _object(_json_of(storage, path, MAX_INDEX_NBYTES), path)
-    names = {
-        name: _file_name(file, path)
-        for name, file in _object(index.get("weight_map"), f"{path}, weight_map").items()
-    }
+    path = f"{folder}/{HF_INDEX}"
+    index = _read_index(storage, path)
+    weight_map = _object(index.get("weight_map"), f"{path}, weight_map")
+    names = {name: _file_name(file, path) for name, file in weight_map.items()}
     if not names:
         raise CorruptError(f"{path} names no tensor; fetch it again")
     tensors: list[ForeignTensor] = []
@@ -116,30 +111,6 @@ def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[s
         total = file.nbytes
     doc = _object(strict_json.parse(bytes(header).rstrip(b" "), path), path)
     metadata = _object(doc.pop("__metadata__", {}), f"{path}, __metadata__")
-    _check_foreign(metadata, path)
-    tensors = [_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc]
-    _check_apart(tensors, path)
-    return tensors, metadata
-
-
-def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
-    """Raise CorruptError if two tensors have common bytes: a small file could become large."""
-    end, last = 0, ""
-    for start, nbytes, name in sorted(map(_location_of, tensors)):
-        if nbytes and start < end:
-            raise CorruptError(
-                f"{path}: {strict_json.quoted(last)} and {strict_json.quoted(name)} have common "
-                f"bytes; fetch the file again"
-            )
-        end, last = max(end, start + nbytes), name
-
-
-def _location_of(tensor: ForeignTensor) -> tuple[int, int, str]:
-    nbytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-    return tensor.chunks[0].start, nbytes, tensor.fqn
-
-
-def _check_foreign(metadata: Mapping[str, Json], path: str) -> None:
     if "dist_ckpt_index" in metadata:
         raise IncompatibleError(
             f"{path} has the bytes of a state: read them with dist_ckpt.load_bytes(state, data)"
@@ -148,6 +119,25 @@ def _check_foreign(metadata: Mapping[str, Json], path: str) -> None:
         raise IncompatibleError(
             f"{path} is one file of a dist_ckpt checkpoint: give the checkpoint's folder"
         )
+    tensors = [_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc]
+    _check_apart(tensors, path)
+    return tensors, metadata
+
+
+def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
+    """Raise CorruptError if two tensors have common bytes: a small file could become large."""
+    end, last = 0, ""
+    spans = (
+        (entry.chunks[0].start, prod(entry.shape) * DTYPES[entry.dtype].itemsize, entry.fqn)
+        for entry in tensors
+    )
+    for start, nbytes, name in sorted(spans):
+        if nbytes and start < end:
+            raise CorruptError(
+                f"{path}: {strict_json.quoted(last)} and {strict_json.quoted(name)} have common "
+                f"bytes; fetch the file again"
+            )
+        end, last = max(end, start + nbytes), name
 
 
 def _tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:
@@ -198,13 +188,13 @@ def _opened(storage: Storage, path: str) -> ReadableFile:
         raise NotFoundError(f"{path}: the file does not exist") from None
 
 
-def _json_of(storage: Storage, path: str, most: int) -> Json:
+def _read_index(storage: Storage, path: str) -> dict[str, Json]:
     with closing(_opened(storage, path)) as file:
-        if file.nbytes > most:
+        if file.nbytes > (most := MAX_INDEX_NBYTES):
             raise CorruptError(f"{path}: an index has at most {most} bytes, not {file.nbytes}")
         data = bytearray(file.nbytes)
         count = file.read_into(0, memoryview(data))
-    return strict_json.parse(bytes(data[:count]), path)
+    return _object(strict_json.parse(bytes(data[:count]), path), path)
 
 
 def _object(value: Json, label: str) -> dict[str, Json]:

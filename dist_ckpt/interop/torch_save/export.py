@@ -37,8 +37,8 @@ from dist_ckpt.core.storage import real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative
 from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportContents
-from dist_ckpt.interop.hf.read import SUFFIX
 from dist_ckpt.interop.readers.torch_pickles import STORAGES
+from dist_ckpt.interop.registry import SAFETENSORS
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
@@ -109,9 +109,9 @@ def plan_export_file(
     selection = selection_of(include, exclude)
     if only is not None and (not isinstance(only, str) or not only):
         raise ValueError(f"only={only!r}: give the name of a component, or None for all")
-    if os.fspath(file).endswith(SUFFIX):
+    if os.fspath(file).endswith(SAFETENSORS):
         raise ValueError(
-            f"torch.load reads files named *{SUFFIX} as safetensors: choose another name"
+            f"torch.load reads files named *{SAFETENSORS} as safetensors: choose another name"
         )
     storage, source_path = OPENER.find(source)
     path = check_new_file(file, overwrite=overwrite)
