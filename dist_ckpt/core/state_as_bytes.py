@@ -88,7 +88,10 @@ def to_bytes(state: State) -> bytes:
     local.synchronize()
     files, objects = files_of_rank(plan, 0), objects_files(plan, local, 0, {})
     # The length of digests and headers does not depend on the data, so it is computed first.
-    blank = {file.name: _blank_header(file) for file in files}
+    blank = {}
+    for file in files:
+        digests = "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS)
+        blank[file.name] = file.header.fill(None, digests)
     start = len(_header(plan, files, objects, blank))
     with BytesIO() as out:
         nbytes = start + sum(file.nbytes - file.header.nbytes for file in files)
@@ -109,8 +112,7 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
     parts = []
     for entry in inventory.tensors:
         cells = cells_of(inventory.views[entry.view], 0, entry.shape)
-        numel = cells[0].numel if len(cells) == 1 else 0
-        if numel != prod(entry.shape):
+        if (cells[0].numel if len(cells) == 1 else 0) != prod(entry.shape):
             parts.append(entry.fqn)
     if parts:
         raise ValueError(
@@ -129,10 +131,6 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
 
 def _sources(local: LocalState, file: FilePlan) -> SourceOf:
     return lambda number: local.source(file.items[number].fqn, 0)
-
-
-def _blank_header(file: FilePlan) -> bytes:
-    return file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
 
 
 def _header(
@@ -290,7 +288,8 @@ class EncodedDocuments:
 
 def encode_header(documents: EncodedDocuments) -> bytes:
     """Return all before the tensors' data. ValueError if it is longer than safetensors reads."""
-    fields = [f'"{_INDEX}":{_json_text(documents.index.decode("utf-8"))}']
+    index = json.dumps(documents.index.decode("utf-8"), ensure_ascii=False)
+    fields = [f'"{_INDEX}":{index}']
     for field, name in _OBJECTS_FILES.items():
         encoded = b64encode(documents.objects.get(name, b"")).decode("ascii")
         fields.append(f'"{field}":"{encoded}"')
@@ -361,7 +360,3 @@ def _documents(text: str) -> EncodedDocuments:
     if not len(inner) <= room <= len(inner) + 2 * ALIGNMENT:
         raise ValueError(f"{len(inner)} bytes where the index says {room}")
     return EncodedDocuments(index, objects, room.to_bytes(8, "little") + inner.ljust(room))
-
-
-def _json_text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -200,15 +200,15 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path}: the attached {name!r} is not strict JSON, {error}: see read_attached"
             ) from None
-        if isinstance(document, dict) and (problems := self._problems_of(document)):
-            raise IncompatibleError(
-                f"{self.path}: its report {name!r} is of another model: {listed(problems, '; ')}"
-            )
+        if isinstance(document, dict):
+            config = None if self.config is None else as_json(self.config)
+            problems = problems_of_report(document, self.kind, config, self.num_parameters)
+            if problems:
+                raise IncompatibleError(
+                    f"{self.path}: its report {name!r} is of another model: "
+                    f"{listed(problems, '; ')}"
+                )
         return document
-
-    def _problems_of(self, report: Mapping[str, Json]) -> list[str]:
-        config = None if self.config is None else as_json(self.config)
-        return problems_of_report(report, self.kind, config, self.num_parameters)
 
     def __getitem__(self, fqn: str) -> StoredTensor:
         if fqn not in self:

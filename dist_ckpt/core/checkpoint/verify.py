@@ -115,7 +115,7 @@ def verify(
     storage, root = open_storage(opener.without_selector(path), direct_reads=True)
     for _ in range(MAX_TRIES):
         try:
-            return _verify_once(storage, root, level, progress or _silent)
+            return _verify_once(storage, root, level, progress or (lambda *_: None))
         except _GoneError:  # an overwrite has replaced it: check the new one
             continue
     raise StorageError(f"{root}: it is replaced faster than it can be read: try again")
@@ -149,10 +149,6 @@ def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) 
         num_files=index.num_files,
         nbytes_checked=verifying.nbytes_checked,
     )
-
-
-def _silent(nbytes_checked: int, nbytes: int) -> None:
-    pass
 
 
 def _order(problem: Problem) -> tuple[str, str, ByteRange, str]:
@@ -189,17 +185,17 @@ class _Verifying:
         sizes = [file.nbytes if level == "full" else file.header_nbytes for file in index.files]
         tables = (index.objects, index.attached)
         nbytes = sum(sizes) + sum(record.nbytes for table in tables for record in table)
+        parallel_for(lambda check: check(), self._checks(level, nbytes), threads=threads)
+        self._progress(self.nbytes_checked, nbytes)
+
+    def _checks(self, level: Level, nbytes: int) -> Iterator[Callable[[], object]]:
+        index = self._index
+        headers = (partial(self._check_header, *contents) for contents in _contents(index))
         work: Iterator[Callable[[], object]] = chain(
             (partial(self._check_objects, record) for record in index.objects),
             (partial(self._check_attached, record) for record in index.attached),
-            self._blocks() if level == "full" else self._headers(),
+            self._blocks() if level == "full" else headers,
         )
-        parallel_for(lambda check: check(), self._report_progress(work, nbytes), threads=threads)
-        self._progress(self.nbytes_checked, nbytes)
-
-    def _report_progress(
-        self, work: Iterator[Callable[[], object]], nbytes: int
-    ) -> Iterator[Callable[[], object]]:
         for check in work:
             self._progress(self.nbytes_checked, nbytes)
             yield check
@@ -258,14 +254,9 @@ class _Verifying:
 
     # --- shard files ---
 
-    def _headers(self) -> Iterator[Callable[[], object]]:
-        for record, expected in _contents(self._index):
-            yield partial(self._check_header, record, expected)
-
     def _blocks(self) -> Iterator[Callable[[], object]]:
         for record, expected in _contents(self._index):
-            checked = self._check_header(record, expected)
-            if checked is None:
+            if (checked := self._check_header(record, expected)) is None:
                 continue
             file, end = checked
             needed = every_block(file.header.shards, file.header.block_nbytes)
@@ -286,7 +277,11 @@ class _Verifying:
                 wrong_size = size_problem(readable, path, record)
                 header = read_header(readable, path, record, self._index)
         except CheckpointError as error:
-            self._add_lost(record, str(error), _all_of(expected))
+            lost = [
+                (fqn, rows_of(cell, shape, ElementRange(0, cell.numel)))
+                for (fqn, cell), (_, shape) in expected.items()
+            ]
+            self._add_lost(record, str(error), lost)
             return None
         self._count(record.header_nbytes)
         if wrong_size is not None:
@@ -348,11 +343,6 @@ class _Verifying:
 
 def _text(shard: tuple[str, Shape] | None) -> str:
     return "nothing" if shard is None else f"{shard[0]} {list(shard[1])}"
-
-
-def _all_of(expected: _Shards) -> Iterator[_Lost]:
-    for (fqn, cell), (_, shape) in expected.items():
-        yield fqn, rows_of(cell, shape, ElementRange(0, cell.numel))
 
 
 def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:

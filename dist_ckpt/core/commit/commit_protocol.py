@@ -52,8 +52,8 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import (
     CLAIM,
     INDEX,
+    ROOT_ID,
     Attempt,
-    is_next_to_attempts,
     is_reserved_name,
     is_temporary,
     parse_trash,
@@ -142,8 +142,9 @@ def list_replaceable(
         return None
     except NotADirectoryError:
         raise ExistsError(f"{path} is a file, or below one: choose another path") from None
-    ours = [*attempts_in(entries), *(entry for entry in entries if is_next_to_attempts(entry.name))]
-    if entries and not ours:
+    # Next to attempts are trash, and the root's id if this is a root too.
+    has_ours = any(parse_trash(entry.name) or entry.name == ROOT_ID for entry in entries)
+    if entries and not has_ours and not any(attempts_in(entries)):
         names = ", ".join(entry.name for entry in entries[:5])
         raise ExistsError(
             f"{path} has files that dist_ckpt did not write ({names}): choose another path"

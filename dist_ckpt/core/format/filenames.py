@@ -108,15 +108,9 @@ def parse_trash(name: str) -> Attempt | None:
     return parse_attempt(match[1]) if match else None
 
 
-def is_next_to_attempts(name: str) -> bool:
-    """Return True for names next to attempts: trash, or the root's id if this is a root too."""
-    return parse_trash(name) is not None or name == ROOT_ID
-
-
 def is_reserved_name(name: str) -> bool:
     """Return True if a folder of this name is never a checkpoint."""
-    is_attempt = parse_attempt(name) is not None or parse_trash(name) is not None
-    return is_attempt or name in NO_CHECKPOINTS
+    return name in NO_CHECKPOINTS or bool(parse_attempt(name) or parse_trash(name))
 
 
 def is_selector(text: str) -> bool:
@@ -265,8 +259,6 @@ def is_in_attempt(name: str) -> bool:
     """Return True if an attempt can contain this file. No other file is ever unlinked."""
     return (
         name in (INDEX, CLAIM, OBJECTS)
-        or _TEMPORARY.fullmatch(name) is not None
-        or _SHARD_FILE.fullmatch(name) is not None
-        or _OBJECTS_FILE.fullmatch(name) is not None
+        or any(pattern.fullmatch(name) for pattern in (_TEMPORARY, _SHARD_FILE, _OBJECTS_FILE))
         or parse_attached_file(name) is not None
     )

@@ -17,6 +17,7 @@ from dist_ckpt.core.format.strict_json import (
     VERSION,
     Json,
     Scalar,
+    boolean,
     check_version,
     corrupt_error,
     fields,
@@ -130,8 +131,7 @@ def decode_record(data: bytes, cls: type[R], label: str, *, is_old: bool = False
 
     `is_old` decodes an incarnation in `.starts`, which dist_ckpt 0.1.0 wrote.
     """
-    names = _OLD_NAMES_OF_INCARNATION if is_old else _NAMES[cls]
-    record = cls(*_decode(data, names, label))
+    record = cls(*_decode(data, _OLD_NAMES_OF_INCARNATION if is_old else _NAMES[cls], label))
     if isinstance(record, AnswerRecord) and (record.outcome == "saved") != bool(record.saved):
         saved = quoted(_encode(record.saved))
         raise corrupt_error(label, f"the outcome is {record.outcome!r}, and saved is {saved}")
@@ -148,22 +148,11 @@ def _decode(data: bytes, names: Sequence[str], label: str) -> list[Any]:
     if not is_sealed:
         raise corrupt_error(label, "it does not end with its digest")
     _, *values, _ = fields(doc, ("format", *names, "digest"), label)
-    return [
-        _DECODERS[name](value, f"{label}, {name}")
-        for name, value in zip(names, values, strict=True)
-    ]
+    return [_DECODERS[n](v, f"{label}, {n}") for n, v in zip(names, values, strict=True)]
 
 
 def _decode_step(value: Json, label: str) -> int:
     return integer(value, 0, MAX_STEP, label)
-
-
-def _decode_number(value: Json, label: str) -> int:
-    return integer(value, 1, MAX_INCARNATION, label)
-
-
-def _decode_id(value: Json, label: str) -> str:
-    return hex_digits(value, ID_LENGTH, label)
 
 
 def _decode_attempt(value: Json, label: str) -> Attempt:
@@ -189,12 +178,6 @@ def _decode_values(value: Json, label: str) -> dict[str, Scalar]:
     return values
 
 
-def _decode_stop(value: Json, label: str) -> bool:
-    if not isinstance(value, bool):
-        raise corrupt_error(label, f"{quoted(value)} is not true or false")
-    return value
-
-
 def _decode_outcome(value: Json, label: str) -> str:
     if value not in ("saved", "failed", "ended"):
         raise corrupt_error(label, f"{quoted(value)} is not an outcome")
@@ -208,15 +191,17 @@ def _decode_time(value: Json, label: str) -> float:
     return at
 
 
-_DECODERS: Mapping[str, Callable[[Json, str], object]] = {
+_DECODERS: Mapping[str, Callable[[Json, str], Any]] = {
     "step": _decode_step,
     "attempt": _decode_attempt,
     "kind": string,
     "values": _decode_values,
-    **dict.fromkeys(("incarnation", "start"), _decode_number),
-    **dict.fromkeys(("id", "request"), _decode_id),
+    **dict.fromkeys(
+        ("incarnation", "start"), lambda value, label: integer(value, 1, MAX_INCARNATION, label)
+    ),
+    **dict.fromkeys(("id", "request"), lambda value, label: hex_digits(value, ID_LENGTH, label)),
     **dict.fromkeys(("restored_step", "restored", "saved"), _decode_checkpoint),
-    "stop": _decode_stop,
+    "stop": boolean,
     "outcome": _decode_outcome,
     "why": string,
     "by": string,

@@ -237,15 +237,9 @@ class HeaderText:
     def fill(self, step: int | None, digests: str) -> bytes:
         """Return the first `nbytes` bytes of the file. Every block has a digest."""
         assert len(digests) == self.num_digests * BLOCK_DIGEST_CHARS, "a digest for every block"
-        text = b"".join(
-            (
-                self.before_step,
-                b"null" if step is None else b"%d" % step,
-                self.before_digests,
-                digests.encode("ascii"),
-                self.rest,
-            )
-        )
+        number = b"null" if step is None else b"%d" % step
+        parts = (self.before_step, number, self.before_digests, digests.encode("ascii"), self.rest)
+        text = b"".join(parts)
         room = self.nbytes - 8
         assert self.nbytes % ALIGNMENT == 0, "the shards begin aligned"
         assert len(text) <= room, f"a header of {len(text)} bytes in a room of {room}"
@@ -347,15 +341,12 @@ def _encode_cell(cell: Cell) -> Json:
 
 def _names(cells: Sequence[tuple[str, Shape, Cell]]) -> list[str]:
     natural = [_natural_name(fqn, shape, cell) for fqn, shape, cell in cells]
-    used = {name for name in natural if name is not None}
+    used = set(natural)
     names = []
     for number, name in enumerate(natural):
-        if name is None:
-            # Count in steps that no other shard of the file uses.
-            tries = (f"t{n}" for n in count(number, len(cells)))
-            names.append(next(free for free in tries if free not in used))
-        else:
-            names.append(name)
+        # Count in steps that no other shard of the file uses.
+        tries = (f"t{n}" for n in count(number, len(cells)))
+        names.append(next(free for free in tries if free not in used) if name is None else name)
     return names
 
 

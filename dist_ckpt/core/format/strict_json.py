@@ -90,7 +90,10 @@ def parse(data: bytes, label: str) -> Json:
         raise corrupt_error(label, f"not JSON: {error}") from None
     _check_depth(doc, label)
     if "\\u" in text and _SURROGATE_ESCAPE.search(text):
-        _check_surrogates(doc, label)
+        try:
+            json.dumps(doc, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise corrupt_error(label, "a string with half a surrogate pair") from None
     return doc
 
 
@@ -202,13 +205,11 @@ def fields(doc: Json, names: Sequence[str], label: str) -> list[Json]:
     if type(doc) is not dict:
         raise corrupt_error(label, "not an object")
     if len(doc) != len(names) or any(name not in doc for name in names):
-        missing = [name for name in names if name not in doc]
+        if missing := [name for name in names if name not in doc]:
+            raise corrupt_error(label, f"no field {missing[0]!r}")
         # msgpack, unlike JSON, has keys that are not strings.
         extra = [str(name) for name in doc if name not in names]
-        unknown = [name for name in extra if not name.startswith("x-")]
-        if missing:
-            raise corrupt_error(label, f"no field {missing[0]!r}")
-        if unknown:
+        if unknown := [name for name in extra if not name.startswith("x-")]:
             raise corrupt_error(label, f"unknown field {unknown[0][:100]!r}")
     return [doc[name] for name in names]
 
@@ -225,6 +226,13 @@ def number(value: Json, label: str) -> float:
     if type(value) is not float and type(value) is not int:
         raise corrupt_error(label, f"{quoted(value)} is not a number")
     return float(value)
+
+
+def boolean(value: Json, label: str) -> bool:
+    """Return true or false."""
+    if type(value) is not bool:
+        raise corrupt_error(label, f"{quoted(value)} is not true or false")
+    return value
 
 
 def string(value: Json, label: str) -> str:
@@ -378,10 +386,3 @@ def _check_depth(doc: Json, label: str) -> None:
         if not level:
             return
     raise corrupt_error(label, f"nested deeper than {MAX_DEPTH} levels")
-
-
-def _check_surrogates(doc: Json, label: str) -> None:
-    try:
-        json.dumps(doc, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise corrupt_error(label, "a string with half a surrogate pair") from None

@@ -75,19 +75,14 @@ def _is_from_import() -> bool:
     return opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
-_NONE: Mapping[str, str] = MappingProxyType({})
-
-
 def lazy_exports(
-    package: str, modules: Mapping[str, str], new_names: Mapping[str, str] = _NONE
+    package: str, modules: Mapping[str, str], new_names: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[str], object]:
     """Return a `__getattr__` that imports names at their first use, and refuses old names."""
-    refuse = refuse_old_names(package, new_names)
 
     def get(name: str) -> object:
-        module = modules.get(name)
-        if module is None:
-            return refuse(name)
+        if (module := modules.get(name)) is None:
+            return refuse_old_names(package, new_names)(name)
         return getattr(importlib.import_module(f"{package}.{module}"), name)
 
     return get

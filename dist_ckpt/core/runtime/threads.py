@@ -79,20 +79,18 @@ class DaemonThreads:
             self._team.changed.notify_all()
 
     def _serve(self) -> None:
-        while (call := self._next()) is not None:
+        team = self._team
+        while True:
+            with team.changed:
+                team.num_idle += 1
+                team.changed.wait_for(lambda: team.calls or self._closed, IDLE_S)
+                team.num_idle -= 1
+                if not team.calls:
+                    team.num_threads -= 1
+                    return
+                call = team.calls.popleft()
             call()
             del call  # it holds buffers
-
-    def _next(self) -> Callable[[], None] | None:
-        team = self._team
-        with team.changed:
-            team.num_idle += 1
-            team.changed.wait_for(lambda: team.calls or self._closed, IDLE_S)
-            team.num_idle -= 1
-            if team.calls:
-                return team.calls.popleft()
-            team.num_threads -= 1
-            return None
 
 
 @dataclass(slots=True)

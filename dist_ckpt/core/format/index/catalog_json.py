@@ -17,6 +17,7 @@ from dist_ckpt.core.format.index.index import MAX_KEY_DEPTH, Catalog, Component,
 from dist_ckpt.core.format.strict_json import (
     Json,
     array,
+    boolean,
     corrupt_error,
     decode_dtype,
     decode_region,
@@ -207,21 +208,17 @@ def _decode_holders(value: Json, world_size: int, label: str) -> list[HolderTabl
             stop = first + integer(count, 1, world_size - first, label)
             holders: HolderTable = tuple(single[first:stop])
         else:
-            holders = tuple(
-                _decode_ranks(ranks, world_size, label) for ranks in array(table, label)
-            )
+            holders = tuple(integers(ranks, label) for ranks in array(table, label))
+            for ranks in holders:
+                if not ranks or ranks[-1] >= world_size or any(a >= b for a, b in pairwise(ranks)):
+                    raise corrupt_error(
+                        label, f"{quoted([*ranks])} is not an ascending list of ranks"
+                    )
         tables.append(holders)
         num_cells += len(holders)
         if num_cells > MAX_CELLS:
             raise corrupt_error(label, f"more than {MAX_CELLS} cells")
     return tables
-
-
-def _decode_ranks(value: Json, world_size: int, label: str) -> tuple[int, ...]:
-    ranks = integers(value, label)
-    if not ranks or ranks[-1] >= world_size or any(a >= b for a, b in pairwise(ranks)):
-        raise corrupt_error(label, f"{quoted(value)} is not an ascending list of ranks")
-    return ranks
 
 
 def _decode_layouts(value: Json, tables: list[HolderTable], label: str) -> tuple[Layout, ...]:
@@ -258,9 +255,7 @@ def _decode_parameters(value: Json, names: Sequence[str], label: str) -> dict[st
         start, count, trainable = row(run, 3, label)
         first = integer(start, free, len(names) - 1, label)
         free = first + integer(count, 1, len(names) - first, label)
-        if type(trainable) is not bool:
-            raise corrupt_error(label, f"{quoted(trainable)} is not true or false")
-        parameters.update(dict.fromkeys(names[first:free], trainable))
+        parameters.update(dict.fromkeys(names[first:free], boolean(trainable, label)))
     return parameters
 
 
@@ -280,9 +275,6 @@ def _decode_key(value: Json, label: str, depth: int) -> Key:
     if type(value) is int or type(value) is str:
         return value
     raise corrupt_error(label, f"{quoted(value)} is not a key")
-
-
-# --- tensors ---------------------------------------------------------------------------------
 
 
 def _decode_tensors(

@@ -99,23 +99,20 @@ def _index_body(index: Index, text: EncodedCatalog) -> bytes:
         **({} if index.save is None else {"save": index.save}),
         "step": index.step,
     }
+    attached: list[Json] = [[file.name, file.nbytes, file.digest] for file in index.attached]
     after: dict[str, Json] = {
         "files": [
             [file.component, file.rank, file.nbytes, file.header_nbytes, file.digest]
             for file in index.files
         ],
         "objects": [[file.name, file.nbytes, file.digest] for file in index.objects],
-        **({"attached": _attached_rows(index)} if index.attached else {}),
+        **({"attached": attached} if attached else {}),
         "metadata": dict(index.metadata),
         "saved_by": dict(index.saved_by),
         "saved_at": index.saved_at,
     }
     parts = (strict_json.dump(before)[:-1], text.fields, strict_json.dump(after)[1:-1])
     return strict_json.checked(b",".join(parts))
-
-
-def _attached_rows(index: Index) -> Json:
-    return [[file.name, file.nbytes, file.digest] for file in index.attached]
 
 
 # --- decoding --------------------------------------------------------------------------------
@@ -243,8 +240,7 @@ def _decode_attached(value: Json, label: str) -> tuple[AttachedFileRecord, ...]:
     if len({file.name.lower() for file in files}) != len(files):
         raise corrupt_error(label, "a name is listed twice, or in upper and lower case")
     if len(files) > MAX_ATTACHED or sum(file.nbytes for file in files) > MAX_ATTACHED_NBYTES:
-        most = f"{MAX_ATTACHED} files or {MAX_ATTACHED_NBYTES} bytes"
-        raise corrupt_error(label, f"more than {most}")
+        raise corrupt_error(label, f"more than {MAX_ATTACHED} files or {MAX_ATTACHED_NBYTES} bytes")
     return files
 
 
@@ -279,9 +275,7 @@ def _files_of(
     needed: set[tuple[int, int]] = set()
     # The holders that store depend on the rotation modulo the period of all lists of holders.
     periods = [lcm(*{len(ranks) for ranks in layout.holders}) for layout in catalog.layouts]
-    turns: set[tuple[int, int, int]] = set()
-    for tensor in records:
-        turns.add((tensor.component, tensor.layout, tensor.rotation % periods[tensor.layout]))
+    turns = {(t.component, t.layout, t.rotation % periods[t.layout]) for t in records}
     num_lookups = 0
     for component, layout, rotation in turns:
         holders = catalog.layouts[layout].holders
@@ -297,17 +291,11 @@ def _files_of(
 
 
 def _check_objects_files(index: Index, label: str) -> None:
-    """Check that every value has its file. The coordinator's values are in the global one."""
-    catalog = index.catalog
+    """Check that exactly the files with values are listed, and maybe the global one."""
     names = {file.name for file in index.objects}
     if len(names) != len(index.objects):
         raise corrupt_error(label, "an objects file is listed twice")
-    ranks: Iterable[int] = {rank for keys in catalog.per_rank.values() for _, rank in keys}
-    needed = {filenames.objects_file(rank) for rank in ranks}
-    needed |= {
-        filenames.objects_file(rank) if rank else filenames.OBJECTS
-        for rank in catalog.values.values()
-    }
+    needed = set(objects_file.contents_of(index.catalog))
     if missing := sorted(needed - names):
         raise corrupt_error(label, f"{missing[0]} holds values but is not listed")
     if extra := sorted(names - needed - {filenames.OBJECTS}):

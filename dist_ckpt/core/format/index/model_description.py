@@ -37,11 +37,8 @@ def check_description(
         if not isinstance(config, Mapping):
             raise TypeError(f"config is a {type(config).__name__}: give a dict")
         check_plain(dict(config), CONFIG)
-    if kind is not None:
-        _check_kind(kind)
-
-
-def _check_kind(kind: object) -> None:
+    if kind is None:
+        return
     if not isinstance(kind, str):
         raise TypeError(f'kind={kind!r}: give a text, such as "baseline"')
     if not 1 <= len(kind) <= MAX_KIND_CHARS or not is_text(kind):
@@ -82,10 +79,8 @@ def problems_of_description(
     if config is not None and stored is None:
         problems.append(_unknown(CONFIG))
     elif config is not None:
-        changes = differences(stored, config)
-        problems += [
-            f"config.{name}: {old} there, {new} here" for name, (old, new) in changes.items()
-        ]
+        for name, (old, new) in differences(stored, config).items():
+            problems.append(f"config.{name}: {old} there, {new} here")
     return problems
 
 

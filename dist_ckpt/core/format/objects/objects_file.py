@@ -84,14 +84,10 @@ def encode(file: ObjectsFile) -> bytes:
 
 
 def _largest(doc: Mapping[str, Any]) -> str:
-    values: dict[str, object] = {
-        **doc["values"],
-        **doc["per_rank"],
-        "the metadata": doc["metadata"],
-    }
-    encoded = {
-        name: encode_value(value, name, around=_NUM_LEVELS_AROUND) for name, value in values.items()
-    }
+    values: dict[str, object] = {**doc["values"], **doc["per_rank"]}
+    values["the metadata"] = doc["metadata"]
+    around = _NUM_LEVELS_AROUND
+    encoded = {name: encode_value(value, name, around=around) for name, value in values.items()}
     return max(encoded, key=lambda name: cost_of(encoded[name], 1 << 63))
 
 
@@ -113,20 +109,16 @@ def decode(
         raise IncompatibleError(f"{label}: {error}") from error
     check_version(doc, label)
     try:
-        return _decode_fields(fields(doc, _FIELDS, label))
+        _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, label)
+        return ObjectsFile(
+            tree=_tree(tree),
+            values=_named(values),
+            per_rank={fqn: _keyed(rows) for fqn, rows in _named(per_rank).items()},
+            numpy=tuple(typed(fqn, str) for fqn in typed(numpy, list)),
+            metadata=typed(metadata, dict),
+        )
     except ValueError as error:
         raise corrupt_error(label, str(error)) from None
-
-
-def _decode_fields(values_of_fields: Sequence[Any]) -> ObjectsFile:
-    _, tree, values, per_rank, numpy, metadata = values_of_fields
-    return ObjectsFile(
-        tree=_tree(tree),
-        values=_named(values),
-        per_rank={fqn: _keyed(rows) for fqn, rows in _named(per_rank).items()},
-        numpy=tuple(typed(fqn, str) for fqn in typed(numpy, list)),
-        metadata=typed(metadata, dict),
-    )
 
 
 # The values of each objects file, by its name: their fqns, and the key of each per-rank value.
