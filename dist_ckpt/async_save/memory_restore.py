@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from dist_ckpt import __version__
+from dist_ckpt.async_save.snapshots.arena_layout import SnapshotMetadata
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
-    RecoveredSaves,
     SaveIdentity,
-    committed_in_memory,
-    recovered_saves,
-    uncommitted_in_memory,
+    files_of,
+    open_saves,
+    uncommitted_source,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
-from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource
+from dist_ckpt.core.checkpoint.open_checkpoint import NOTHING_IN_MEMORY, MemorySource
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts, mismatched_groups
@@ -35,6 +35,7 @@ from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import MAX_STEP, Index
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import plan_of
@@ -132,11 +133,6 @@ class _SaveOnAllHosts:
     was_committed: bool
     sealed: tuple[frozenset[int], ...]
 
-    @property
-    def is_on_all_hosts(self) -> bool:
-        """True if each host has all of it."""
-        return all(len(ranks) == self.save.world_size for ranks in self.sealed)
-
     def attempt_above(self, number: int) -> Attempt:
         """Return the claimed attempt; else one above `number`, of its incarnation if possible."""
         for claimed in map(parse_attempt, self.attempts):
@@ -155,7 +151,7 @@ class _MemoryRestore:
     stack: ExitStack
     saver: SaverInfo
     history: IncarnationHistory | None
-    _recovered: RecoveredSaves | None = None
+    _saves: Mapping[str, RecoveredSave] | None = None
     _index: bytes | None = None
 
     def choose(self, unusable: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
@@ -168,18 +164,20 @@ class _MemoryRestore:
                 if savers is not None:
                     check_savers("AsyncSaver.restore", savers)
             with channel.exchange("snapshots") as choosing:
-                recovered, report = self._read_host()
+                saves, report = self._read_host()
                 reports = choosing.gather(report)
                 if reports is not None:
                     choosing.decide(self._decide(reports, unusable))
         choice = choosing.result(_RestoreChoice)
         if not choice.id:
             return None
-        save = recovered.saves.get(choice.id)
+        save = saves.get(choice.id)
         if choice.attempt:
             assert save is not None, "each host has it"
-            return choice, uncommitted_in_memory(save, choice.attempt, self._index)
-        return choice, committed_in_memory(save)
+            return choice, uncommitted_source(save, choice.attempt, self._index)
+        if save is None:
+            return choice, NOTHING_IN_MEMORY
+        return choice, MemorySource(lambda path, index, stack: files_of(save, path, index))
 
     def _decide(self, reports: Sequence[_HostReport], unusable: set[str]) -> _RestoreChoice:
         """Choose the newest usable save. Coordinator only."""
@@ -197,16 +195,15 @@ class _MemoryRestore:
             return _RestoreChoice(save.id, save.path, attempt or "")
         return _RestoreChoice("", "", "")
 
-    def _read_host(self) -> tuple[RecoveredSaves, _HostReport]:
-        problems: tuple[str, ...] = ()
-        if self._recovered is None:
-            self._recovered = self.stack.enter_context(recovered_saves(self._folders()))
-            problems = self._recovered.problems
+    def _read_host(self) -> tuple[Mapping[str, RecoveredSave], _HostReport]:
+        problems: Sequence[str] = ()
+        if self._saves is None:
+            self._saves, problems = self.stack.enter_context(open_saves(self._folders()))
         saves = tuple(
             _SaveOnHost(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
-            for save in self._recovered.saves.values()
+            for save in self._saves.values()
         )
-        return self._recovered, _HostReport(saves, problems)
+        return self._saves, _HostReport(saves, tuple(problems))
 
     def _folders(self) -> Iterator[RankFolder]:
         """Yield the folders of this run's ranks, and those without a living trainer."""
@@ -242,11 +239,11 @@ class _MemoryRestore:
         return attempt
 
     def _rebuild_index(self, candidate: _SaveOnAllHosts, attempt: str) -> bytes:
-        if not candidate.is_on_all_hosts:
+        if any(len(ranks) != candidate.save.world_size for ranks in candidate.sealed):
             raise _UnusableError("it was not committed, and not every host has all of it")
-        assert self._recovered is not None
+        assert self._saves is not None
         try:
-            return rebuild_index(self._recovered.saves[candidate.save.id], attempt)
+            return rebuild_index(self._saves[candidate.save.id], attempt)
         except (CheckpointError, ValueError) as error:
             raise _UnusableError(str(error)) from error
 
@@ -316,19 +313,19 @@ def _merge(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_SaveOnAllHosts]
     """Merge the saves of all ranks' hosts, the newest first."""
     by_save: dict[SaveIdentity, dict[int, _SaveOnHost]] = {}
     for rank, saves in enumerate(host_saves):
-        for part in saves:
-            by_save.setdefault(part.save, {})[rank] = part
+        for save in saves:
+            by_save.setdefault(save.save, {})[rank] = save
     candidates = [
         _SaveOnAllHosts(
-            save,
-            frozenset(part.attempt for part in parts.values() if part.attempt),
-            any(part.was_committed for part in parts.values()),
+            identity,
+            frozenset(save.attempt for save in by_rank.values() if save.attempt),
+            any(save.was_committed for save in by_rank.values()),
             tuple(
-                parts[rank].sealed if rank in parts else frozenset()
+                by_rank[rank].sealed if rank in by_rank else frozenset()
                 for rank in range(len(host_saves))
             ),
         )
-        for save, parts in by_save.items()
+        for identity, by_rank in by_save.items()
     ]
     return sorted(candidates, key=lambda item: (item.save.began_at, item.save.id), reverse=True)
 
@@ -338,15 +335,16 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
 
     StorageError or ValueError if it could not be committed, or another version planned it.
     """
-    details = [save.details(rank) for rank in range(save.identity.world_size)]
+    sealed = [save.sealed[rank] for rank in range(save.identity.world_size)]
+    details = [typed_msgpack.decode(s.snapshot.details, SnapshotMetadata) for s in sealed]
     first = details[0]
     if first.saved_by.get("dist_ckpt") != __version__:
         raise ValueError(f"{first.saved_by} has saved it, and this dist_ckpt is {__version__}")
     receipts = []
-    for rank, rank_details in enumerate(details):
-        seal = save.sealed[rank].seal
-        assert seal is not None, "it is sealed"
-        receipts.append(RankWriteResult(seal.files, rank_details.replicas, 0.0).receipt)
+    for recovered, rank_details in zip(sealed, details, strict=True):
+        assert recovered.seal is not None, "it is sealed"
+        result = RankWriteResult(recovered.seal.files, rank_details.replicas, 0.0)
+        receipts.append(result.receipt)
     if mismatched_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.identity.world_size).catalog

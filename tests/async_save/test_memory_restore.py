@@ -23,7 +23,7 @@ from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, recovered_saves
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_saves
 from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import ROOT_ID, parse_attempt
@@ -215,8 +215,8 @@ def test_a_save_that_was_never_committed_is_restored_if_all_of_it_is_there(
 def test_the_index_of_a_save_in_memory_has_its_id(root, folder):
     saved = kept.save(root / "ck", 2, 7)
     kept.keep(folder, saved)
-    with recovered_saves([folder.rank(0), folder.rank(1)]) as found:
-        (save,) = found.saves.values()
+    with open_saves([folder.rank(0), folder.rank(1)]) as (saves, _):
+        (save,) = saves.values()
         index = decode(rebuild_index(save, saved.attempt))
     assert isinstance(index, Index)
     assert index.save == save.identity.id
@@ -230,8 +230,8 @@ def put_a_file_there(saved: kept.Saved) -> None:
 def test_the_index_of_a_save_in_memory_has_what_is_attached(root, folder):
     saved = kept.save(root / "ck", 2, 7, attach={"a.json": {"loss": 0.5}})
     kept.keep(folder, saved)
-    with recovered_saves([folder.rank(0), folder.rank(1)]) as found:
-        (save,) = found.saves.values()
+    with open_saves([folder.rank(0), folder.rank(1)]) as (saves, _):
+        (save,) = saves.values()
         index = decode(rebuild_index(save, saved.attempt))
     assert isinstance(index, Index)
     assert index.attached == attempts.find_checkpoint(*open_storage(saved.path))[1].attached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     arena_nbytes,
 )
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSaves, recovered_saves
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSave, open_saves
 from dist_ckpt.core.runtime import typed_msgpack
 
 DETAILS = SnapshotMetadata(False, {}, {"dist_ckpt": "1"}, 5.0, (), ())
@@ -60,29 +61,29 @@ def keep(
     arenas.close()
 
 
-def look(folder: JobFolder) -> RecoveredSaves:
-    with recovered_saves(folder.present()) as kept:
-        return kept
+def look(folder: JobFolder) -> tuple[Mapping[str, RecoveredSave], Sequence[str]]:
+    with open_saves(folder.present()) as saves_and_problems:
+        return saves_and_problems
 
 
 def test_what_all_ranks_have_sealed_is_complete(folder):
     for rank in range(2):
         keep(folder, snapshot(rank))
-    kept = look(folder)
-    (save,) = kept.saves.values()
+    saves, problems = look(folder)
+    (save,) = saves.values()
     one = save.identity
     assert (one.id, one.path, one.step) == (f"{1:032x}", "/runs/1", 1)
     assert (one.world_size, one.began_at, save.attempt) == (2, 5.0, ATTEMPT)
     assert sorted(save.sealed) == [0, 1]
-    assert save.details(1) == DETAILS
-    assert kept.problems == ()
+    assert save.sealed[1].snapshot.details == typed_msgpack.encode(DETAILS)
+    assert problems == []
 
 
 def test_a_rank_that_has_not_sealed_its_part_lacks(folder):
     keep(folder, snapshot(0))
     keep(folder, snapshot(1), is_sealed=False)
     keep(folder, snapshot(0, 2), arena=1, is_complete=False)
-    saves = look(folder).saves
+    saves, _ = look(folder)
     assert {save.identity.step: sorted(save.sealed) for save in saves.values()} == {1: [0], 2: []}
     assert saves[f"{2:032x}"].attempt is None
 
@@ -90,10 +91,10 @@ def test_a_rank_that_has_not_sealed_its_part_lacks(folder):
 def test_a_snapshot_that_is_of_another_save_on_another_rank_is_left_out(folder):
     keep(folder, snapshot(0))
     keep(folder, replace(snapshot(1), path="/elsewhere"))
-    kept = look(folder)
-    (save,) = kept.saves.values()
+    saves, problems = look(folder)
+    (save,) = saves.values()
     assert list(save.sealed) == [0]
-    assert "is of another save on another rank" in kept.problems[0]
+    assert "is of another save on another rank" in problems[0]
 
 
 def test_a_snapshot_that_was_sealed_as_another_attempt_is_left_out(folder):
@@ -101,10 +102,10 @@ def test_a_snapshot_that_was_sealed_as_another_attempt_is_left_out(folder):
     one = snapshot(1)
     files = ((one.images[0].name, 5000, 100, "f" * 32),)
     keep(folder, one, seal=Seal("a2-0123456789abcdef", files))
-    kept = look(folder)
-    (save,) = kept.saves.values()
+    saves, problems = look(folder)
+    (save,) = saves.values()
     assert (list(save.sealed), save.attempt) == ([0], ATTEMPT)
-    assert "and as another" in kept.problems[0]
+    assert "and as another" in problems[0]
 
 
 def test_a_writer_that_knew_of_no_attempt_has_sealed_the_one_of_the_others(folder):
@@ -114,30 +115,30 @@ def test_a_writer_that_knew_of_no_attempt_has_sealed_the_one_of_the_others(folde
             files = ((one.images[0].name, 5000, 100, "f" * 32),)
             attempt = UNCLAIMED if rank == world else ATTEMPT
             keep(folder, one, arena=world, seal=Seal(attempt, files))
-    kept = look(folder)
-    assert kept.problems == ()
-    for save in kept.saves.values():
+    saves, problems = look(folder)
+    assert problems == []
+    for save in saves.values():
         assert (sorted(save.sealed), save.attempt) == ([0, 1], ATTEMPT)
 
 
 @pytest.mark.parametrize("file", [("other", 5000), ("model-00000.safetensors", 4999)])
 def test_a_seal_of_other_files_is_none(folder, file):
     keep(folder, snapshot(0), seal=Seal(ATTEMPT, ((*file, 100, "f" * 32),)))
-    kept = look(folder)
-    assert kept.saves == {}
-    assert "sealed with other files" in kept.problems[0]
+    saves, problems = look(folder)
+    assert saves == {}
+    assert "sealed with other files" in problems[0]
 
 
 def test_a_snapshot_in_the_folder_of_another_rank_is_left_out(folder):
     keep(folder, snapshot(0), rank=1)
-    kept = look(folder)
-    assert kept.saves == {}
-    assert "a snapshot of rank 0 is in the folder of rank 1" in kept.problems[0]
+    saves, problems = look(folder)
+    assert saves == {}
+    assert "a snapshot of rank 0 is in the folder of rank 1" in problems[0]
 
 
 def test_details_that_make_no_sense_are_told(folder):
     keep(folder, replace(snapshot(0), details=b"\xc1"))
     keep(folder, snapshot(1))
-    kept = look(folder)
-    assert len(kept.problems) == 1
-    assert [sorted(save.sealed) for save in kept.saves.values()] == [[1]]
+    saves, problems = look(folder)
+    assert len(problems) == 1
+    assert [sorted(save.sealed) for save in saves.values()] == [[1]]

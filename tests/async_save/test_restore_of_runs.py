@@ -48,7 +48,9 @@ def begin_from(root: Path, step: int | None, start: int = 0) -> Incarnation:
 def keep(folder: JobFolder, saved: kept.Saved, run: Incarnation | None, **options: Any) -> None:
     """Leave a save of a start in memory."""
     details = options.pop("details", {})
-    kept.keep(folder, saved, edit=lambda one, _: replace(one, run=run, **details), **options)
+    kept.keep(
+        folder, saved, edit=lambda one, _: replace(one, incarnation=run, **details), **options
+    )
 
 
 def lose(saved: kept.Saved) -> None:

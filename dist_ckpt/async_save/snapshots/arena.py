@@ -25,9 +25,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.arena_layout import Record, Seal, Snapshot, SnapshotSpans
+from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
-from dist_ckpt.async_save.snapshots.recovered_snapshots import SaveIdentity, open_first
+from dist_ckpt.async_save.snapshots.recovered_snapshots import (
+    RecoveredSnapshot,
+    SaveIdentity,
+    open_first,
+)
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.shared_memory import (
     create_anonymous,
@@ -53,11 +57,13 @@ _log = logging.getLogger("dist_ckpt")
 _MAX_SEQUENCE = 1 << 62
 
 
-class _Words:
-    """The words of a mapped arena. Threads may share it."""
+class _MappedArena:
+    """The mapped memory of an arena. Threads may share its words."""
 
-    def __init__(self, view: memoryview) -> None:
-        self._words = view[: layout.HEADER_NBYTES].cast("Q")
+    def __init__(self, fd: int, *, touch: bool) -> None:
+        self.memory = map_writable(fd, touch=touch)
+        self.view = memoryview(self.memory)
+        self._words = self.view[: layout.HEADER_NBYTES].cast("Q")
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -74,27 +80,18 @@ class _Words:
         self._words[word] = value
         self._fence()
 
-    def _fence(self) -> None:
-        self._lock.release()
-        self._lock.acquire()
-
-
-class _Mapped:
-    """The mapped memory of an arena, and its words."""
-
-    def __init__(self, fd: int, *, touch: bool) -> None:
-        self.memory = map_writable(fd, touch=touch)
-        self.view = memoryview(self.memory)
-        self.words = _Words(self.view)
-
-    def record(self, offset: int) -> Record | None:
-        return layout.decode_record(self.view[: layout.HEADER_NBYTES], offset)
-
     def write(self, offset: int, start: int, document: bytes, sequence: int) -> None:
         """Write a document, then its record."""
         self.view[start : start + len(document)] = document
         record = layout.encode_record(layout.record_of(sequence, document))
         self.view[offset : offset + len(record)] = record
+
+    def images(self, placement: SnapshotSpans) -> tuple[memoryview, ...]:
+        return tuple(self.view[span.start : span.stop] for span in placement.images)
+
+    def _fence(self) -> None:
+        self._lock.release()
+        self._lock.acquire()
 
 
 class Arena:
@@ -115,8 +112,8 @@ class Arena:
             else:
                 reserve(fd, layout.HEADER_NBYTES)
                 os.pwrite(fd, layout.encode_identity(job), 0)
-            self._mapped = _Mapped(fd, touch=True)
-            if self._mapped.words.load(layout.SEQUENCE_WORD) > _MAX_SEQUENCE:
+            self._mapped = _MappedArena(fd, touch=True)
+            if self._mapped.load(layout.SEQUENCE_WORD) > _MAX_SEQUENCE:
                 raise CorruptError(f"{path}: the header is damaged")
         except BaseException:
             os.close(fd)
@@ -141,7 +138,7 @@ class Arena:
         """
         if nbytes > self.nbytes:
             reserve(self._fd, nbytes)
-            self._mapped = _Mapped(self._fd, touch=True)
+            self._mapped = _MappedArena(self._fd, touch=True)
 
     def begin(self, snapshot: Snapshot) -> tuple[memoryview, ...]:
         """Begin to stage a snapshot that fits. Return the memory of its images, with old bytes.
@@ -153,12 +150,12 @@ class Arena:
         assert placement.nbytes <= self.nbytes, f"{placement.nbytes} bytes into {self.nbytes}"
         mapped = self._mapped
         # A number that was never used, so that no older seal matches.
-        odd = (mapped.words.load(layout.SEQUENCE_WORD) + 1) | 1
-        mapped.words.store(layout.SEQUENCE_WORD, odd)
-        mapped.words.store(layout.READY_WORD, 0)
+        odd = (mapped.load(layout.SEQUENCE_WORD) + 1) | 1
+        mapped.store(layout.SEQUENCE_WORD, odd)
+        mapped.store(layout.READY_WORD, 0)
         mapped.write(layout.DOCUMENT_RECORD, placement.document.start, document, odd + 1)
         self._placement = placement
-        return tuple(mapped.view[span.start : span.stop] for span in placement.images)
+        return mapped.images(placement)
 
     @property
     def placement(self) -> SnapshotSpans:
@@ -168,15 +165,14 @@ class Arena:
 
     def advance(self, stop: int) -> None:
         """Publish that all bytes of the arena before `stop` are staged."""
-        self._mapped.words.store(layout.READY_WORD, stop)
+        self._mapped.store(layout.READY_WORD, stop)
 
     def complete(self) -> None:
         """Publish that the snapshot is complete. It must not change before the next `begin`."""
         self.advance(self.placement.nbytes)
-        words = self._mapped.words
-        odd = words.load(layout.SEQUENCE_WORD)
+        odd = self._mapped.load(layout.SEQUENCE_WORD)
         assert odd % 2, "completed twice"
-        words.store(layout.SEQUENCE_WORD, odd + 1)
+        self._mapped.store(layout.SEQUENCE_WORD, odd + 1)
 
     def close(self) -> None:
         """Release the memory. Views of it that are still used keep it mapped."""
@@ -200,7 +196,7 @@ class FollowedArena:
     placement: SnapshotSpans
     images: tuple[memoryview, ...]
     sequence: int
-    _mapped: _Mapped
+    _mapped: _MappedArena
 
     @property
     def ready(self) -> int:
@@ -208,7 +204,7 @@ class FollowedArena:
 
         ConflictError if another snapshot has overwritten it: bytes that were read are invalid then.
         """
-        ready = self._mapped.words.load(layout.READY_WORD)
+        ready = self._mapped.load(layout.READY_WORD)
         self.check()
         return min(ready, self.placement.nbytes)
 
@@ -219,7 +215,7 @@ class FollowedArena:
 
     def check(self) -> int:
         """Return the sequence of the arena. ConflictError if it is another snapshot's."""
-        sequence = self._mapped.words.load(layout.SEQUENCE_WORD)
+        sequence = self._mapped.load(layout.SEQUENCE_WORD)
         if sequence not in (self.sequence - 1, self.sequence):
             raise ConflictError(
                 f"snapshot {self.snapshot.id} of {self.snapshot.path} was overwritten in memory "
@@ -237,7 +233,7 @@ class FollowedArena:
 
     def mark_committed(self) -> None:
         """Mark a sealed snapshot as committed."""
-        self._mapped.words.store(layout.COMMITTED_WORD, self.sequence)
+        self._mapped.store(layout.COMMITTED_WORD, self.sequence)
 
 
 class ArenaReader:
@@ -253,7 +249,7 @@ class ArenaReader:
         self._close = weakref.finalize(self, os.close, self.fd)
         try:
             layout.check_identity(os.pread(self.fd, layout.HEADER_NBYTES, 0), job, path)
-            self._mapped = _Mapped(self.fd, touch=False)
+            self._mapped = _MappedArena(self.fd, touch=False)
         except BaseException:
             self._close()
             raise
@@ -263,16 +259,20 @@ class ArenaReader:
 
         ConflictError if the arena has another one, CorruptError if its content is invalid.
         """
-        record = self._mapped.record(layout.DOCUMENT_RECORD)
+        record = layout.decode_record(self._mapped.view, layout.DOCUMENT_RECORD)
         if record is None:
             raise CorruptError(f"{self.path} has no snapshot")
-        snapshot, placement = self._read_document(record)
+        nbytes = os.fstat(self.fd).st_size
+        span = layout.document_span(record, self.path)
+        document = os.pread(self.fd, span.nbytes, span.start)
+        snapshot, placement = layout.open_document(document, record, nbytes, self.path)
+        if placement.nbytes > len(self._mapped.view):  # the arena has grown
+            self._mapped = _MappedArena(self.fd, touch=False)
         if snapshot.id != snapshot_id:
             raise ConflictError(
                 f"{self.path} has snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
             )
-        view = self._mapped.view
-        images = tuple(view[span.start : span.stop] for span in placement.images)
+        images = self._mapped.images(placement)
         followed = FollowedArena(snapshot, placement, images, record.sequence, self._mapped)
         followed.check()
         return followed
@@ -282,15 +282,6 @@ class ArenaReader:
         if self._close.alive:
             self._close()
             del self._mapped
-
-    def _read_document(self, record: Record) -> tuple[Snapshot, SnapshotSpans]:
-        nbytes = os.fstat(self.fd).st_size
-        span = layout.document_span(record, self.path)
-        document = os.pread(self.fd, span.nbytes, span.start)
-        snapshot, placement = layout.open_document(document, record, nbytes, self.path)
-        if placement.nbytes > len(self._mapped.view):  # the arena has grown
-            self._mapped = _Mapped(self.fd, touch=False)
-        return snapshot, placement
 
 
 class ArenaPool:
@@ -330,16 +321,25 @@ class ArenaPool:
         replaces it. Nothing stages into it during this call.
         """
         arena = self._arenas.pop(number, None) or self._reopen(number)
-        if arena is not None:
-            try:
-                arena.reserve(nbytes)
-            except OSError as error:
-                arena.close()
-                if not is_out_of_space(error):
-                    raise self._memory_error(nbytes, error) from error
-                arena = None
-        self._arenas[number] = arena or self._create(number, nbytes)
-        return self._arenas[number]
+        try:
+            if arena is not None:
+                try:
+                    arena.reserve(nbytes)
+                except OSError as error:
+                    arena.close()
+                    if not is_out_of_space(error):
+                        raise
+                    arena = None
+            if arena is None:
+                arena = Arena(*self._allocate(number, nbytes), self._folder.job)
+        except OSError as error:
+            raise StorageError(
+                f"no memory for a snapshot of {nbytes:,} bytes: {error.strerror}; save without "
+                f"background, use more ranks, or give the job more memory",
+                rank=self._folder.rank,
+            ) from error
+        self._arenas[number] = arena
+        return arena
 
     def close(self) -> None:
         """Release all memory. Named arenas stay for a later run."""
@@ -353,15 +353,9 @@ class ArenaPool:
             with suppress(CheckpointError, OSError):
                 fd = open_existing(path, writable=True)
                 is_anonymous = path.startswith("/proc/")
-                own_path = self._publish(number, fd) if is_anonymous else path
-                return Arena(own_path, fd, self._folder.job)
+                opened_by = self._publish(number, fd) if is_anonymous else path
+                return Arena(opened_by, fd, self._folder.job)
         return None
-
-    def _create(self, number: int, nbytes: int) -> Arena:
-        try:
-            return Arena(*self._allocate(number, nbytes), self._folder.job)
-        except OSError as error:
-            raise self._memory_error(nbytes, error) from error
 
     def _allocate(self, number: int, nbytes: int) -> tuple[str, int]:
         path = self._folder.arena_path(number)
@@ -400,22 +394,6 @@ class ArenaPool:
                 *(self._folder.path, nbytes, error.strerror),
             )
 
-    def _memory_error(self, nbytes: int, error: OSError) -> StorageError:
-        return StorageError(
-            f"no memory for a snapshot of {nbytes:,} bytes: {error.strerror}; save without "
-            f"background, use more ranks, or give the job more memory",
-            rank=self._folder.rank,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _CompleteSnapshot:
-    """A complete snapshot of an earlier run."""
-
-    save: SaveIdentity
-    is_sealed: bool
-    is_committed: bool
-
 
 def find_only_copy(folder: RankFolder) -> str:
     """Return the name of a save that may exist only in the arenas of a rank, or "".
@@ -427,12 +405,11 @@ def find_only_copy(folder: RankFolder) -> str:
         snapshots = [_read_complete(folder, number) for number in range(NUM_ARENAS)]
     except IncompatibleError as error:
         return str(error)
-    newest = max(
-        (snapshot for snapshot in snapshots if snapshot is not None and snapshot.is_sealed),
-        key=lambda snapshot: snapshot.save.began_at,
-        default=None,
-    )
-    return "" if newest is None or newest.is_committed else newest.save.name
+    sealed = [complete for complete in snapshots if complete and complete[1].seal is not None]
+    if not sealed:
+        return ""
+    save, recovered = max(sealed, key=lambda complete: complete[0].began_at)
+    return "" if recovered.is_committed else save.name
 
 
 def _complete_saves(folder: RankFolder) -> list[SaveIdentity | None]:
@@ -440,13 +417,15 @@ def _complete_saves(folder: RankFolder) -> list[SaveIdentity | None]:
     saves: list[SaveIdentity | None] = [None] * NUM_ARENAS
     for number in range(NUM_ARENAS):
         with suppress(IncompatibleError):
-            if (snapshot := _read_complete(folder, number)) is not None:
-                saves[number] = snapshot.save
+            if (complete := _read_complete(folder, number)) is not None:
+                saves[number], _ = complete
     return saves
 
 
-def _read_complete(folder: RankFolder, number: int) -> _CompleteSnapshot | None:
-    """Return the complete snapshot in an arena, if it has one.
+def _read_complete(
+    folder: RankFolder, number: int
+) -> tuple[SaveIdentity, RecoveredSnapshot] | None:
+    """Return the complete snapshot in an arena, if it has one. It is closed.
 
     IncompatibleError if another version of dist_ckpt made the arena.
     """
@@ -458,6 +437,5 @@ def _read_complete(folder: RankFolder, number: int) -> _CompleteSnapshot | None:
         return None
     with closing(recovered), suppress(ValueError):
         if recovered.is_complete:
-            identity = SaveIdentity.of(recovered.snapshot)
-            return _CompleteSnapshot(identity, recovered.seal is not None, recovered.is_committed)
+            return SaveIdentity.of(recovered.snapshot), recovered
     return None

@@ -15,7 +15,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -57,6 +57,8 @@ _MAX_NAME_NBYTES = 96
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
+T = TypeVar("T")
+
 
 class Image(Message, frozen=True):
     """One complete file of a snapshot. Its header is included, but not staged."""
@@ -88,7 +90,8 @@ class Snapshot(Message, frozen=True):
             or (self.step is not None and self.step < 0)
             or len(names) != len(self.images)
             or len(names) > MAX_IMAGES
-            or not all(_is_name(name) for name in names)
+            or any("/" in name for name in names)
+            or not all(0 < len(n.encode(errors="replace")) <= _MAX_NAME_NBYTES for n in names)
             or any(image.nbytes < 0 for image in self.images)
         ):
             raise ValueError(f"invalid snapshot: {self}")
@@ -173,21 +176,21 @@ def open_document(
 
     CorruptError if the document does not match the record.
     """
-    check_document(data, record, path)
-    try:
-        snapshot = typed_msgpack.decode(data, Snapshot)
-    except ValueError as error:
-        raise CorruptError(f"{path}: {error}") from error
+    snapshot = decode_document(data, record, Snapshot, path)
     placement = snapshot_spans(snapshot, record.nbytes)
     if placement.nbytes > nbytes:
         raise CorruptError(f"{path}: a snapshot of {placement.nbytes} bytes in {nbytes}")
     return snapshot, placement
 
 
-def check_document(data: Buffer, record: Record, path: str) -> None:
-    """Raise CorruptError if a document does not match its record."""
+def decode_document(data: Buffer, record: Record, expected: type[T], path: str) -> T:
+    """Return the content of a document. CorruptError if it is invalid or not that of its record."""
     if len(data) != record.nbytes or bytes.fromhex(document_digest(data)) != record.digest:
         raise CorruptError(f"{path}: a document is half written, or damaged")
+    try:
+        return typed_msgpack.decode(data, expected)
+    except ValueError as error:
+        raise CorruptError(f"{path}: {error}") from error
 
 
 def encode_identity(job: str) -> bytes:
@@ -228,10 +231,6 @@ def _without_check(data: bytes) -> bytes | None:
     return body if _with_check(body) == data else None
 
 
-def _is_name(name: str) -> bool:
-    return 0 < len(name.encode(errors="replace")) <= _MAX_NAME_NBYTES and "/" not in name
-
-
 def _on_page(offset: int) -> int:
     return -(-offset // PAGE_NBYTES) * PAGE_NBYTES
 
@@ -241,8 +240,8 @@ class SnapshotMetadata(Message, frozen=True):
 
     `mirrored` and `saved_by` are for the index. `began_at` is the coordinator's wall clock, but
     later than the save before: it orders the snapshots of a job. `bodies` are the packed
-    inventories of all ranks, from which the plan is computed. `run` is the incarnation that saves,
-    if any: the number of an attempt has it too, but a snapshot may have no attempt yet.
+    inventories of all ranks, from which the plan is computed. `incarnation` is that of the run, if
+    any: the number of an attempt has it too, but a snapshot may have no attempt yet.
     """
 
     overwrite: bool
@@ -251,4 +250,4 @@ class SnapshotMetadata(Message, frozen=True):
     began_at: float
     bodies: Bodies
     replicas: ReplicaDigests
-    run: Incarnation | None = None
+    incarnation: Incarnation | None = None

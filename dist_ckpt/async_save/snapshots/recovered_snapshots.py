@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 )
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, JobFolder, RankFolder, has_jobs
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
-from dist_ckpt.core.checkpoint.open_checkpoint import NOTHING_IN_MEMORY, MemorySource
+from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
 from dist_ckpt.core.format.geometry import ByteRange
@@ -33,7 +33,7 @@ from dist_ckpt.core.runtime.shared_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import Descriptor
-from dist_ckpt.core.storage.virtual_files import ServedFile
+from dist_ckpt.core.storage.virtual_files import FileOfBytes, ServedFile
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 _log = logging.getLogger("dist_ckpt")
@@ -87,13 +87,12 @@ def open_recovered(path: str, job: str) -> RecoveredSnapshot | None:
     another job, damage, or a snapshot whose document is incomplete.
     """
     fd = open_existing(path, writable=False)
+    recovered: RecoveredSnapshot | None = None
     try:
         recovered = _read_snapshot(fd, path, job)
-    except BaseException:
-        os.close(fd)
-        raise
-    if recovered is None:
-        os.close(fd)
+    finally:
+        if recovered is None:
+            os.close(fd)
     return recovered
 
 
@@ -154,11 +153,7 @@ def _read_seal(
     if record.nbytes > span.nbytes:
         raise CorruptError(f"{path}: a seal of {record.nbytes} bytes in {span.nbytes}")
     document = _bytes(fd, ByteRange(span.start, span.start + record.nbytes), path)
-    layout.check_document(document, record, path)
-    try:
-        return typed_msgpack.decode(document, Seal)
-    except ValueError as error:
-        raise CorruptError(f"{path}: {error}") from error
+    return layout.decode_document(document, record, Seal, path)
 
 
 def _word(fd: int, number: int, path: str) -> int:
@@ -203,7 +198,7 @@ class SaveIdentity(Message, frozen=True):
             snapshot.world_size,
             details.began_at,
             details.overwrite,
-            0 if details.run is None else details.run.number,
+            0 if details.incarnation is None else details.incarnation.number,
         )
 
     @property
@@ -226,25 +221,16 @@ class RecoveredSave:
     was_committed: bool = False
     sealed: Mapping[int, RecoveredSnapshot] = field(default_factory=dict)
 
-    def details(self, rank: int) -> SnapshotMetadata:
-        """Return the metadata in a rank's snapshot."""
-        return typed_msgpack.decode(self.sealed[rank].snapshot.details, SnapshotMetadata)
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredSaves:
-    """The saves in the memory of this host, by id, and the problems of other arenas.
-
-    Those arenas are left unchanged: they may belong to another job or a newer version.
-    """
-
-    saves: Mapping[str, RecoveredSave]
-    problems: tuple[str, ...]
-
 
 @contextmanager
-def recovered_saves(folders: Iterable[RankFolder]) -> Iterator[RecoveredSaves]:
-    """Open the saves in the arenas of some ranks until the block ends."""
+def open_saves(
+    folders: Iterable[RankFolder],
+) -> Iterator[tuple[Mapping[str, RecoveredSave], Sequence[str]]]:
+    """Open the saves in the arenas of some ranks, by id, until the block ends.
+
+    Also yield the problems of other arenas. They are left unchanged: they may belong to another job
+    or a newer version.
+    """
     saves: dict[str, RecoveredSave] = {}
     problems: list[str] = []
     with ExitStack() as stack:
@@ -259,7 +245,7 @@ def recovered_saves(folders: Iterable[RankFolder]) -> Iterator[RecoveredSaves]:
                     _add(saves, recovered, folder.rank)
                 except ValueError as error:
                     problems.append(f"{recovered.path}: {error}")
-        yield RecoveredSaves(saves, tuple(problems))
+        yield saves, problems
 
 
 def _add(saves: dict[str, RecoveredSave], recovered: RecoveredSnapshot, rank: int) -> None:
@@ -313,22 +299,6 @@ class MemoryFile:
         self.recovered.check()
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryDocument:
-    """A file that was made from snapshots: the index."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return len(self.data)
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file."""
-        target[:] = self.data[offset : offset + len(target)]
-
-
 def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, ServedFile]:
     """Return the files of a checkpoint that its job has in the memory of this host.
 
@@ -336,32 +306,27 @@ def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str,
     calls. Problems are logged: the storage has the files too.
     """
     try:
-        job = _find_job(os.path.dirname(path))
+        if not has_jobs():  # saves a call of the storage
+            return {}
+        root = os.path.dirname(path)
+        root_id = find_root_id(*open_storage(root))
+        job = None if root_id is None else JobFolder.find(job_id(root, root_id))
         if job is None:
             return {}
         owners = ((folder, folder.owner("trainer")) for folder in job.present())
         usable = [folder for folder, owner in owners if owner is None or owner.is_this_process]
-        recovered = stack.enter_context(recovered_saves(usable))
+        saves, problems = stack.enter_context(open_saves(usable))
     except (CheckpointError, OSError) as error:
         _log.warning("%s: snapshots in memory cannot be read: %s", path, error)
         return {}
-    for problem in recovered.problems:
+    for problem in problems:
         _log.info("%s: not used: %s", path, problem)
     return {
-        name: file
-        for save in recovered.saves.values()
-        for name, file in files_of(save, path, index).items()
+        name: file for save in saves.values() for name, file in files_of(save, path, index).items()
     }
 
 
-def committed_in_memory(save: RecoveredSave | None) -> MemorySource:
-    """Return the files of a committed save on this host. None: this host has none."""
-    if save is None:
-        return NOTHING_IN_MEMORY
-    return MemorySource(lambda path, index, stack: files_of(save, path, index))
-
-
-def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
+def uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
     """Return the files of a save that is complete here and was never committed.
 
     They include `index`, which is rebuilt for `attempt`. Only the coordinator has it, and sends it
@@ -370,7 +335,7 @@ def uncommitted_in_memory(save: RecoveredSave, attempt: str, index: bytes | None
     folder = f"{save.identity.path}/{attempt}"
     files: dict[str, ServedFile] = {f"{folder}/{n}": file for n, file, _ in _sealed_files(save)}
     if index is not None:
-        files[f"{folder}/{INDEX}"] = MemoryDocument(index)
+        files[f"{folder}/{INDEX}"] = FileOfBytes(index)
     return MemorySource(
         lambda path, stored, stack: files if stored.attempt == attempt else {}, uncommitted=files
     )
@@ -394,14 +359,6 @@ def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFi
         else:
             _log.warning("%s: %s is damaged in memory (%s)", path, name, problem)
     return files
-
-
-def _find_job(root: str) -> JobFolder | None:
-    """Return the folder on this host of the job that saves into `root`, if it has one."""
-    if not has_jobs():  # saves a call of the storage
-        return None
-    root_id = find_root_id(*open_storage(root))
-    return None if root_id is None else JobFolder.find(job_id(root, root_id))
 
 
 def _sealed_files(save: RecoveredSave) -> Iterator[tuple[str, MemoryFile, FileReceipt]]:

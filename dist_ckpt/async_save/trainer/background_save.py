@@ -356,7 +356,7 @@ def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
         began_at=call.start.began_at,
         bodies=planned.bodies,
         replicas=local_state.replica_digests(planned.plan),
-        run=options.incarnation,
+        incarnation=options.incarnation,
     )
     snapshot = Snapshot(
         id=_NO_ID,

@@ -251,7 +251,7 @@ class WriterSave:
                 details = staged.details
                 claiming.decide(
                     transaction.claim(
-                        storage, path, overwrite=details.overwrite, incarnation=details.run
+                        storage, path, overwrite=details.overwrite, incarnation=details.incarnation
                     )
                 )
         transaction.join(storage, path, claiming.result(Attempt))

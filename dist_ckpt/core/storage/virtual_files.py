@@ -23,7 +23,7 @@ class ServedFile(Protocol):
     def nbytes(self) -> int:
         """The size in bytes."""
 
-    def read_into(self, offset: int, target: memoryview) -> None:
+    def read_into(self, offset: int, target: memoryview) -> object:
         """Fill memory from `offset`, within the file. CorruptError if the file's memory is gone."""
 
 
