@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, get_args
 
 from torch.distributed import ProcessGroup
@@ -56,14 +55,13 @@ class SaverOptions:
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid options."""
         if self.root is not None:
-            self._open_root()
+            self.open_root()
         if self.job is not None:
             check_job(self.job)
         if self.when_busy not in get_args(WhenBusy):
             raise ValueError(f'when_busy={self.when_busy!r}: give "wait", "skip" or "supersede"')
-        _check_number(
-            "drain_timeout_s", self.drain_timeout_s, 0, "a finite number of seconds, 0 or more"
-        )
+        remedy = "a finite number of seconds, 0 or more"
+        _check_number("drain_timeout_s", self.drain_timeout_s, 0, remedy)
         if self.max_bytes_per_s is not None:
             remedy = f"a number, {MIN_BYTES_PER_S} at least, or None"
             _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, remedy)
@@ -71,7 +69,7 @@ class SaverOptions:
     def saver_info(self) -> SaverInfo:
         """Return the options that must be equal on all ranks."""
         # Without the job id of a root: the device number of a file system differs between hosts.
-        root = None if self.root is None or self.job is not None else self._open_root()[1]
+        root = None if self.root is None or self.job is not None else self.open_root()[1]
         return SaverInfo(self.job, root, self.when_busy)
 
     def make_root_id(self) -> str | None:
@@ -79,15 +77,12 @@ class SaverOptions:
         if self.root is None:
             return None
         if self.job is not None:
-            check_upgraded(*self._open_root())
+            check_upgraded(*self.open_root())
             return None
-        return make_root_id(*self._open_root())
+        return make_root_id(*self.open_root())
 
-    def job_name(self, root_id: str | None) -> str | None:
-        """Return the job. None if only the first save decides it."""
-        return self.job if root_id is None else job_id(self._open_root()[1], root_id)
-
-    def _open_root(self) -> tuple[Storage, str]:
+    def open_root(self) -> tuple[Storage, str]:
+        """Return the storage and the path of the root, which is given."""
         assert self.root is not None
         try:
             return open_storage(self.root)
@@ -340,12 +335,7 @@ class AsyncSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it. After an error the snapshots stay in memory for the next run."""
         try:
             self.close(keep=error is not None)
@@ -373,8 +363,9 @@ class AsyncSaver:
             if savers is not None:
                 check_savers("AsyncSaver", savers)
                 comparing.decide(options.make_root_id() or "")
-        self._root_id = comparing.result(str) or None
-        if (name := options.job_name(self._root_id)) is None:
+        self._root_id = root_id = comparing.result(str) or None
+        name = options.job if root_id is None else job_id(options.open_root()[1], root_id)
+        if name is None:  # the first save decides it
             return
         try:
             with channel.exchange("job"):

@@ -207,7 +207,7 @@ class _MemoryRestore:
 
     def _folders(self) -> Iterator[RankFolder]:
         """Yield the folders of this run's ranks, and those without a living trainer."""
-        for folder in self.folder.present():
+        for folder in self.folder.rank_folders():
             # This run has the trainer's locks of its ranks.
             if folder.rank < self.ranks.channel.world_size or folder.owner("trainer") is None:
                 yield folder

@@ -95,7 +95,7 @@ def leave(
 
 def ranks() -> list[int]:
     found = JobFolder.find("job")
-    return [one.rank for one in found.present()] if found is not None else []
+    return [one.rank for one in found.rank_folders()] if found is not None else []
 
 
 def test_a_job_gives_its_memory_back(job):

@@ -206,7 +206,7 @@ def test_the_ranks_of_earlier_runs_are_listed_and_nothing_else(folder):
     (Path(folder.path) / "rank-x").mkdir()
     (Path(folder.path) / "rank-00007").touch()
     (Path(folder.path) / "rank-00008").symlink_to(folder.rank(0).path)
-    assert [one.rank for one in folder.present()] == [0, 3, 12]
+    assert [one.rank for one in folder.rank_folders()] == [0, 3, 12]
 
 
 def test_a_folder_can_be_looked_for_without_being_made(tmp_path):
@@ -220,7 +220,7 @@ def test_a_folder_can_be_looked_for_without_being_made(tmp_path):
     found = JobFolder.find("job", roots=roots)
     assert found is not None
     assert (found.path, found.job, found.is_shared_memory) == (made.path, "job", False)
-    assert [rank.rank for rank in found.present()] == [5]
+    assert [rank.rank for rank in found.rank_folders()] == [5]
     assert JobFolder.find("other", roots=roots) is None
     Path(roots[0], f"dist_ckpt-{os.geteuid()}").mkdir(mode=0o700)
     os.symlink(made.path, Path(roots[0], f"dist_ckpt-{os.geteuid()}", "other"))
@@ -278,7 +278,7 @@ def test_what_a_dead_run_left_is_removed_whole(tmp_path, folder):
         other.kill()
     folder.rank(0).remove()
     assert not path.exists()
-    assert [one.rank for one in folder.present()] == []
+    assert [one.rank for one in folder.rank_folders()] == []
 
 
 @pytest.mark.multi_process

@@ -83,7 +83,7 @@ class Job:
     def end(self) -> None:
         for arenas in self._arenas.values():
             arenas.close()
-        for one in self.folder.present():
+        for one in self.folder.rank_folders():
             one.remove()
         os.rmdir(self.folder.path)
 

@@ -62,7 +62,7 @@ def keep(
 
 
 def look(folder: JobFolder) -> tuple[Mapping[str, RecoveredSave], Sequence[str]]:
-    with open_saves(folder.present()) as saves_and_problems:
+    with open_saves(folder.rank_folders()) as saves_and_problems:
         return saves_and_problems
 
 

@@ -40,7 +40,7 @@ def job() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
     folder = JobFolder(name)
-    for one in folder.present():
+    for one in folder.rank_folders():
         one.remove()
     folder.discard()
 

@@ -41,7 +41,7 @@ def job() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
     folder = JobFolder(name)
-    for one in folder.present():
+    for one in folder.rank_folders():
         one.remove()
     folder.discard()
 
@@ -95,7 +95,7 @@ def test_a_writer_of_an_older_start_that_wakes_up_late_commits_nothing(
     with pytest.raises(dc.NotFoundError):
         find_checkpoint(*open_storage(folder_of(root, 2)))
     # What it has staged is complete in memory, and newer; but it is orphaned.
-    assert len(JobFolder(job).present()) == WORLD_SIZE
+    assert len(JobFolder(job).rank_folders()) == WORLD_SIZE
     for restored, found, attempt in run_ranks(
         go_on, root, job, world_size=WORLD_SIZE, environ=CALM
     ):

@@ -38,7 +38,7 @@ def jobs() -> Iterator[tuple[str, str]]:
     yield names
     for name in names:
         folder = JobFolder(name)
-        for one in folder.present():
+        for one in folder.rank_folders():
             one.remove()
         folder.discard()
 

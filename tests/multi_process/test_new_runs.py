@@ -55,7 +55,7 @@ def fail(root: Path) -> Iterator[Callable[..., str]]:
 
     yield run_and_kill
     for job in jobs:
-        for one in JobFolder(job).present():
+        for one in JobFolder(job).rank_folders():
             one.remove()
         JobFolder(job).discard()
 

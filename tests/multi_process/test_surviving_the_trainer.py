@@ -42,7 +42,7 @@ def job() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
     folder = JobFolder(name)
-    for one in folder.present():
+    for one in folder.rank_folders():
         if (owner := one.owner("writer")) is not None:
             os.kill(owner.pid, signal.SIGKILL)
             await_end(name, one.rank)

@@ -110,9 +110,7 @@ class JobFolder:
         ordered = _with_living_first(roots, job)
         for root in ordered:
             try:
-                if root != ordered[-1]:
-                    _check_free_space(root, job)
-                self.path = _ensure_folder(f"{_ensure_base(root)}/{job}", remedy=_OTHER_JOB)
+                self.path = _ensure_in(root, job, needs_space=root != ordered[-1])
             except OSError as error:
                 if error.errno not in _UNUSABLE or root == ordered[-1]:
                     raise StorageError(
@@ -145,18 +143,13 @@ class JobFolder:
         folder.is_shared_memory = root == roots[0]
         return folder
 
-    @property
-    def has_living_process(self) -> bool:
-        """True if this folder has the lock of a living trainer or writer."""
-        return any(folder.owner(role) for folder in self.present() for role in ROLES)
-
     def rank(self, rank: int) -> RankFolder:
         """Return the folder of a rank. Create it if needed."""
         folder = RankFolder(self, rank)
         folder.make()
         return folder
 
-    def present(self) -> list[RankFolder]:
+    def rank_folders(self) -> list[RankFolder]:
         """Return the existing folders of ranks, of this run or an earlier one."""
         names: list[str] = []
         with suppress(FileNotFoundError), os.scandir(self.path) as entries:  # it may be removed
@@ -242,11 +235,8 @@ class RankFolder:
         temporary = f"{path}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            out = os.open(temporary, flags, 0o600)
-            try:
-                os.write(out, fd_path.encode())
-            finally:
-                os.close(out)
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(fd_path.encode())
             os.rename(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -311,18 +301,26 @@ def _with_living_first(roots: Sequence[str], job: str) -> list[str]:
 
     def has_no_process(root: str) -> bool:
         folder = JobFolder._find_in(root, roots, job)
-        return folder is None or not folder.has_living_process
+        folders = () if folder is None else folder.rank_folders()
+        return not any(rank_folder.owner(role) for rank_folder in folders for role in ROLES)
 
     return sorted(roots, key=has_no_process)
 
 
-def _check_free_space(root: str, job: str) -> None:
-    """Raise OSError without space for locks. A full tmpfs still has room for a folder."""
-    if os.path.lexists(f"{_base(root)}/{job}"):
-        return  # its arenas may use the space
-    volume = os.statvfs(root)
-    if volume.f_blocks and volume.f_bavail * volume.f_frsize < _MIN_FREE_NBYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), root)
+def _ensure_in(root: str, job: str, *, needs_space: bool) -> str:
+    """Create the folder of a job in a root if needed. OSError if the root is unusable."""
+    path = f"{_base(root)}/{job}"
+    if needs_space and not os.path.lexists(path):  # else its arenas may use the space
+        volume = os.statvfs(root)
+        # For locks: a full tmpfs still has room for a folder.
+        if volume.f_blocks and volume.f_bavail * volume.f_frsize < _MIN_FREE_NBYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), root)
+    try:
+        _ensure_folder(_base(root))
+    except StorageError as error:
+        # Another user may have used the name. This user's jobs must work all the same.
+        raise PermissionError(errno.EPERM, str(error)) from error
+    return _ensure_folder(path, remedy=_OTHER_JOB)
 
 
 def _is_own_folder(path: str) -> bool:
@@ -332,15 +330,6 @@ def _is_own_folder(path: str) -> bool:
         return False
     is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
     return stat.S_ISDIR(status.st_mode) and is_private
-
-
-def _ensure_base(root: str) -> str:
-    """Create this user's folder in a root if needed. OSError if that fails."""
-    try:
-        return _ensure_folder(_base(root))
-    except StorageError as error:
-        # Another user may have used the name. This user's jobs must work all the same.
-        raise PermissionError(errno.EPERM, str(error)) from error
 
 
 def _ensure_folder(path: str, *, remedy: str = "") -> str:

@@ -313,7 +313,7 @@ def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str,
         job = None if root_id is None else JobFolder.find(job_id(root, root_id))
         if job is None:
             return {}
-        owners = ((folder, folder.owner("trainer")) for folder in job.present())
+        owners = ((folder, folder.owner("trainer")) for folder in job.rank_folders())
         usable = [folder for folder, owner in owners if owner is None or owner.is_this_process]
         saves, problems = stack.enter_context(open_saves(usable))
     except (CheckpointError, OSError) as error:

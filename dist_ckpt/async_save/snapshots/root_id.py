@@ -12,7 +12,7 @@ import os
 import posixpath
 import re
 import secrets
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from dist_ckpt.core.commit.attempts import MAX_TRIES, make_folders, new_id, write_small_file
 from dist_ckpt.core.commit.records.record_store import check_upgraded
@@ -50,10 +50,8 @@ def find_root_id(storage: Storage, root: str) -> str | None:
             f"{file} is not a regular file: remove it, or use another root, or AsyncSaver(job=...)"
         ) from error
     data = bytearray(_NBYTES + 1)
-    try:
+    with closing(reader):
         count = reader.read_into(0, memoryview(data))
-    finally:
-        reader.close()
     if (content := _CONTENT.fullmatch(data[:count])) is None:
         raise CorruptError(
             f"{file} is not what dist_ckpt writes there: remove it, or use another root, or "

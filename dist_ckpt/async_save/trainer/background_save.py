@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -49,11 +49,11 @@ from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import Phases, SaveReport
 
-# One unit of a copy thread. It is so large that the handover costs nothing.
-_UNIT_NBYTES = 16 << 20
+# A copy thread's chunk. It is so large that the handover costs nothing.
+_CHUNK_NBYTES = 16 << 20
 
 # The progress of device copies is published in steps of this size, each about a millisecond.
-_DEVICE_UNIT_NBYTES = 64 << 20
+_DEVICE_CHUNK_NBYTES = 64 << 20
 
 # Two threads saturate the memory of most hosts. More would take cores from other ranks.
 _THREADS = 2
@@ -73,10 +73,10 @@ def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
     On return the state may change. An error leaves the snapshot incomplete. ValueError if the size
     of a tensor has changed since the save began.
     """
-    units = list(_units(arena, images, files, _UNIT_NBYTES))
-    with closing(results_of(_CopyUnit.copy, units, threads=_THREADS)) as copied:
-        for unit, _ in zip(units, copied, strict=True):  # in order: no gap before `stop`
-            arena.advance(unit.stop)
+    chunks = list(_chunks(arena, images, files, _CHUNK_NBYTES))
+    with closing(results_of(_CopyChunk.copy, chunks, threads=_THREADS)) as copied:
+        for chunk, _ in zip(chunks, copied, strict=True):  # in order: no gap before `stop`
+            arena.advance(chunk.stop)
     _copy_objects(images, files)
     arena.complete()
 
@@ -94,8 +94,9 @@ def stage_overlapped(
     except those in `late`: they may change only after a mark that is made now. Call the returned
     function in any thread: it publishes the progress, and returns when the snapshot is complete.
     """
-    units = list(_units(arena, images, files, _DEVICE_UNIT_NBYTES))
-    sent = [[part for part in unit.parts() if device_copies.takes(part.source)] for unit in units]
+    chunks = list(_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
+    takes = device_copies.takes
+    sent = [[part for part in chunk.parts() if takes(part.source)] for chunk in chunks]
     early = [part for parts in sent for part in parts if part.fqn not in late]
     for part in early:
         device_copies.send(part.source, part.start, part.stop, part.target)
@@ -107,13 +108,13 @@ def stage_overlapped(
             if part.fqn in late:
                 device_copies.send(part.source, part.start, part.stop, part.target)
         marks.append(device_copies.mark())
-    parallel_for(partial(_CopyUnit.copy, device_copies=device_copies), units, threads=_THREADS)
+    parallel_for(partial(_CopyChunk.copy, device_copies=device_copies), chunks, threads=_THREADS)
     _copy_objects(images, files)
 
     def follow() -> None:
-        for unit, mark in zip(units, marks, strict=True):
+        for chunk, mark in zip(chunks, marks, strict=True):
             mark.wait()
-            arena.advance(unit.stop)
+            arena.advance(chunk.stop)
         arena.complete()
 
     return follow
@@ -136,7 +137,7 @@ class _PlacedPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _CopyUnit:
+class _CopyChunk:
     """Batches of a file that one thread copies into `memory`, which ends at byte `stop`."""
 
     plan: FilePlan
@@ -149,7 +150,20 @@ class _CopyUnit:
         """Copy all parts but those that the devices copy."""
         first = self.batches[0].start
         for batch in self.batches:
-            self._copy(batch, self.memory[batch.start - first :], device_copies)
+            target = self.memory[batch.start - first :]
+            target_address, filled = address_of(target), 0
+            for part in batch.parts:
+                source, start, stop = self._source(part), part.start, part.stop
+                size = stop - start
+                if device_copies is not None and device_copies.takes(source):
+                    pass
+                elif len(batch.parts) > 1 and (address := source.address()) is not None:
+                    move(target_address + filled, address + start, size)
+                else:
+                    data = source.read(start, stop, target[filled : filled + size])
+                    if data.obj is not target.obj:
+                        copy(target[filled : filled + size], data)
+                filled += size
 
     def parts(self) -> Iterator[_PlacedPart]:
         """Yield all parts in order. The blocks of a tensor are one part, for one copy."""
@@ -172,27 +186,10 @@ class _CopyUnit:
             )
         return source
 
-    def _copy(
-        self, batch: Batch, target: memoryview, device_copies: SideStreamCopies | None
-    ) -> None:
-        target_address, filled = address_of(target), 0
-        for part in batch.parts:
-            source, start, stop = self._source(part), part.start, part.stop
-            size = stop - start
-            if device_copies is not None and device_copies.takes(source):
-                pass
-            elif len(batch.parts) > 1 and (address := source.address()) is not None:
-                move(target_address + filled, address + start, size)
-            else:
-                data = source.read(start, stop, target[filled : filled + size])
-                if data.obj is not target.obj:
-                    copy(target[filled : filled + size], data)
-            filled += size
 
-
-def _units(
+def _chunks(
     arena: Arena, images: Sequence[memoryview], files: RankFiles, nbytes: int
-) -> Iterator[_CopyUnit]:
+) -> Iterator[_CopyChunk]:
     spans = arena.placement.images
     for plan, source_of, image, span in zip(
         files.plans, files.sources, images, spans, strict=False
@@ -201,7 +198,7 @@ def _units(
             last = batches[-1]
             start = plan.header.nbytes + batches[0].start
             stop = plan.header.nbytes + last.start + _nbytes(last)
-            yield _CopyUnit(plan, source_of, batches, image[start:stop], span.start + stop)
+            yield _CopyChunk(plan, source_of, batches, image[start:stop], span.start + stop)
 
 
 def _group(batches: Sequence[Batch], min_nbytes: int) -> Iterator[tuple[Batch, ...]]:
@@ -256,54 +253,41 @@ def save_in_background(
     try:
         with phases.phase("agree"):
             job.reclaim(all_are_here=True)
-            name, room = _agree(_BegunSave(ranks, job, start, options), state, path)
+            prepared, name, _ = agree(
+                ranks,
+                partial(_prepare, ranks, job, start, options, state, path),
+                lambda _: secrets.token_hex(16),
+                SaveAgreement[str],
+            )
         is_agreed = True
     finally:
         # A queued save is superseded only if all ranks have agreed on this one.
         if start.queued:
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
-        order = _stage(job, name, room, start)
+        order = _stage(prepared, name)
     report = _reporter(ranks, phases.seconds)
-    return SaveHandle(room.snapshot.path, options.step, job.writer, order, report)
+    return SaveHandle(prepared.request.path, options.step, job.writer, order, report)
 
 
-@dataclass(frozen=True, slots=True)
-class _BegunSave:
-    """A save that has begun."""
+@dataclass(slots=True)
+class _Preparation:
+    """A rank's part of a save before the ranks agree on it. `use` sets the fields after `attached`.
+
+    They are the files to stage, and an arena for them. The snapshot has no id yet.
+    """
 
     ranks: Session
     job: Job
     start: Start
     options: SaveOptions
-
-    @property
-    def busy(self) -> set[int]:
-        """The arenas of unsettled saves, except a save that will be superseded."""
-        unsettled = self.job.writer.unsettled
-        return {order.arena for order in unsettled if order.snapshot != self.start.queued}
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The local state, the files to stage, and an arena for them. The snapshot has no id yet."""
-
-    local_state: LocalSaveState
-    files: RankFiles
-    snapshot: Snapshot
-    arena: Arena
-    number: int
-
-
-@dataclass(slots=True)
-class _BackgroundPreparation:
-    """A rank's part of a save before the ranks agree on it. `room` is set with the plan."""
-
-    call: _BegunSave
     request: SaveRequest
     local_state: LocalSaveState
     attached: Mapping[str, bytes]
-    room: _Room | None = None
+    files: RankFiles = field(init=False)
+    snapshot: Snapshot = field(init=False)
+    arena: Arena = field(init=False)
+    arena_number: int = field(init=False)
 
     @property
     def inventory(self) -> Inventory:
@@ -316,77 +300,70 @@ class _BackgroundPreparation:
         return self.local_state.unmatched
 
     def use(self, plan: CachedPlan) -> None:
-        """Find an arena for the files of the plan."""
-        self.room = _make_room(self, plan)
+        """Wait for an arena that is not busy, and make it large enough for the files of a plan."""
+        job, options, local_state = self.job, self.options, self.local_state
+        metadata = options.all_metadata()
+        self.files = local_state.files(plan.plan, options.step, metadata, self.attached)
+        fields = options.index_fields()
+        details = SnapshotMetadata(
+            overwrite=options.overwrite,
+            mirrored=fields.metadata,
+            saved_by=fields.saved_by,
+            began_at=self.start.began_at,
+            bodies=plan.bodies,
+            replicas=local_state.replica_digests(plan.plan),
+            incarnation=options.incarnation,
+        )
+        self.snapshot = Snapshot(
+            id=_NO_ID,
+            path=self.request.path,
+            step=options.step,
+            rank=self.ranks.channel.rank,
+            world_size=self.ranks.channel.world_size,
+            images=images_of(self.files),
+            details=typed_msgpack.encode(details),
+        )
+        # Both arenas are still busy if the ranks could not all supersede a save.
+        job.writer.wait_for(lambda: len(self._busy()) < NUM_ARENAS, None)
+        number, nbytes = job.arenas.oldest(self._busy()), arena_nbytes(self.snapshot)
+        job.pinned.release(number, nbytes)
+        self.arena_number, self.arena = number, job.arenas.fitting(number, nbytes)
 
-
-def _agree(call: _BegunSave, state: State, path: str | os.PathLike[str]) -> tuple[str, _Room]:
-    """Agree on the save and its id, and find an arena. All ranks raise the error of any rank."""
-    prepared, name, _ = agree(
-        call.ranks,
-        partial(_prepare, call, state, path),
-        lambda _: secrets.token_hex(16),
-        SaveAgreement[str],
-    )
-    assert prepared.room is not None
-    return name, prepared.room
+    def _busy(self) -> set[int]:
+        """Return the arenas of unsettled saves, except a save that will be superseded."""
+        unsettled = self.job.writer.unsettled
+        return {order.arena for order in unsettled if order.snapshot != self.start.queued}
 
 
 def _prepare(
-    call: _BegunSave, state: State, path: str | os.PathLike[str]
-) -> _BackgroundPreparation:
-    options = call.options
+    ranks: Session,
+    job: Job,
+    start: Start,
+    options: SaveOptions,
+    state: State,
+    path: str | os.PathLike[str],
+) -> _Preparation:
     options.check()
     check_no_capture()
     attached = read_attached(options.attach)
     request = options.request(open_storage(path)[1], attached)
-    return _BackgroundPreparation(call, request, options.local_state(call.ranks, state), attached)
+    local_state = options.local_state(ranks, state)
+    return _Preparation(ranks, job, start, options, request, local_state, attached)
 
 
-def _make_room(prepared: _BackgroundPreparation, planned: CachedPlan) -> _Room:
-    """Wait for an arena that is not busy, and make it large enough."""
-    call, request, local_state = prepared.call, prepared.request, prepared.local_state
-    job, options, channel = call.job, call.options, call.ranks.channel
-    files = local_state.files(planned.plan, options.step, options.all_metadata(), prepared.attached)
-    fields = options.index_fields()
-    details = SnapshotMetadata(
-        overwrite=options.overwrite,
-        mirrored=fields.metadata,
-        saved_by=fields.saved_by,
-        began_at=call.start.began_at,
-        bodies=planned.bodies,
-        replicas=local_state.replica_digests(planned.plan),
-        incarnation=options.incarnation,
-    )
-    snapshot = Snapshot(
-        id=_NO_ID,
-        path=request.path,
-        step=options.step,
-        rank=channel.rank,
-        world_size=channel.world_size,
-        images=images_of(files),
-        details=typed_msgpack.encode(details),
-    )
-    # Both arenas are still busy if the ranks could not all supersede a save.
-    job.writer.wait_for(lambda: len(call.busy) < NUM_ARENAS, None)
-    number, nbytes = job.arenas.oldest(call.busy), arena_nbytes(snapshot)
-    job.pinned.release(number, nbytes)
-    return _Room(local_state, files, snapshot, job.arenas.fitting(number, nbytes), number)
-
-
-def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
+def _stage(prepared: _Preparation, name: str) -> WriteJob:
     """Copy, while the writer follows. An error here makes the save fail on all ranks."""
-    arena, local_state = room.arena, room.local_state
-    order = WriteJob(name, room.number)
-    write = Write(name, room.snapshot.path, arena.path, room.number, *start.store)
+    job, arena, local_state = prepared.job, prepared.arena, prepared.local_state
+    order = WriteJob(name, prepared.arena_number)
+    write = Write(name, prepared.request.path, arena.path, order.arena, *prepared.start.store)
     try:
-        images = arena.begin(structs.replace(room.snapshot, id=name))
+        images = arena.begin(structs.replace(prepared.snapshot, id=name))
         job.writer.order(order, write)
         if devices := local_state.cuda_devices:
-            _copy_overlapped(job, room, order, images, devices)
+            _copy_overlapped(prepared, order, images, devices)
         else:
             local_state.state.synchronize()
-            _copy(job, order, lambda: stage(arena, images, room.files))
+            _copy(job, order, lambda: stage(arena, images, prepared.files))
     except BaseException as error:
         if order not in job.writer.orders:  # other writers wait for it
             job.writer.order(order, write)
@@ -397,17 +374,17 @@ def _stage(job: Job, name: str, room: _Room, start: Start) -> WriteJob:
 
 
 def _copy_overlapped(
-    job: Job,
-    room: _Room,
+    prepared: _Preparation,
     order: WriteJob,
     images: Sequence[memoryview],
     devices: Sequence[torch.device],
 ) -> None:
     """Start the copies of CUDA devices, and copy the rest. A thread waits for the devices."""
-    job.pinned.pin(room.number, room.arena.memory, devices[0])
+    job, arena = prepared.job, prepared.arena
+    job.pinned.pin(order.arena, arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
-        late = room.local_state.state.changed_in_steps()
-        follow = stage_overlapped(room.arena, images, room.files, device_copies, late)
+        late = prepared.local_state.state.changed_in_steps()
+        follow = stage_overlapped(arena, images, prepared.files, device_copies, late)
 
         def copy() -> None:
             try:

@@ -67,7 +67,7 @@ class Job:
                 _remove(folder)
 
     def _ownerless(self) -> list[RankFolder]:
-        folders = self.folder.present()
+        folders = self.folder.rank_folders()
         return [folder for folder in folders if not any(map(folder.owner, ROLES))]
 
     def wait(self, timeout_s: float | None) -> None:

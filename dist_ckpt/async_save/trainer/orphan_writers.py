@@ -34,23 +34,23 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
     ConflictError if a writer's lock belongs to a process that is not a visible writer, StorageError
     if a writer does not end after it was killed.
     """
-    left = {
+    orphans = {
         rank_folder.rank: rank_folder
-        for rank_folder in folder.present()
-        if _left_writer(rank_folder) is not None
+        for rank_folder in folder.rank_folders()
+        if _orphan_writer(rank_folder) is not None
     }
-    if not left:
+    if not orphans:
         return
     _log.info(
         "job %s: waiting up to %g s for the background writers of %s, which an earlier run left",
-        *(folder.job, drain_timeout_s, ranks_text(left)),
+        *(folder.job, drain_timeout_s, ranks_text(orphans)),
     )
-    finished = _gone(left, drain_timeout_s)
-    stopped = {rank for rank, orphan in left.items() if _end(orphan, signal.SIGTERM)}
-    gone = _gone(left, _STOP_S)
-    for orphan in left.values():
+    finished = _await_end(orphans, drain_timeout_s)
+    stopped = {rank for rank, orphan in orphans.items() if _end(orphan, signal.SIGTERM)}
+    gone = _await_end(orphans, _STOP_S)
+    for orphan in orphans.values():
         _end(orphan, signal.SIGKILL)
-    killed = _gone(left, _KILL_S)
+    killed = _await_end(orphans, _KILL_S)
     for outcome, ranks in (
         ("finished", [*finished, *(rank for rank in gone if rank not in stopped)]),
         ("were stopped", [rank for rank in gone if rank in stopped]),
@@ -58,30 +58,30 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
     ):
         if ranks:
             _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), outcome)
-    for orphan in left.values():
+    for orphan in orphans.values():
         raise StorageError(
-            f"the background writer of rank {orphan.rank} ({_left_writer(orphan)}) was killed but "
-            f"does not end: it waits for its storage. Repair the storage, or use another root, "
+            f"the background writer of rank {orphan.rank} ({_orphan_writer(orphan)}) was killed "
+            f"but does not end: it waits for its storage. Repair the storage, or use another root, "
             f"or another AsyncSaver(job=...)",
             rank=orphan.rank,
         )
 
 
-def _gone(left: dict[int, RankFolder], timeout_s: float) -> list[int]:
+def _await_end(orphans: dict[int, RankFolder], timeout_s: float) -> list[int]:
     """Wait until no writer is left. Remove those that are gone, and return their ranks."""
     until = time.monotonic() + timeout_s
     gone: list[int] = []
     while True:
-        for rank, orphan in list(left.items()):
-            if _left_writer(orphan) is None:
-                del left[rank]
+        for rank, orphan in list(orphans.items()):
+            if _orphan_writer(orphan) is None:
+                del orphans[rank]
                 gone.append(rank)
-        if not left or time.monotonic() >= until:
+        if not orphans or time.monotonic() >= until:
             return gone
         time.sleep(_LOOK_S)
 
 
-def _left_writer(folder: RankFolder) -> LockOwner | None:
+def _orphan_writer(folder: RankFolder) -> LockOwner | None:
     """Return the writer of a rank that lives without its trainer."""
     # Read the writer first: a new trainer takes its lock before it starts a writer. So a writer
     # that was seen before its trainer's lock was free has no living trainer.
@@ -97,7 +97,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
 
     ConflictError if another process has its lock.
     """
-    owner = _left_writer(folder)
+    owner = _orphan_writer(folder)
     if owner is None:
         return False
     with _pidfd(owner.pid) as pidfd:
@@ -106,7 +106,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
             return True
-    if _left_writer(folder) is None:
+    if _orphan_writer(folder) is None:
         return False
     raise ConflictError(
         f"{folder.path}: the lock of the writer of rank {folder.rank} belongs to {owner}, which is "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Literal
 
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
-from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle, first_error
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, check_equal_on_all_ranks
+from dist_ckpt.async_save.trainer.writer_handle import WriterHandle, first_error
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
 from dist_ckpt.core.comm.messages import Failure, error_of, failure_of
@@ -100,11 +100,15 @@ def agree_on_start(
         with channel.exchange("ready") as readying:
             writer = begin()
             _await_readiness(writer, ranks, saver, is_urgent)
-            failed = {order.snapshot: _failure_of(order, channel) for order in writer.failed}
+            failed = {
+                order.snapshot: failure_of(error, "write", channel.rank, channel.host)
+                for order in writer.failed
+                if (error := order.failure) is not None
+            }
             if not failed:
                 writer.ensure()
                 supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and is_urgent())
-                paused = _paused(writer) if supersedes else ""
+                paused = _pause_newest(writer) if supersedes else ""
             writer_state = _WriterState(
                 saver=saver,
                 failed=failed,
@@ -141,7 +145,7 @@ def _is_busy(writer: WriterHandle) -> bool:
     return len(writer.unsettled) >= NUM_ARENAS
 
 
-def _paused(writer: WriterHandle) -> str:
+def _pause_newest(writer: WriterHandle) -> str:
     """Pause the save that may be superseded. Return its name, or ""."""
     unsettled = [order.snapshot for order in writer.unsettled]
     if unsettled and writer.pause(unsettled[-1]):
@@ -149,20 +153,11 @@ def _paused(writer: WriterHandle) -> str:
     return ""
 
 
-def _failure_of(order: WriteJob, channel: Channel) -> Failure:
-    assert order.failure is not None
-    return failure_of(order.failure, "write", channel.rank, channel.host)
-
-
 def _judge(states: Sequence[_WriterState], writer: WriterHandle) -> Start:
     """Decide how the save begins. `writer` is the coordinator's: it may start a store."""
     check_savers("AsyncSaver.save", [state.saver for state in states])
     committed = {snapshot for state in states for snapshot in state.committed}
-    failed = {
-        snapshot: failure
-        for snapshot, failure in _failed(states).items()
-        if snapshot not in committed
-    }
+    failed = _merge_failures(states, committed)
     is_busy = any(state.is_busy for state in states)
     paused = {state.paused for state in states}
     begins = not failed and not (is_busy and states[0].saver.when_busy == "skip")
@@ -196,7 +191,13 @@ def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
         order.is_reported = True
         _log.warning("other ranks report that this save is committed: %s", order.failure)
     if start.failed:
-        _raise(start.failed, writer)
+        for order in writer.orders:
+            if order.snapshot in start.failed:  # this rank may not have seen its failure
+                order.is_reported = True
+        writer.forget_reported()
+        error = first_error([error_of(failure) for failure in start.failed.values()])
+        error.add_note("The failure is of an earlier save. This save was not begun: save again.")
+        raise error
     if mistaken:
         writer.ensure()
     if start.is_skipped:
@@ -204,17 +205,6 @@ def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
     _check_store(start.store)
     writer.newest_at = start.began_at
     return start
-
-
-def _raise(failed: Mapping[str, Failure], writer: WriterHandle) -> None:
-    """Raise the failures. They count as reported on this rank, even if it has not seen them."""
-    for order in writer.orders:
-        if order.snapshot in failed:
-            order.is_reported = True
-    writer.forget_reported()
-    error = first_error([error_of(failure) for failure in failed.values()])
-    error.add_note("The failure is of an earlier save. This save was not begun: save again.")
-    raise error
 
 
 def _check_store(store: MeetingPlace) -> None:
@@ -230,8 +220,8 @@ def _check_store(store: MeetingPlace) -> None:
     )
 
 
-def _failed(states: Sequence[_WriterState]) -> dict[str, Failure]:
-    """Return the failure of each save, by its snapshot; the oldest save first.
+def _merge_failures(states: Sequence[_WriterState], committed: Set[str]) -> dict[str, Failure]:
+    """Return the failure of each save that is not committed, by its snapshot; the oldest first.
 
     The report of the rank that failed is preferred: others may only have seen that it is gone.
     """
@@ -243,4 +233,5 @@ def _failed(states: Sequence[_WriterState]) -> dict[str, Failure]:
     return {
         snapshot: min(rank_reports, key=lambda report: report[:2])[2]
         for snapshot, rank_reports in reports.items()
+        if snapshot not in committed
     }

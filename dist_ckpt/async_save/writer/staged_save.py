@@ -97,7 +97,10 @@ def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan
     planned = [(plan.name, plan.nbytes) for plan in plans]
     staged = [(image.name, image.nbytes) for image in snapshot.images[:num]]
     encoded = [image.name for image in snapshot.images[num:]]
-    if staged != planned or not all(map(_is_encoded_file, encoded)):
+    if staged != planned or any(
+        filenames.parse_objects_file(name) is None and filenames.parse_attached_file(name) is None
+        for name in encoded
+    ):
         raise CorruptError(
             f"snapshot {snapshot.id} of {snapshot.path} has other files than its plan: use the "
             f"same version of dist_ckpt in trainer and writer"
@@ -115,12 +118,6 @@ def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan
     }
     objects = _Objects(dict(zip(encoded, mapped[num:], strict=True)))
     return RankFiles(snapshot.step, tuple(plans), sources, objects, headers)
-
-
-def _is_encoded_file(name: str) -> bool:
-    """Return True for an objects file or an attached file: they are encoded before staging."""
-    is_attached = filenames.parse_attached_file(name) is not None
-    return is_attached or filenames.parse_objects_file(name) is not None
 
 
 class _MappedImage:

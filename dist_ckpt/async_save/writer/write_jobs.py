@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,7 +50,7 @@ _PATIENCE = 3
 MAX_SAVES = 8
 
 # The interval of a waiting thread's checks without a notification.
-_STEP_S = 60.0
+_CHECK_INTERVAL_S = 60.0
 
 WRITER_STORE_TEXTS = StoreErrorTexts(
     gone="the store that the background writer of rank 0 serves is gone or cut off ({}). Look "
@@ -247,7 +247,10 @@ class WriterSave:
             staged.staging.check()
             snapshots = claiming.gather(staged.snapshot.id)
             if snapshots is not None:
-                _check_same_save(snapshots)
+                if len(ranks := {name: rank for rank, name in enumerate(snapshots)}) > 1:
+                    raise ConflictError(
+                        f"the background writers do not write the same save: {ranks}; save again"
+                    )
                 details = staged.details
                 claiming.decide(
                     transaction.claim(
@@ -284,15 +287,6 @@ class WriterSave:
         self._saved = part.saved
         seconds = time.monotonic() - start
         return RankWriteResult(part.receipts, staged.details.replicas, seconds, part.linked)
-
-
-def _check_same_save(snapshots: Sequence[str]) -> None:
-    """Raise ConflictError if the writers have different snapshots."""
-    ranks = {snapshot: rank for rank, snapshot in enumerate(snapshots)}
-    if len(ranks) > 1:
-        raise ConflictError(
-            f"the background writers do not write the same save: {ranks}; save again"
-        )
 
 
 class WriterQueue:
@@ -355,7 +349,7 @@ class WriterQueue:
             while not self._saves or self._saves[0].write.snapshot in self._paused:
                 if self._is_ended and not self._saves:
                     return None
-                self._changed.wait(_STEP_S)
+                self._changed.wait(_CHECK_INTERVAL_S)
             self._current = self._saves[0]  # before the removal: `unsettled` must not miss it
             self._saves.popleft()
             return self._current

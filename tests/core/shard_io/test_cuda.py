@@ -34,7 +34,7 @@ def saver() -> Iterator[dc.AsyncSaver]:
     yield saver
     saver.close()
     folder = JobFolder(job)
-    for one in folder.present():
+    for one in folder.rank_folders():
         one.remove()
     folder.discard()
 

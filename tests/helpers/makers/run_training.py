@@ -67,7 +67,7 @@ def clear_memory(folder: Path) -> None:
     for marker in folder.rglob(ROOT_ID):
         root_id = find_root_id(*open_storage(marker.parent))
         job = JobFolder(job_id(str(marker.parent), root_id or ""))
-        for one in job.present():
+        for one in job.rank_folders():
             if (owner := one.owner("writer")) is not None:
                 os.kill(owner.pid, signal.SIGKILL)
             one.remove()
