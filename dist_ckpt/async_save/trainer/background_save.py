@@ -271,7 +271,7 @@ def save_in_background(
 
 
 @dataclass(slots=True)
-class _Preparation:
+class _BackgroundPreparation:
     """A rank's part of a save before the ranks agree on it. `use` sets the fields after `attached`.
 
     They are the files to stage, and an arena for them. The snapshot has no id yet.
@@ -342,16 +342,16 @@ def _prepare(
     options: SaveOptions,
     state: State,
     path: str | os.PathLike[str],
-) -> _Preparation:
+) -> _BackgroundPreparation:
     options.check()
     check_no_capture()
     attached = read_attached(options.attach)
     request = options.request(open_storage(path)[1], attached)
     local_state = options.local_state(ranks, state)
-    return _Preparation(ranks, job, start, options, request, local_state, attached)
+    return _BackgroundPreparation(ranks, job, start, options, request, local_state, attached)
 
 
-def _stage(prepared: _Preparation, name: str) -> WriteJob:
+def _stage(prepared: _BackgroundPreparation, name: str) -> WriteJob:
     """Copy, while the writer follows. An error here makes the save fail on all ranks."""
     job, arena, local_state = prepared.job, prepared.arena, prepared.local_state
     order = WriteJob(name, prepared.arena_number)
@@ -374,7 +374,7 @@ def _stage(prepared: _Preparation, name: str) -> WriteJob:
 
 
 def _copy_overlapped(
-    prepared: _Preparation,
+    prepared: _BackgroundPreparation,
     order: WriteJob,
     images: Sequence[memoryview],
     devices: Sequence[torch.device],
