@@ -38,7 +38,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     untagged,
 )
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.core.state.tree.leaves import without_frozen
+from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.core.storage.virtual_files import OverlayStorage, ServedFile

@@ -30,7 +30,7 @@ from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.read_tensor import LocalTensor, describe, tie_key
 from dist_ckpt.core.state.tree.containers import PathKey, State, join
-from dist_ckpt.core.state.tree.leaves import (
+from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
     ObjectLeaf,
@@ -42,14 +42,12 @@ from dist_ckpt.core.state.tree.leaves import (
     Tree,
     children_of,
     choices,
-    selected,
+    read_state,
+    select_leaves,
+    state_of,
     without_frozen,
 )
-from dist_ckpt.core.state.tree.read_tree import read_state, state_of
 from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
-
-# The component of tensors at the top of the state.
-_LOOSE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
     def optimizer_names(fqn: str, leaf: OptimizerLeaf) -> list[str]:
         return state_names(leaf.state, parameters[fqn], fqn)
 
-    chosen = selected(root, "", selection, optimizer_names)
+    chosen = select_leaves(root, "", selection, optimizer_names)
     assert chosen is None or isinstance(chosen, Branch), "as the root is"
     builder.add_root(chosen or Branch(root.kind, None, {}))
     unmatched = selection.unmatched(choices(root, optimizer_names))
@@ -185,7 +183,8 @@ class _InventoryBuilder:
     def add_root(self, root: Branch) -> None:
         self.tree.append(Node("", root.kind, tuple(root.children)))
         for key, child in root.children.items():
-            self.component = _LOOSE if isinstance(child, TensorLeaf) else str(key)
+            # Tensors at the top of the state are one component.
+            self.component = "state" if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
         # Users' code, possibly with collectives: in one order on all ranks.
         for fqn in sorted(self.wrappers):
@@ -268,26 +267,24 @@ class _InventoryBuilder:
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
         states: Tree = states_branch(optimizer, self.names[fqn], fqn)
         if not self.selection.is_everything:
-            chosen = selected(states, join(fqn, STATE), self.selection, lambda *_: ())
+            chosen = select_leaves(states, join(fqn, STATE), self.selection, lambda *_: ())
             states = chosen or Branch("dict", None, {})
         self._add(join(fqn, STATE), states)
         self._add_container(groups, "list", range(len(optimizer.groups)))
         for number, group in enumerate(optimizer.groups):
+            full = join(groups, number)
+            options = options_branch(group, full).children
+            plain = {k: leaf.value for k, leaf in options.items() if isinstance(leaf, PlainLeaf)}
+            self._add_value(full, plain)
+            self._claim(f"{full}.params")
             params = tuple(self.names[fqn][id(parameter)].stored for parameter in group["params"])
-            self._add_group(join(groups, number), params, group)
+            self.name_lists.append(NameList(f"{full}.params", params))
+            # No container of this name: the group is a value, with its tensors below it.
+            for key, child in options.items():
+                if key not in plain:
+                    self._add(join(full, key), child)
         for key, child in leaf.further.items():
             self._add(join(fqn, key), child)
-
-    def _add_group(self, fqn: str, params: tuple[str, ...], group: Mapping[str, object]) -> None:
-        options = options_branch(group, fqn).children
-        plain = {key: leaf.value for key, leaf in options.items() if isinstance(leaf, PlainLeaf)}
-        self._add_value(fqn, plain)
-        self._claim(f"{fqn}.params")
-        self.name_lists.append(NameList(f"{fqn}.params", params))
-        # No container of this name: the group is a value, with its tensors below it.
-        for key, child in options.items():
-            if key not in plain:
-                self._add(join(fqn, key), child)
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)

@@ -11,38 +11,33 @@ has its first name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.state.optimizer_state import STATE, OptimizerState, check_reported
 from dist_ckpt.core.state.tree.containers import PathKey, join
-from dist_ckpt.core.state.tree.leaves import (
+from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
     OptimizerLeaf,
     TensorLeaf,
     Tree,
+    read_value,
     walk,
 )
-from dist_ckpt.core.state.tree.read_tree import read_value
 
 # Keys of a group that describe its parameters in torch's way.
 LOCAL_KEYS = frozenset({"params", "param_names"})
 
-# For each parameter, by its id(), in the modules of a state: component, module, name in it.
-Places = Mapping[int, Sequence[tuple[str, str, str]]]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """`stored`: the name in the checkpoint; `rule`: that of patterns; `own`: that in its module."""
+    """The name of a parameter in the checkpoint, that for patterns, and that in its module."""
 
     stored: str
     rule: str
-    own: str
+    in_module: str
 
 
 def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
@@ -52,7 +47,7 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     neither reported nor in the state.
     """
     optimizers: dict[str, OptimizerLeaf] = {}
-    places: dict[int, list[tuple[str, str, str]]] = {}
+    in_modules: dict[int, list[ParameterName]] = {}
     for component, child in root.children.items():
         if isinstance(child, TensorLeaf):
             continue  # there may be many
@@ -61,59 +56,46 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
                 optimizers[fqn] = leaf
             elif isinstance(leaf, ModuleLeaf):
                 for key, name in leaf.state.names_of_parameters().items():
-                    places.setdefault(key, []).append((str(component), fqn, name))
+                    stored = join(fqn, name)
+                    rule = stored.removeprefix(f"{component}.")
+                    in_modules.setdefault(key, []).append(ParameterName(stored, rule, name))
     all_of_them = {id(leaf.state.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
         check_reported(leaf.state.optimizer, fqn, all_of_them)
-    return {fqn: _names(leaf, fqn, places) for fqn, leaf in optimizers.items()}
+    return {fqn: _names(leaf, fqn, in_modules) for fqn, leaf in optimizers.items()}
 
 
-def _names(leaf: OptimizerLeaf, fqn: str, places: Places) -> dict[int, ParameterName]:
-    if leaf.names is None:
-        names = _by_module(leaf.state, fqn, places)
-    else:
-        names = {key: ParameterName(name, name, name) for key, name in leaf.names.items()}
+def _names(
+    leaf: OptimizerLeaf, fqn: str, in_modules: Mapping[int, Sequence[ParameterName]]
+) -> dict[int, ParameterName]:
+    names: dict[int, ParameterName] = {}
     positions: dict[str, str] = {}
-    for parameter, position in _parameters(leaf.state):
-        if id(parameter) not in names:
-            raise ValueError(f"{fqn}: {position} has no name in dc.Named: add it to `names`")
-        name = names[id(parameter)].stored
-        if positions.setdefault(name, position) != position:
-            raise ValueError(
-                f"{fqn}: {positions[name]} and {position} are both called {name!r}: give them "
-                "different names"
-            )
-    return names
-
-
-def _by_module(state: OptimizerState, fqn: str, places: Places) -> dict[int, ParameterName]:
-    names = {}
-    for parameter, position in _parameters(state):
-        matches = places.get(id(parameter), [])
-        if len(matches) != 1:
-            raise ValueError(f"{fqn}: {position} {_names_text(matches)}{_REMEDY}")
-        component, module, name = matches[0]
-        stored = join(module, name)
-        rule = stored.removeprefix(f"{component}.")
-        names[id(parameter)] = ParameterName(stored, rule, own=name)
-    return names
-
-
-_REMEDY = "put that module into the state once, or pass dc.Named(optimizer, names)"
-
-
-def _names_text(places: Sequence[tuple[str, str, str]]) -> str:
-    if not places:
-        return "is in no module of the state: "
-    names = " and ".join(repr(join(module, name)) for _, module, name in places)
-    return f"has unrelated names in the state, {names}: "
-
-
-def _parameters(state: OptimizerState) -> Iterator[tuple[torch.Tensor, str]]:
-    for number, group in enumerate(state.groups):
+    for number, group in enumerate(leaf.state.groups):
         for index, parameter in enumerate(group["params"]):
             text = f"parameter {index} of group {number}, shape {tuple(parameter.shape)},"
-            yield parameter, text
+            matches = in_modules.get(id(parameter), ())
+            if leaf.names is not None:
+                if id(parameter) not in leaf.names:
+                    raise ValueError(f"{fqn}: {text} has no name in dc.Named: add it to `names`")
+                name = leaf.names[id(parameter)]
+                matches = [ParameterName(name, name, name)]
+            if len(matches) != 1:
+                fact = "is in no module of the state"
+                if matches:
+                    several = " and ".join(repr(match.stored) for match in matches)
+                    fact = f"has unrelated names in the state, {several}"
+                raise ValueError(
+                    f"{fqn}: {text} {fact}: put that module into the state once, or pass "
+                    "dc.Named(optimizer, names)"
+                )
+            names[id(parameter)] = matches[0]
+            stored = matches[0].stored
+            if positions.setdefault(stored, text) != text:
+                raise ValueError(
+                    f"{fqn}: {positions[stored]} and {text} are both called {stored!r}: give them "
+                    "different names"
+                )
+    return names
 
 
 def states_branch(

@@ -85,7 +85,7 @@ def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
     Raises ValueError for a ZeroRedundancyOptimizer that cannot be read.
     """
     if _is_zero(optimizer):
-        return _partitioned(optimizer, fqn)
+        return _read_zero(optimizer, fqn)
     if _has_own_methods(optimizer, Optimizer):
         return None
     return OptimizerState(
@@ -169,7 +169,7 @@ def _is_zero(optimizer: Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def _partitioned(optimizer: Any, fqn: str) -> OptimizerState:
+def _read_zero(optimizer: Any, fqn: str) -> OptimizerState:
     """Read a ZeroRedundancyOptimizer: its inner optimizer has this rank's parameters and state.
 
     Its `state_dict` would need a collective that gathers all of it on one rank.

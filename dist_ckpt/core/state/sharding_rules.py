@@ -22,7 +22,7 @@ from dist_ckpt.core.planning.sharding_config import (
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tree.containers import join
-from dist_ckpt.core.state.tree.leaves import Branch, ModuleLeaf, SubclassLeaf, TensorLeaf, walk
+from dist_ckpt.core.state.tree.state_tree import Branch, ModuleLeaf, SubclassLeaf, TensorLeaf, walk
 
 
 class ShardingRules:

@@ -41,7 +41,7 @@ from dist_ckpt.core.state.modules import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import entries_of, join, kind_of
-from dist_ckpt.core.state.tree.leaves import (
+from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
     ObjectLeaf,
@@ -51,9 +51,11 @@ from dist_ckpt.core.state.tree.leaves import (
     SubclassLeaf,
     TensorLeaf,
     Tree,
+    calling_user_code,
+    has_state,
+    read_tensor,
     requires_grad,
 )
-from dist_ckpt.core.state.tree.read_tree import calling_user_code, has_state, read_tensor
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.data import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
@@ -278,9 +280,9 @@ def _plain(context: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
         saved = None if context.is_missing(name) else context.subtree(name)
         return None if saved is None else partial(fill_mapping, live, saved)
-    if not context.selected(name) and not context.chosen(name):
+    if not context.is_selected(name) and not context.selected_leaves(name):
         return None
-    value = context.value(name) if context.selected(name) else None
+    value = context.value(name) if context.is_selected(name) else None
     if value is not None:
         return value
     entries = entries_of(live)
@@ -293,7 +295,7 @@ def _plain(context: BindContext, name: str, live: object) -> Value | None:
 
 def _per_rank(context: BindContext, name: str, leaf: PerRankLeaf) -> None:
     wrapper = leaf.wrapper
-    if not context.selected(name):
+    if not context.is_selected(name):
         return
     saved = context.per_rank(name, wrapper)
     if saved is None:
@@ -309,7 +311,7 @@ def _per_rank(context: BindContext, name: str, leaf: PerRankLeaf) -> None:
 
 def _object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
     """Request all of an object's state: its class decides what it loads."""
-    if context.selected(name) and context.saved.keys_of(name) is not None:
+    if context.is_selected(name) and context.saved.keys_of(name) is not None:
         remedy = "load it in a dc.PerRank, as it was saved"
         context.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
@@ -317,7 +319,7 @@ def _object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
         return
     saved = [name, *context.saved.below(name)]
     left_out = [
-        leaf for leaf in saved if leaf in context.saved.leaves and not context.selected(leaf)
+        leaf for leaf in saved if leaf in context.saved.leaves and not context.is_selected(leaf)
     ]
     left_out += [out for out in context.saved.left_out if out.startswith(f"{name}.")]
     fact = f"{name}: a {type(leaf.owner).__name__} is loaded as a whole, but "
@@ -393,7 +395,7 @@ def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> set[st
         names.setdefault(id(live), []).append(name)
     tied: set[str] = set()
     for twins in names.values() if len(names) < len(state.live) else ():
-        selected = [name for name in twins if context.selected(join(fqn, name))]
+        selected = [name for name in twins if context.is_selected(join(fqn, name))]
         if any(context.saved.tensor(join(fqn, name)) for name in selected):
             tied.update(name for name in selected if not context.has(join(fqn, name)))
     return tied

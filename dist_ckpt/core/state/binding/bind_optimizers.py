@@ -37,8 +37,14 @@ from dist_ckpt.core.state.named_optimizers import (
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, OptimizerState, reported_state
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import PathKey, entries_of, is_mapping, join
-from dist_ckpt.core.state.tree.leaves import OptimizerLeaf, PlainLeaf, TensorLeaf, Tree
-from dist_ckpt.core.state.tree.read_tree import calling_user_code, read_value
+from dist_ckpt.core.state.tree.state_tree import (
+    OptimizerLeaf,
+    PlainLeaf,
+    TensorLeaf,
+    Tree,
+    calling_user_code,
+    read_value,
+)
 
 # Options of how a step is computed: torch allows changes of them between two steps.
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -78,12 +84,12 @@ class _GroupBinding:
         """
         context = self.context
         stored = filter(context.has, self.sources)
-        left_out = [name for name in stored if not context.selected(name)]
-        if left_out and any(map(context.chosen, states)):
+        left_out = [name for name in stored if not context.is_selected(name)]
+        if left_out and any(map(context.selected_leaves, states)):
             self._check_left_out(left_out, defaults)
-        if not self.sources and context.selected(self.fqn):
+        if not self.sources and context.is_selected(self.fqn):
             context.missing[self.fqn] = None
-        sources = list(filter(context.selected, self.sources))
+        sources = list(filter(context.is_selected, self.sources))
         groups = [options for name in sources if (options := self._ask(name)) is not None]
         if not groups or len(groups) < len(sources) or self._has_several_tensors(sources):
             return
@@ -147,7 +153,7 @@ class _GroupBinding:
 
     def _takes(self, key: str) -> bool:
         """Return False if a pattern leaves out this hyperparameter of a loaded group."""
-        selected = self.context.selected
+        selected = self.context.is_selected
         names = (self.fqn, *self.sources)
         return all(selected(join(name, key)) for name in names if selected(name))
 
@@ -239,7 +245,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     have to agree, and under `strict` to be those of this optimizer's class.
     """
     optimizer, names = leaf.state, context.template.parameters[fqn]
-    if context.chosen(fqn) and any(map(is_meta, optimizer.parameters())):
+    if context.selected_leaves(fqn) and any(map(is_meta, optimizer.parameters())):
         context.problems.append(
             f"{fqn}: the optimizer has meta parameters, which a load of the module replaces: "
             "materialize the module (`to_empty`) and create the optimizer then"
@@ -283,7 +289,7 @@ def _bind_flat(
     """Write a view's values back to its optimizer; parts with one state need all or nothing."""
     for parts in optimizer.parts_in_one_state():
         here = [stored[id(part)] for part in parts]
-        lacking = [name for name in here if not context.chosen(join(state, name))]
+        lacking = [name for name in here if not context.selected_leaves(join(state, name))]
         if lacking and len(lacking) < len(here):
             has = next(name for name in here if name not in lacking)
             context.problems.append(
@@ -300,11 +306,12 @@ def _stored_names(
 
     Torch's helpers and `dc.Named` may use the names in the module, not those of the state.
     """
-    parameters = list(dict.fromkeys(map(id, optimizer.parameters())))
-    own = {key: names[key].own for key in parameters}
+    parameters = dict.fromkeys(map(id, optimizer.parameters()))
     stored = {key: names[key].stored for key in parameters}
-    if saved.keys().isdisjoint(stored.values()) and len({*own.values()}) == len(own):
-        return own if not saved.keys().isdisjoint(own.values()) else stored
+    in_modules = {key: names[key].in_module for key in parameters}
+    are_unique = len({*in_modules.values()}) == len(in_modules)
+    if saved.keys().isdisjoint(stored.values()) and are_unique:
+        return stored if saved.keys().isdisjoint(in_modules.values()) else in_modules
     return stored
 
 
@@ -329,7 +336,9 @@ def _names_by_number(
 def _drop_state(
     context: BindContext, fqn: str, optimizer: OptimizerState, parameter: torch.Tensor
 ) -> None:
-    live = [key for key in optimizer.state.get(parameter, {}) if context.selected(join(fqn, key))]
+    live = [
+        key for key in optimizer.state.get(parameter, {}) if context.is_selected(join(fqn, key))
+    ]
     context.dropped += [join(fqn, key) for key in live]
 
     def drop() -> None:
@@ -353,11 +362,13 @@ def _bind_state(
     saved = context.children(fqn)
     values: dict[PathKey, Value] = {}
     for key, name in saved:
-        if context.chosen(name) and (entry := _entry(context, name, key, live.get(key), hint)):
+        if context.selected_leaves(name) and (
+            entry := _entry(context, name, key, live.get(key), hint)
+        ):
             values[key] = entry
     absent = live.keys() - {key for key, _ in saved}
     names = (join(fqn, key) for key in live if key in absent)
-    context.missing.update((name, None) for name in names if context.selected(name))
+    context.missing.update((name, None) for name in names if context.is_selected(name))
 
     def assign() -> None:
         entries = {key: value() for key, value in values.items()}
@@ -381,7 +392,7 @@ def _bind_shared(
         if (value := context.subtree(name, tree)) is not None:
             values[key] = value
     for key in live:
-        if key in names or not context.selected(name := join(state, key)):
+        if key in names or not context.is_selected(name := join(state, key)):
             continue
         if context.children(state):
             context.missing[name] = None

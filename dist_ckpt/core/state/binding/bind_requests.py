@@ -28,15 +28,15 @@ from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, container, entries_of, join
-from dist_ckpt.core.state.tree.leaves import (
+from dist_ckpt.core.state.tree.state_tree import (
     ObjectLeaf,
     PerRankLeaf,
     SubclassLeaf,
     TensorLeaf,
     Tree,
+    calling_user_code,
     children_of,
 )
-from dist_ckpt.core.state.tree.read_tree import calling_user_code
 from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
 from dist_ckpt.errors import CheckpointError
 
@@ -132,7 +132,7 @@ class BindContext:
         scopes = self._selection
         return scopes.looked_in(name) if isinstance(scopes, Scopes) else None
 
-    def selected(self, name: str) -> bool:
+    def is_selected(self, name: str) -> bool:
         """Return True if `include` and `exclude` leave a name in."""
         return name in self._selection
 
@@ -153,14 +153,14 @@ class BindContext:
     def unclaimed(self) -> tuple[str, ...]:
         """Return the saved names that the state does not have, as in the catalog."""
         leaves = self.saved.leaves.items()
-        return tuple(f for name, f in leaves if f not in self.claimed and self.selected(name))
+        return tuple(f for name, f in leaves if f not in self.claimed and self.is_selected(name))
 
-    def chosen(self, name: str) -> list[str]:
+    def selected_leaves(self, name: str) -> list[str]:
         """Return the selected saved leaves at and below a name."""
         return [
             leaf
             for leaf in (name, *self.saved.below(name))
-            if leaf in self.saved.leaves and self.selected(leaf)
+            if leaf in self.saved.leaves and self.is_selected(leaf)
         ]
 
     def has(self, name: str) -> bool:
@@ -171,7 +171,7 @@ class BindContext:
         """Return True if nothing is saved at or below a name; if selected it is then missing."""
         if self.has(name):
             return False
-        if self.selected(name):
+        if self.is_selected(name):
             self.missing[name] = None
         return True
 
@@ -234,7 +234,7 @@ class BindContext:
         saved = {str(key): key for key, _ in entries}
         for key in keys:
             other = saved.get(str(key), key)
-            if type(other) is not type(key) and self.selected(join(name, key)):
+            if type(other) is not type(key) and self.is_selected(join(name, key)):
                 self.problems.append(
                     f"{join(name, key)}: saved under the key {other!r}, the state has {key!r}: "
                     "use the same class of key"
@@ -280,14 +280,14 @@ class BindContext:
         The saved tensor must have been made in the same way.
         """
         cls = class_name(leaf.value)
-        if is_meta(leaf.value) and self.chosen(name):
+        if is_meta(leaf.value) and self.selected_leaves(name):
             self.problems.append(
                 f"{name}: a {cls} on the meta device has no memory, and only its class can "
                 "allocate it: before the load, materialize it (`to_empty`), or materialize the "
                 "model and then convert it"
             )
             return
-        if name in self.saved.leaves and self.selected(name):
+        if name in self.saved.leaves and self.is_selected(name):
             self.report_mismatch(name, f"a {cls}", "load into a plain tensor, then convert that")
             return
         for attribute, inner in leaf.inner.items():
@@ -296,7 +296,7 @@ class BindContext:
                 self.subclass_tensor(full, inner)
             elif self.takes(full):
                 self.targets.fill(full, inner, as_bits=True)
-        if not self.selected(full := join(name, RECORD)):
+        if not self.is_selected(full := join(name, RECORD)):
             return
         if (record := self.value(full)) is None:
             self.report_mismatch(full, "the record of a tensor subclass")
@@ -308,7 +308,7 @@ class BindContext:
 
     def _new_subclass_tensor(self, name: str, hint: PlacementHint) -> Value | None:
         parts = [*self.saved.below(name)]
-        if len(self.chosen(name)) < len(parts):
+        if len(self.selected_leaves(name)) < len(parts):
             return None
         if self.template.rules is not None:
             self.problems.append(
@@ -412,12 +412,12 @@ class BindContext:
             constants = {key: ConstantValue(value) for key, value in before.items()}
             return NewContainer(kind or "dict", {**constants, **items})
         is_empty = not self.saved.children(name)
-        if own is None and kind is not None and is_empty and self.selected(name):
+        if own is None and kind is not None and is_empty and self.is_selected(name):
             return NewContainer(kind, {})
         return own
 
     def _leaf(self, name: str, leaf: Tree | None, hint: PlacementHint | None) -> Value | None:
-        if not self.selected(name):
+        if not self.is_selected(name):
             return None
         if self.saved.tensor(name) is not None:
             self.restore(name)

@@ -37,7 +37,7 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import (
     unwrap,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, join
-from dist_ckpt.core.state.tree.read_tree import calling_user_code
+from dist_ckpt.core.state.tree.state_tree import calling_user_code
 from dist_ckpt.errors import IncompatibleError
 
 _REMEDY = (

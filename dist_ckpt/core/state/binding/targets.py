@@ -42,7 +42,7 @@ from dist_ckpt.core.state.tensors.read_tensor import (
     materialize,
     tie_key,
 )
-from dist_ckpt.core.state.tree.leaves import TensorLeaf
+from dist_ckpt.core.state.tree.state_tree import TensorLeaf
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
 
@@ -88,20 +88,6 @@ def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
         if reach[0] != last[0] or reach[2] > last[2]:
             last = reach
     return frozenset(numbers)
-
-
-def copy_to_aliases(stagings: Sequence[AliasStaging]) -> None:
-    """Copy all staged data. Raises IncompatibleError if the saved values differ."""
-    for staging in stagings:
-        staging.put()
-    for staging in stagings:
-        if not staging.is_in_place():
-            other = next(other for other in stagings if _undoes(other, staging))
-            raise IncompatibleError(
-                f"{staging.name} and {other.name} share memory in the state, but were saved with "
-                "different values, so the state cannot hold both. Give one of them separate memory "
-                "(untie them, or `clone()`), or exclude one, and load again"
-            )
 
 
 def _undoes(other: AliasStaging, staging: AliasStaging) -> bool:
@@ -380,7 +366,16 @@ class FillTargets:
 
         Raises IncompatibleError if they cannot all be filled, or if a cast has overflowed.
         """
-        copy_to_aliases(self._stagings)
+        for staging in self._stagings:
+            staging.put()
+        for staging in self._stagings:
+            if not staging.is_in_place():
+                other = next(other for other in self._stagings if _undoes(other, staging))
+                raise IncompatibleError(
+                    f"{staging.name} and {other.name} share memory in the state, but were saved "
+                    "with different values, so the state cannot hold both. Give one of them "
+                    "separate memory (untie them, or `clone()`), or exclude one, and load again"
+                )
         self._stagings.clear()
         synchronize(self._tensors)
         overflown = (name for name, target in self._casts if target.has_overflown)

@@ -14,16 +14,16 @@ from dist_ckpt.core.state.optimizer_state import GROUPS
 from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
 from dist_ckpt.core.state.tensors.read_tensor import describe_target
 from dist_ckpt.core.state.tree.containers import State, join
-from dist_ckpt.core.state.tree.leaves import (
+from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ObjectLeaf,
     OptimizerLeaf,
     PerRankLeaf,
     TensorLeaf,
     choices,
+    read_state,
     walk,
 )
-from dist_ckpt.core.state.tree.read_tree import read_state
 from dist_ckpt.core.state.wrappers import key_of
 
 

@@ -18,7 +18,7 @@ from dist_ckpt.core.state.fsdp1.modules import ParameterPart
 from dist_ckpt.core.state.fsdp1.private_names import is_flattened
 from dist_ckpt.core.state.optimizer_state import OptimizerState
 from dist_ckpt.core.state.tree.containers import join
-from dist_ckpt.core.state.tree.leaves import (
+from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
     ObjectLeaf,
@@ -28,9 +28,9 @@ from dist_ckpt.core.state.tree.leaves import (
     TensorLeaf,
     Tree,
     children_of,
+    read_value,
     walk,
 )
-from dist_ckpt.core.state.tree.read_tree import read_value
 from dist_ckpt.core.state.wrappers import FlatShard
 from dist_ckpt.errors import IncompatibleError
 
@@ -140,8 +140,17 @@ class FlatOptimizer(OptimizerState):
                 first = first.tensor
                 return first if first.shape == part.shape else first.view(part.shape)
             return first
-        if isinstance(first, FlatShard):
-            return _join_row(values, parts, before)
+        if isinstance(first, FlatShard):  # FSDP1's tensor has the entries of all parts in one row
+            like = part.flat.shard
+            if isinstance(before, torch.Tensor) and before.shape == like.shape:
+                row = before
+            else:
+                row = torch.zeros_like(like, dtype=first.tensor.dtype)
+            for value, part in zip(values, parts, strict=True):
+                target = part.original.part_of(row)
+                if target.data_ptr() != value.tensor.data_ptr():
+                    target.copy_(value.tensor)
+            return row
         if any(not _equal(first, value) for value in values):
             raise self._mismatch_error(repr(key))
         if isinstance(before, torch.Tensor) and isinstance(first, torch.Tensor):
@@ -231,22 +240,6 @@ def _has_tensors(tree: Tree) -> bool:
     if isinstance(tree, TensorLeaf):
         return not isinstance(tree.value, torch.Tensor) or tree.value.ndim > 0
     return isinstance(tree, SubclassLeaf) or any(map(_has_tensors, children_of(tree).values()))
-
-
-def _join_row(
-    values: Sequence[FlatShard], parts: Sequence[ParameterPart], before: Any
-) -> torch.Tensor:
-    """Return FSDP1's tensor with the entries of all parts in one row."""
-    like = parts[0].flat.shard
-    if isinstance(before, torch.Tensor) and before.shape == like.shape:
-        row = before
-    else:
-        row = torch.zeros_like(like, dtype=values[0].tensor.dtype)
-    for value, part in zip(values, parts, strict=True):
-        target = part.original.part_of(row)
-        if target.data_ptr() != value.tensor.data_ptr():
-            target.copy_(value.tensor)
-    return row
 
 
 def _equal(first: object, second: object) -> bool:

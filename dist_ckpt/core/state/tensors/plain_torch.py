@@ -45,8 +45,13 @@ def make(value: Placeholder) -> object:
             return torch.Size(shape)
         case NumpyScalar(code, data):
             return _numpy_scalar(code, data)
-        case ArrayValue():
-            return _array(value)
+        case ArrayValue(dtype, shape, data, kind):
+            tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
+            if data:
+                # A copy, so that it is writable.
+                raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                tensor = raw.view(tensor.dtype).reshape(shape)
+            return as_numpy(tensor) if kind == "numpy" else tensor
 
 
 def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
@@ -79,15 +84,6 @@ def _placeholder(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"
     source = TensorSource(local)
     data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
     return ArrayValue(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)
-
-
-def _array(value: ArrayValue) -> object:
-    tensor = torch.empty(value.shape, dtype=torch_dtype(value.dtype), device="cpu")
-    if value.data:
-        # A copy, so that it is writable.
-        raw = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
-        tensor = raw.view(tensor.dtype).reshape(value.shape)
-    return as_numpy(tensor) if value.kind == "numpy" else tensor
 
 
 def _numpy_scalar(code: str, data: bytes) -> object:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, TypeGuard
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
@@ -57,17 +57,6 @@ class LocalTensor:
     view: plan.View
     cells: tuple[Cell, ...]
     parts: tuple[torch.Tensor, ...]
-
-
-class _Chunked(Protocol):
-    """The methods of third-party classes for torch's own checkpoints, used here too."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]: ...
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor: ...
 
 
 def is_tensor_leaf(value: object) -> bool:
@@ -173,12 +162,12 @@ def tie_key(local: LocalTensor) -> Hashable | None:
 
 
 def _local_tensor(
-    value: object, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
+    value: Any, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
 ) -> LocalTensor:
     if type(value) not in PLAIN and is_array(value):
         value = from_numpy(value, fqn, writable=writable)
     if type(value) in PLAIN:  # most are, and the checks below are slow
-        return _read_whole(value, fqn)  # type: ignore[arg-type]
+        return _read_whole(value, fqn)
     if isinstance(value, LocalShard | FlatShard):
         return _read_wrapper(value, fqn)
     if isinstance(value, DTensor):
@@ -251,14 +240,14 @@ def _read_sharded(value: ShardedTensor, fqn: str) -> LocalTensor:
     return _read_parts(fqn, metadata.tensor_properties.dtype, tuple(metadata.size), shards)
 
 
-def _is_chunked(value: object) -> TypeGuard[_Chunked]:
+def _is_chunked(value: object) -> bool:
+    """Return True for third-party classes with the methods for torch's own checkpoints."""
     methods = ("__create_chunk_list__", "__get_tensor_shard__")
-    if not all(hasattr(type(value), name) for name in methods):
-        return False
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    has_methods = all(hasattr(type(value), name) for name in methods)
+    return has_methods and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _read_chunks(value: _Chunked, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
+def _read_chunks(value: Any, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
     shards = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
         if 0 not in chunk.sizes:

@@ -25,11 +25,9 @@ MAX_DEPTH = 100
 # this name.
 RECORD = "__class__"
 
-_MAPPING = "dict"
 _DEFAULT = "defaultdict:"
-
 _KINDS: Mapping[type, str] = {
-    dict: _MAPPING,
+    dict: "dict",
     OrderedDict: "OrderedDict",
     list: "list",
     tuple: "tuple",

@@ -184,21 +184,17 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
                 return None if to is None else to + name[len(above) :]
         return name
 
-    def renumber_children(of: Sequence[tuple[PathKey, str]]) -> Iterator[tuple[PathKey, str]]:
-        for key, child in of:
-            if child in groups:
-                if (to := groups[child]) is not None:
-                    yield _number_of(to), to
-            elif (now := new(child)) is not None:
-                yield key, now
-
     return replace(
         saved,
         leaves={to: fqn for name, fqn in saved.leaves.items() if (to := new(name)) is not None},
         kinds={to: kind for name, kind in saved.kinds.items() if (to := new(name)) is not None},
         entries={
-            to: tuple(renumber_children(of))
-            for name, of in saved.entries.items()
+            to: tuple(
+                (_number_of(now) if child in groups else key, now)
+                for key, child in children
+                if (now := new(child)) is not None
+            )
+            for name, children in saved.entries.items()
             if (to := new(name)) is not None
         },
         numpy=frozenset(to for name in saved.numpy if (to := new(name)) is not None),
