@@ -148,7 +148,7 @@ def _in_row(row: int, elements: ElementRange, shape: Shape) -> Iterator[Region]:
         yield Region((row, *box.offset), (1, *box.shape))
 
 
-def joined(runs: Iterable[range]) -> Iterator[range]:
+def join_runs(runs: Iterable[range]) -> Iterator[range]:
     """Join adjacent runs, given in order."""
     last = range(0)
     for run in runs:

@@ -15,7 +15,7 @@ from msgspec import structs
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import Exchange
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.format.geometry import ByteRange, joined
+from dist_ckpt.core.format.geometry import ByteRange, join_runs
 from dist_ckpt.core.planning.load.read_sharing import (
     SHARED_RANGE_NBYTES,
     BlockRuns,
@@ -89,7 +89,7 @@ def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
     for number, items in files.plan.items():
         file = files.files[number]
         runs = (run for shard in by_shard(file, items) for run in _runs_of_shard(file, *shard))
-        runs_by_file[number] = tuple(joined(runs))
+        runs_by_file[number] = tuple(join_runs(runs))
     return runs_by_file
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
-from typing import assert_never
+from operator import mul
 
 from dist_ckpt.core.format.geometry import (
     Cell,
@@ -26,7 +26,7 @@ from dist_ckpt.core.format.geometry import (
     Layout,
     Region,
     Shape,
-    joined,
+    join_runs,
     row_major_strides,
 )
 from dist_ckpt.core.planning.plan import (
@@ -65,8 +65,6 @@ def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
             return _flat_cells(view.mesh, rank, shape)
         case RuleSharded():
             raise ValueError("under a ShardingConfig, only the plan has the cells of a rank")
-        case _:
-            assert_never(view)
 
 
 def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
@@ -74,7 +72,9 @@ def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
     if 0 in shape:
         return whole_layout(shape, view.mesh.ranks)
     if isinstance(view, Flattened):
-        return _flat_layout(view.mesh, shape)
+        numel, ranks = prod(shape), view.mesh.ranks
+        bounds = (*range(0, numel, -(-numel // len(ranks))), numel)
+        return Layout(Flat(bounds), tuple((rank,) for rank in ranks[: len(bounds) - 1]))
     cuts, positions = [], []
     strides = row_major_strides(view.mesh.shape)
     cutting = axes_of(view.placements, len(shape))
@@ -136,7 +136,7 @@ def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]
     # As torch does: cut into `split_factor` chunks, as if another axis came first, and give each
     # rank its part of every chunk.
     chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
-    return [tuple(joined(run for chunk in chunks for run in chunk[n])) for n in range(count)]
+    return [tuple(join_runs(run for chunk in chunks for run in chunk[n])) for n in range(count)]
 
 
 def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:
@@ -182,13 +182,6 @@ def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
     return (ElementRange(start, stop),) if start < stop else ()
 
 
-def _flat_layout(mesh: Mesh, shape: Shape) -> Layout:
-    numel = prod(shape)
-    size = -(-numel // len(mesh.ranks))
-    cuts = (*range(0, numel, size), numel)
-    return Layout(Flat(cuts), tuple((rank,) for rank in mesh.ranks[: len(cuts) - 1]))
-
-
 @lru_cache(maxsize=4096)
 def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tuple[MeshPlaced, ...]:
     """Return the views that these placements may mean: FSDP2's, then the one that torch defines.
@@ -197,7 +190,7 @@ def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tupl
     """
     if _is_even(view, shape) or not _is_strided(view):
         return (view,)
-    reordered = as_applied(view)
+    reordered = reorder_axes(view)
     if not as_defined:
         return (reordered,) if reordered else ()
     if reordered is None:
@@ -207,7 +200,7 @@ def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tupl
     return reordered, view
 
 
-def as_applied(view: MeshPlaced) -> MeshPlaced | None:
+def reorder_axes(view: MeshPlaced) -> MeshPlaced | None:
     """Return the placements with the mesh axes in the order of their cuts, or None.
 
     `split_factor` is the number of cuts that later axes made before. So each strided axis comes
@@ -219,7 +212,10 @@ def as_applied(view: MeshPlaced) -> MeshPlaced | None:
         if isinstance(placement, Replicate):
             continue
         order = orders.setdefault(placement.dim, [])
-        index = _insert_index(placement, [view.mesh.shape[a] for a in order])
+        index: int | None = 0
+        if isinstance(placement, StridedShard):
+            cuts = accumulate((view.mesh.shape[a] for a in order), mul, initial=1)
+            index = next((n for n, cut in enumerate(cuts) if cut == placement.split_factor), None)
         if index is None:
             return None
         order.insert(index, axis)
@@ -227,20 +223,16 @@ def as_applied(view: MeshPlaced) -> MeshPlaced | None:
         return None
     cutting = [axis for order in orders.values() for axis in order]
     axes = cutting + [a for a in range(len(view.placements)) if a not in cutting]
-    placements = (view.placements[axis] for axis in axes)
+    mesh, placements = view.mesh, (view.placements[axis] for axis in axes)
+    positions = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
     return MeshPlaced(
-        _transposed(view.mesh, axes),
+        Mesh(
+            tuple(mesh.names[axis] for axis in axes),
+            tuple(mesh.shape[axis] for axis in axes),
+            tuple(mesh.ranks[position] for position in positions),
+        ),
         tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements),
     )
-
-
-def _insert_index(placement: Shard | StridedShard, sizes: list[int]) -> int | None:
-    if isinstance(placement, Shard):
-        return 0
-    for index in range(len(sizes) + 1):
-        if prod(sizes[:index]) == placement.split_factor:
-            return index
-    return None
 
 
 def _is_strided(view: MeshPlaced) -> bool:
@@ -253,11 +245,3 @@ def _is_even(view: MeshPlaced, shape: Shape) -> bool:
         if not isinstance(placement, Replicate):
             cuts[placement.dim] *= size
     return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))
-
-
-def _transposed(mesh: Mesh, axes: list[int]) -> Mesh:
-    shape = tuple(mesh.shape[axis] for axis in axes)
-    positions = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
-    return Mesh(
-        tuple(mesh.names[axis] for axis in axes), shape, tuple(mesh.ranks[p] for p in positions)
-    )

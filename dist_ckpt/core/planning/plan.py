@@ -233,21 +233,13 @@ class CellOverlap:
     ) -> CellOverlap:
         """Return the overlap of pieces of a stored cell and of a requested one."""
         run, target_run = run_of(common, source), run_of(common, target)
-        if run is None or target_run is None:
-            return CellOverlap(
-                stored, source, requested_number, target, common, None, 0, is_whole=False
-            )
-        is_whole = stored == requested and common.numel == requested.numel
-        return CellOverlap(
-            stored,
-            source,
-            requested_number,
-            target,
-            common,
-            run,
-            target_run.start - run.start,
-            is_whole,
-        )
+        shift, is_whole = 0, False
+        if run is not None and target_run is not None:
+            shift = target_run.start - run.start
+            is_whole = stored == requested and common.numel == requested.numel
+        else:
+            run = None
+        return CellOverlap(stored, source, requested_number, target, common, run, shift, is_whole)
 
 
 @dataclass(frozen=True, slots=True)

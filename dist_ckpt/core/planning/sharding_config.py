@@ -329,10 +329,10 @@ def target_view(
     axes = axes_under(config, name, shape, parameter)
     if not any(axes):
         return Whole()
-    return chunked(RuleSharded(config.ranks(), axes))
+    return chunked_view(RuleSharded(config.ranks(), axes))
 
 
-def chunked(view: RuleSharded) -> MeshPlaced:
+def chunked_view(view: RuleSharded) -> MeshPlaced:
     """Return the same cuts, with the parts that `torch.chunk` makes."""
     dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
     placements = (

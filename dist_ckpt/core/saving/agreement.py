@@ -17,7 +17,7 @@ from dist_ckpt.core.planning.save.save_planner import (
     Origin,
     files_of_rank,
     find_local_cells,
-    numbered,
+    number_cells,
     origin_of,
     plan_save,
     replica_groups_of,
@@ -62,7 +62,7 @@ class RankPlan:
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
         """Select the part of one rank."""
         files = files_of_rank(plan, rank)
-        cells = numbered(find_local_cells(inventory, rank, plan))
+        cells = number_cells(find_local_cells(inventory, rank, plan))
         origins = tuple(
             tuple(origin_of(cells, item.fqn, item.cell) for item in file.items) for file in files
         )

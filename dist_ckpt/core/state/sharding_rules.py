@@ -16,7 +16,7 @@ from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
     axes_under,
-    chunked,
+    chunked_view,
     name_of,
     parameter_of,
 )
@@ -144,7 +144,7 @@ def target_cells(
     """Return the cells of a saved tensor in a part of `shape`; None if the shape differs."""
     if len(shape) != len(saved) and isinstance(view, RuleSharded):
         return None
-    cells = cells_of(chunked(view) if isinstance(view, RuleSharded) else view, rank, saved)
+    cells = cells_of(chunked_view(view) if isinstance(view, RuleSharded) else view, rank, saved)
     if not cells:
         return () if 0 in shape else None
     (cell,) = cells

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.mesh import as_applied, cells_of, readings
+from dist_ckpt.core.planning.mesh import cells_of, readings, reorder_axes
 from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, Shard, StridedShard
 
 DP_TP = Mesh(("dp", "tp"), (3, 2), (0, 1, 2, 3, 4, 5))
@@ -13,7 +13,7 @@ FSDP_OVER_TP = MeshPlaced(DP_TP, (StridedShard(0, 2), Shard(0)))
 
 
 def test_the_axis_that_cut_first_comes_first():
-    assert as_applied(FSDP_OVER_TP) == MeshPlaced(
+    assert reorder_axes(FSDP_OVER_TP) == MeshPlaced(
         Mesh(("tp", "dp"), (2, 3), (0, 2, 4, 1, 3, 5)), (Shard(0), Shard(0))
     )
 
@@ -21,7 +21,7 @@ def test_the_axis_that_cut_first_comes_first():
 def test_a_strided_axis_comes_after_those_that_make_up_its_split_factor():
     mesh = Mesh(("a", "b", "c", "d"), (2, 3, 5, 7), tuple(range(210)))
     view = MeshPlaced(mesh, (StridedShard(0, 5), Shard(1), Shard(0), StridedShard(1, 1)))
-    applied = as_applied(view)
+    applied = reorder_axes(view)
     assert applied is not None
     assert applied.mesh.names == ("b", "d", "c", "a")
     assert applied.mesh.shape == (3, 7, 5, 2)
@@ -30,7 +30,7 @@ def test_a_strided_axis_comes_after_those_that_make_up_its_split_factor():
 
 def test_replicated_axes_cut_nothing_and_come_last():
     mesh = Mesh(("r", "dp", "tp"), (2, 2, 2), tuple(range(8)))
-    applied = as_applied(MeshPlaced(mesh, (Replicate(), StridedShard(0, 2), Shard(0))))
+    applied = reorder_axes(MeshPlaced(mesh, (Replicate(), StridedShard(0, 2), Shard(0))))
     assert applied == MeshPlaced(
         Mesh(("tp", "dp", "r"), (2, 2, 2), (0, 4, 2, 6, 1, 5, 3, 7)),
         (Shard(0), Shard(0), Replicate()),
@@ -47,7 +47,7 @@ def test_replicated_axes_cut_nothing_and_come_last():
     ],
 )
 def test_no_other_order_is_made_up(placements):
-    assert as_applied(MeshPlaced(DP_TP, placements)) is None
+    assert reorder_axes(MeshPlaced(DP_TP, placements)) is None
     assert readings(MeshPlaced(DP_TP, placements), (7, 7)) == (MeshPlaced(DP_TP, placements),)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import joined
+from dist_ckpt.core.format.geometry import join_runs
 from dist_ckpt.core.planning.load.read_sharing import (
     SHARED_RANGE_NBYTES,
     BlockRuns,
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def runs_of(numbers: set[int]) -> BlockRuns:
-    return tuple(joined(range(number, number + 1) for number in sorted(numbers)))
+    return tuple(join_runs(range(number, number + 1) for number in sorted(numbers)))
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
@@ -192,4 +192,4 @@ def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():
     ],
 )
 def test_runs_that_adjoin_are_joined(runs, expected):
-    assert list(joined(runs)) == expected
+    assert list(join_runs(runs)) == expected

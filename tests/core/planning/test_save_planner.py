@@ -26,7 +26,7 @@ from dist_ckpt.core.planning.save import balance
 from dist_ckpt.core.planning.save.save_planner import (
     files_of_rank,
     find_local_cells,
-    numbered,
+    number_cells,
     origin_of,
     plan_save,
     replica_groups_of,
@@ -170,14 +170,14 @@ def test_what_a_rank_without_parts_says_of_the_dtype_does_not_count() -> None:
 
 
 def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
-    held = numbered({"w": (Region((0, 0), (1, 1)), Region((1, 0), (5, 4)))})
+    held = number_cells({"w": (Region((0, 0), (1, 1)), Region((1, 0), (5, 4)))})
     found = origin_of(held, "w", Region((2, 1), (3, 2)))
     assert found == ("w", 1, Region((1, 1), (3, 2)))
     assert origin_of(held, "w", Region((1, 0), (5, 4))) == ("w", 1, None)
 
 
 def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
-    held = numbered({"w": (ElementRange(0, 3), ElementRange(3, 20))})
+    held = number_cells({"w": (ElementRange(0, 3), ElementRange(3, 20))})
     assert origin_of(held, "w", ElementRange(5, 9)) == ("w", 1, ElementRange(2, 6))
 
 
@@ -194,7 +194,7 @@ class Compared(Region, frozen=True):
 
 
 def test_what_it_costs_to_find_a_cell_does_not_grow_with_the_cells_of_its_tensor() -> None:
-    held = numbered({"w": tuple(Compared((row, 0), (1, 4)) for row in range(1000))})
+    held = number_cells({"w": tuple(Compared((row, 0), (1, 4)) for row in range(1000))})
     Compared.num = 0
     for row in range(1000):
         assert origin_of(held, "w", Compared((row, 0), (1, 4))).number == row

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from operator import mul
 
@@ -56,19 +57,16 @@ def problems_of(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str,
             continue
         if (request.cells, record.shape) in checked:
             continue
-        wrong = tuple(_wrong_cells(request.cells, record.shape))
-        problems += [f"{request.fqn}: requested {problem}" for problem in wrong]
+        wrong = []
+        for cell in request.cells:
+            try:
+                check_cell(cell, record.shape)
+            except ValueError as error:
+                wrong.append(f"{request.fqn}: requested {error}")
+        problems += wrong
         if not wrong:
             checked.add((request.cells, record.shape))
     return tuple(problems)
-
-
-def _wrong_cells(cells: Iterable[Cell], shape: Shape) -> Iterator[str]:
-    for cell in cells:
-        try:
-            check_cell(cell, shape)
-        except ValueError as error:
-            yield str(error)
 
 
 def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
@@ -131,34 +129,24 @@ def _matches(
 
 def _candidates(cut: Cut, shape: Shape) -> _Candidates:
     match cut:
-        case Grid():
-            return _in_grid(cut)
-        case Flat():
-            return _in_flat(cut, shape)
-        case Regions():
-            return BoxTree(cut.regions).meeting
+        case Grid(cuts):
+            return partial(_in_grid, cuts, row_major_strides(tuple(len(c) - 1 for c in cuts)))
+        case Flat(cuts):
+            return partial(_in_flat, cuts, row_major_strides(shape))
+        case Regions(regions):
+            return BoxTree(regions).meeting
 
 
-def _in_grid(grid: Grid) -> _Candidates:
-    strides = row_major_strides(tuple(len(cut) - 1 for cut in grid.cuts))
-
-    def candidates(box: Region) -> Iterator[int]:
-        ranges = [
-            range(bisect_right(cut, start) - 1, bisect_left(cut, stop))
-            for cut, start, stop in zip(grid.cuts, box.offset, box.stop, strict=True)
-        ]
-        for position in product(*ranges):
-            yield sum(map(mul, position, strides))
-
-    return candidates
+def _in_grid(cuts: Sequence[Sequence[int]], strides: Shape, box: Region) -> Iterator[int]:
+    ranges = [
+        range(bisect_right(cut, start) - 1, bisect_left(cut, stop))
+        for cut, start, stop in zip(cuts, box.offset, box.stop, strict=True)
+    ]
+    for position in product(*ranges):
+        yield sum(map(mul, position, strides))
 
 
-def _in_flat(flat: Flat, shape: Shape) -> _Candidates:
-    strides = row_major_strides(shape)
-
-    def candidates(box: Region) -> Iterable[int]:
-        first = sum(map(mul, box.offset, strides))
-        last = first + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
-        return range(bisect_right(flat.cuts, first) - 1, bisect_right(flat.cuts, last))
-
-    return candidates
+def _in_flat(cuts: Sequence[int], strides: Shape, box: Region) -> Iterable[int]:
+    first = sum(map(mul, box.offset, strides))
+    last = first + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
+    return range(bisect_right(cuts, first) - 1, bisect_right(cuts, last))

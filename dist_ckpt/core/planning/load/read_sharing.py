@@ -101,14 +101,12 @@ def shared_block_ranges(
     `starts` has the start of each block, and the end of the last. Fetches are balanced by bytes
     within a file; remainders rotate with the file's number.
     """
-    share = _Shares(
-        file,
-        {
-            rank: rank_runs.host
-            for rank, rank_runs in runs_by_rank.items()
-            if file in rank_runs.gaps_and_lengths
-        },
-    )
+    host_of = {
+        rank: rank_runs.host
+        for rank, rank_runs in runs_by_rank.items()
+        if file in rank_runs.gaps_and_lengths
+    }
+    share = _Shares(file, host_of)
     segments = list(_segments({rank: runs_by_rank[rank].runs(file) for rank in share.host_of}))
     for blocks, ranks in segments:
         if len(ranks) == 1:
@@ -116,7 +114,7 @@ def shared_block_ranges(
     shared_ranges = []
     for blocks, ranks in segments:
         if len(ranks) > 1:
-            shared_ranges += [share.assign(part, starts, ranks) for part in _parts(blocks, starts)]
+            shared_ranges += [share.assign(run, starts, ranks) for run in _cut(blocks, starts)]
     return tuple(shared_ranges)
 
 
@@ -142,8 +140,8 @@ def _segments(runs_by_rank: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tu
         start = stop
 
 
-def _parts(blocks: range, starts: Sequence[int]) -> Iterator[range]:
-    """Cut a run of blocks into parts of at most `SHARED_RANGE_NBYTES`, or of one block."""
+def _cut(blocks: range, starts: Sequence[int]) -> Iterator[range]:
+    """Cut a run of blocks into runs of at most `SHARED_RANGE_NBYTES`, or of one block."""
     first = blocks.start
     while first < blocks.stop:
         fits = bisect_right(starts, starts[first] + SHARED_RANGE_NBYTES) - 1
@@ -179,5 +177,5 @@ class _Shares:
         return SharedBlockRange(self._file, blocks, tuple(ordered))
 
     def _least(self, ranks: Sequence[int], nbytes: Mapping[int, int]) -> int:
-        turn = self._file % len(ranks)
-        return min((*ranks[turn:], *ranks[:turn]), key=nbytes.__getitem__)
+        first = self._file % len(ranks)
+        return min((*ranks[first:], *ranks[:first]), key=nbytes.__getitem__)

@@ -165,21 +165,17 @@ def _least_loaded(
             if group not in heaps:
                 heaps[group] = [(loads[rank], index) for index, rank in enumerate(holders)]
                 heapify(heaps[group])
-            index = _least(heaps[group], holders, loads)
+            heap = heaps[group]
+            # A rank's load may have grown since its entry; it never shrinks.
+            while heap[0][0] != loads[holders[heap[0][1]]]:
+                index = heap[0][1]
+                heapreplace(heap, (loads[holders[index]], index))
+            index = heap[0][1]
             filling[group] = index, max(most, loads[holders[index]] + most // _EVEN_FRACTION)
         loads[holders[index]] += nbytes
         most = max(most, loads[holders[index]])
         assigned.append((tensor, index))
     return assigned
-
-
-def _least(heap: list[tuple[int, int]], holders: Sequence[int], loads: Sequence[int]) -> int:
-    """Return the number of the holder with the least to store."""
-    # A rank's load may have grown since its entry; it never shrinks.
-    while heap[0][0] != loads[holders[heap[0][1]]]:
-        index = heap[0][1]
-        heapreplace(heap, (loads[holders[index]], index))
-    return heap[0][1]
 
 
 # --- splitting -------------------------------------------------------------------------------
@@ -212,23 +208,18 @@ def _finer(layout: Layout, num_parts: int, shift: int) -> Layout:
     """Cut each cell into parts and assign the parts to the cell's holders in turn."""
     cells: list[Cell] = [layout.cell(number) for number in range(layout.cut.num_cells)]
     boxes = [cell for cell in cells if isinstance(cell, Region)]
-    dim = _dim_to_cut(
-        [min(sizes) for sizes in zip(*(box.shape for box in boxes), strict=True)], num_parts
-    )
+    sizes = [min(lengths) for lengths in zip(*(box.shape for box in boxes), strict=True)]
+    # The first dimension with even parts, else the largest one.
+    even = (dim for dim, size in enumerate(sizes) if size >= num_parts * _EVEN_ROWS)
+    dim = next(even, max(range(len(sizes)), key=sizes.__getitem__, default=0))
     holders: dict[Cell, tuple[int, ...]] = {}
     for cell, ranks in zip(cells, layout.holders, strict=True):
-        for n, part in enumerate(_parts(cell, num_parts, dim)):
+        for n, part in enumerate(_cut_cell(cell, num_parts, dim)):
             holders[part] = (ranks[(n + shift) % len(ranks)],)
     return layout_of_cells(holders)
 
 
-def _dim_to_cut(sizes: Sequence[int], num_parts: int) -> int:
-    """Return the first dimension with even parts, else the largest one."""
-    even = (dim for dim, size in enumerate(sizes) if size >= num_parts * _EVEN_ROWS)
-    return next(even, max(range(len(sizes)), key=lambda dim: sizes[dim], default=0))
-
-
-def _parts(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
+def _cut_cell(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
     """Cut a cell along a dimension into parts that differ by at most one row; none is empty."""
     size = cell.numel if isinstance(cell, ElementRange) else cell.shape[dim]
     cuts = sorted({size * n // num_parts for n in range(num_parts + 1)})

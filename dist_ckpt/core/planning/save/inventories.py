@@ -6,7 +6,7 @@ the first rank with an entry decides its position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -14,8 +14,8 @@ from msgspec import structs
 
 from dist_ckpt.core.format.filenames import is_stem
 from dist_ckpt.core.format.index.index import Component, Key, Node, TensorRecord
-from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
-from dist_ckpt.core.planning.save.ownership import differing
+from dist_ckpt.core.planning.plan import Inventory, NameList
+from dist_ckpt.core.planning.save.ownership import difference_text
 from dist_ckpt.errors import ranks_text
 
 # With more, all tensors are stored as one component.
@@ -57,18 +57,18 @@ def without_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody
     }
     if len(common) == len(tied):
         return list(bodies), common
-    return [_with_untied(body, common) for body in bodies], common
-
-
-def _with_untied(body: InventoryBody, common: Mapping[str, str]) -> InventoryBody:
-    inventory = body.inventory
-    entries = {entry.fqn: entry for entry in inventory.tensors}
-    untied: tuple[TensorEntry, ...] = tuple(
-        structs.replace(entries[canonical], fqn=fqn)
-        for fqn, canonical in inventory.aliases
-        if fqn not in common
-    )
-    return InventoryBody(structs.replace(inventory, tensors=inventory.tensors + untied), body.ranks)
+    with_untied = []
+    for body in bodies:
+        entries = {entry.fqn: entry for entry in body.inventory.tensors}
+        untied = (
+            structs.replace(entries[canonical], fqn=fqn)
+            for fqn, canonical in body.inventory.aliases
+            if fqn not in common
+        )
+        tensors_here = (*body.inventory.tensors, *untied)
+        inventory = structs.replace(body.inventory, tensors=tensors_here)
+        with_untied.append(InventoryBody(inventory, body.ranks))
+    return with_untied, common
 
 
 def kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
@@ -84,7 +84,7 @@ def kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
         for kind, names in _names(body.inventory).items():
             for fqn in mixed.keys() & set(names):
                 mixed[fqn].append((kind, body.ranks))
-    return [f"{fqn or 'the state'}: {differing(sorted(mixed[fqn]))}" for fqn in sorted(mixed)]
+    return [f"{fqn or 'the state'}: {difference_text(sorted(mixed[fqn]))}" for fqn in sorted(mixed)]
 
 
 def _names(inventory: Inventory) -> dict[str, list[str]]:
@@ -104,20 +104,15 @@ def value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]
     for body in bodies:
         for fqn in body.inventory.values:
             holders.setdefault(fqn, []).append(body)
-    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
-    return {fqn: _ranks(holding, merged) for fqn, holding in holders.items()}
-
-
-def _ranks(
-    bodies: Sequence[InventoryBody], merged: dict[tuple[int, ...], tuple[int, ...]]
-) -> tuple[int, ...]:
     # One tuple for each set of bodies, however many values they hold.
-    if len(bodies) == 1:
-        return bodies[0].ranks
-    key = tuple(body.ranks[0] for body in bodies)
-    if key not in merged:
-        merged[key] = tuple(sorted(rank for body in bodies for rank in body.ranks))
-    return merged[key]
+    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
+    value_ranks = {}
+    for fqn, holding in holders.items():
+        key = tuple(body.ranks[0] for body in holding)
+        if key not in merged:
+            merged[key] = tuple(sorted(rank for body in holding for rank in body.ranks))
+        value_ranks[fqn] = merged[key]
+    return value_ranks
 
 
 def key_holders(
@@ -138,7 +133,7 @@ def key_holders(
     }
 
 
-def merged_tree(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[Node, ...]:
+def merge_trees(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[Node, ...]:
     """Return the containers of all ranks; a shared one has the keys of all of them."""
     kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     keys: dict[str, dict[str, str | int]] = {}
@@ -155,15 +150,16 @@ def merged_tree(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[N
     for fqn, node_kinds in kinds.items():
         if len({kind for kind, _ in node_kinds}) > 1:
             problems.append(
-                f"{fqn or 'the state'}: {differing(node_kinds)}: use one class of container on all "
-                "ranks (a list of modules counts as one dict where no two of them share a name)"
+                f"{fqn or 'the state'}: {difference_text(node_kinds)}: use one class of container "
+                "on all ranks (a list of modules counts as one dict where no two of them share a "
+                "name)"
             )
     return tuple(
         Node(fqn, kinds[fqn][0][0], tuple(node_keys.values())) for fqn, node_keys in keys.items()
     )
 
 
-def merged_names(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
+def merge_name_lists(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
     """Return the lists of names, each with the names of all ranks."""
     lists: dict[str, dict[str, None]] = {}
     for body in bodies:
@@ -172,30 +168,18 @@ def merged_names(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
     return tuple(NameList(fqn, tuple(names)) for fqn, names in lists.items())
 
 
-def merged_numpy(bodies: Sequence[InventoryBody]) -> tuple[str, ...]:
-    """Return the names of the tensors that are numpy arrays on some rank."""
-    return tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
-
-
-def merged_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
+def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
     """Return the tensors that are parameters on some rank, and True if any rank trains them."""
-    trainable_by_name: dict[str, bool] = {}
+    trainable: dict[str, bool] = {}
     for body in bodies:
         inventory = body.inventory
-        for first, length, trainable in inventory.parameters:
+        for first, length, is_trained in inventory.parameters:
             for entry in inventory.tensors[first : first + length]:
-                trainable_by_name[entry.fqn] = trainable or trainable_by_name.get(entry.fqn, False)
+                trainable[entry.fqn] = is_trained or trainable.get(entry.fqn, False)
         for fqn, canonical in inventory.aliases if inventory.parameters else ():
-            if canonical in trainable_by_name:  # other ranks may store it separately
-                trainable_by_name[fqn] = trainable_by_name[canonical] or trainable_by_name.get(
-                    fqn, False
-                )
-    return trainable_by_name
-
-
-def merged_mesh(bodies: Sequence[InventoryBody]) -> tuple[tuple[str, int], ...]:
-    """Return the mesh of the lowest rank that has one."""
-    return next((body.inventory.mesh for body in bodies if body.inventory.mesh), ())
+            if canonical in trainable:  # other ranks may store it separately
+                trainable[fqn] = trainable[canonical] or trainable.get(fqn, False)
+    return trainable
 
 
 def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
@@ -213,12 +197,7 @@ def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
     return tuple(Component(name, stems.get(name, name)) for name in used)
 
 
-def merged_linkable(bodies: Sequence[InventoryBody]) -> frozenset[str]:
-    """Return the tensors that some rank has in `linkable`: separate files, to be linked later."""
-    return frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
-
-
-def with_linkable_parts(
+def split_off_linkable(
     components: tuple[Component, ...], records: dict[str, TensorRecord], linkable: frozenset[str]
 ) -> tuple[tuple[Component, ...], frozenset[int]]:
     """Move linkable tensors, in `records` too, to new components; return all, and the linkable."""
@@ -227,16 +206,13 @@ def with_linkable_parts(
         record.component for fqn, record in records.items() if fqn not in linkable
     }
     split = sorted({records[fqn].component for fqn in fqns} - whole)
-    parts = {old: len(components) + n for n, old in enumerate(split)}
+    new_numbers = {old: len(components) + n for n, old in enumerate(split)}
     alike: dict[TensorRecord, TensorRecord] = {}
     for fqn in fqns:
-        if (part := parts.get(records[fqn].component)) is not None:
-            record = replace(records[fqn], component=part)
+        if (number := new_numbers.get(records[fqn].component)) is not None:
+            record = replace(records[fqn], component=number)
             records[fqn] = alike.setdefault(record, record)
-    return (*components, *_parts_of(components, split)), frozenset((*whole, *parts.values()))
-
-
-def _parts_of(components: Sequence[Component], numbers: Iterable[int]) -> tuple[Component, ...]:
     used = {component.stem for component in components}
     free = (stem for n in count() if (stem := f"r{n:02d}") not in used)
-    return tuple(Component(components[number].name, next(free)) for number in numbers)
+    added = (Component(components[old].name, next(free)) for old in split)
+    return (*components, *added), frozenset((*whole, *new_numbers.values()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, islice, pairwise, product
 from math import prod
+from operator import eq
 
 from dist_ckpt.core.format.geometry import (
     Cell,
@@ -55,10 +56,12 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     if rules and len(views) > 1:
         ways = {True: "by a rule of the ShardingConfig", False: "in another way"}
         kinds = ((ways[isinstance(view, RuleSharded)], ranks) for view, ranks in views.items())
-        raise ValueError("held " + differing(kinds))
+        raise ValueError("held " + difference_text(kinds))
     if rules:
         return _under_rules(rules[0], holding)
-    shape = _agreed_shape(shares)
+    shape = shares[0].shape
+    if any(share.shape != shape for share in shares):
+        raise ValueError("shape " + difference_text((share.shape, share.ranks) for share in shares))
     layouts = [
         _present(layout_of(view, shape), view.mesh, ranks)
         if isinstance(view, MeshPlaced | Flattened)
@@ -66,19 +69,17 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         for view, ranks in views.items()
         if not isinstance(view, Parts)
     ]
+    if len(layouts) == len(views) == 1:
+        return shape, layouts[0]
     if len(layouts) == len(views) and all(layout.cut == layouts[0].cut for layout in layouts):
-        return shape, _united(layouts)
+        columns = zip(*(layout.holders for layout in layouts), strict=True)
+        holders = tuple(tuple(sorted({*chain.from_iterable(column)})) for column in columns)
+        return shape, Layout(layouts[0].cut, holders)
     parts = {view: ranks for view, ranks in views.items() if isinstance(view, Parts)}
-    return shape, _tiled(_holders_of_cells(layouts, parts), shape)
+    return shape, _combine_cells(_holders_of_cells(layouts, parts), shape)
 
 
-def _agreed_shape(shares: Sequence[RankView]) -> Shape:
-    if any(share.shape != shares[0].shape for share in shares):
-        raise ValueError("shape " + differing((share.shape, share.ranks) for share in shares))
-    return shares[0].shape
-
-
-def differing(values: Iterable[tuple[object, Iterable[int]]]) -> str:
+def difference_text(values: Iterable[tuple[object, Iterable[int]]]) -> str:
     """Return a text with each value and its ranks, for values that should be equal."""
     ranks: dict[object, list[int]] = {}
     for value, with_value in values:
@@ -103,16 +104,6 @@ def _present(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
     return Layout(layout.cut, tuple(holders))
 
 
-def _united(layouts: Sequence[Layout]) -> Layout:
-    if len(layouts) == 1:
-        return layouts[0]
-    columns = zip(*(layout.holders for layout in layouts), strict=True)
-    holders = tuple(
-        tuple(sorted({rank for cell_ranks in column for rank in cell_ranks})) for column in columns
-    )
-    return Layout(layouts[0].cut, holders)
-
-
 # --- parts that ranks name themselves --------------------------------------------------------
 
 _RanksByCell = Mapping[Cell, tuple[int, ...]]
@@ -129,7 +120,7 @@ def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]
     return {cell: tuple(sorted(cell_ranks)) for cell, cell_ranks in holders.items()}
 
 
-def _tiled(cells: _RanksByCell, shape: Shape) -> Layout:
+def _combine_cells(cells: _RanksByCell, shape: Shape) -> Layout:
     for cell, ranks in cells.items():
         try:
             check_cell(cell, shape)
@@ -173,13 +164,9 @@ def _grid(ordered: Sequence[Region]) -> Grid | None:
     if prod(map(len, starts)) != len(ordered):
         return None
     cuts = tuple((*starts[d], max(region.stop[d] for region in ordered)) for d in dims)
-    cells = product(*map(pairwise, cuts))
-    if all(
-        tuple(zip(region.offset, region.stop, strict=True)) == cell
-        for region, cell in zip(ordered, cells, strict=True)
-    ):
-        return Grid(cuts)
-    return None
+    corners = (tuple(zip(region.offset, region.stop, strict=True)) for region in ordered)
+    is_grid = all(map(eq, corners, product(*map(pairwise, cuts))))
+    return Grid(cuts) if is_grid else None
 
 
 def _check_flat(ordered: Sequence[ElementRange], holders: _RanksByCell, numel: int) -> None:
@@ -197,22 +184,17 @@ def _check_boxes(ordered: Sequence[Region], holders: _RanksByCell, shape: Shape)
     try:
         check_tiling(ordered, shape)
     except ValueError as error:
+        tree = BoxTree(ordered)
+        overlaps = (
+            _overlap(ordered[other], region, holders)
+            for number, region in enumerate(ordered)
+            for other in tree.meeting(region)
+            if other < number
+        )
         raise ValueError(
-            "; ".join(_overlaps(ordered, holders))
+            "; ".join(islice(overlaps, _MAX_PAIRS))
             or f"{error}; parts of it are on {_all_ranks(ordered, holders)}"
         ) from error
-
-
-def _overlaps(ordered: Sequence[Region], holders: _RanksByCell) -> list[str]:
-    texts: list[str] = []
-    tree = BoxTree(ordered)
-    for number, region in enumerate(ordered):
-        for other in tree.meeting(region):
-            if other < number:
-                texts.append(_overlap(ordered[other], region, holders))
-                if len(texts) == _MAX_PAIRS:
-                    return texts
-    return texts
 
 
 def _overlap(cell: Cell, other: Cell, holders: _RanksByCell) -> str:
@@ -227,7 +209,7 @@ def _under_rules(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, 
     """Combine the local tensors along the mesh axes that cut each dimension."""
     mesh, strides = view.mesh, row_major_strides(view.mesh.shape)
     if {len(share.shape) for share in shares} != {len(view.axes)}:
-        raise ValueError("local shape " + differing((s.shape, s.ranks) for s in shares))
+        raise ValueError("local shape " + difference_text((s.shape, s.ranks) for s in shares))
     shapes = {rank: share.shape for share in shares for rank in share.ranks}
     ranks_of_mesh = {rank: position for position, rank in enumerate(mesh.ranks)}
     if strangers := shapes.keys() - ranks_of_mesh.keys():

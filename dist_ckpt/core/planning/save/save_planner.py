@@ -37,17 +37,14 @@ from dist_ckpt.core.planning.save.inventories import (
     inventory_bodies,
     key_holders,
     kind_problems,
-    merged_linkable,
-    merged_mesh,
-    merged_names,
-    merged_numpy,
-    merged_parameters,
-    merged_tree,
+    merge_name_lists,
+    merge_parameters,
+    merge_trees,
+    split_off_linkable,
     value_holders,
-    with_linkable_parts,
     without_aliases,
 )
-from dist_ckpt.core.planning.save.ownership import RankView, differing, merge_ownership
+from dist_ckpt.core.planning.save.ownership import RankView, difference_text, merge_ownership
 from dist_ckpt.errors import remedy_of_parts
 
 # Smaller blocks are gathered and written together: copying costs less than a system call.
@@ -73,7 +70,7 @@ def plan_save(
     """
     bodies, aliases = without_aliases(inventory_bodies(inventories, world_size))
     problems = kind_problems(bodies)
-    tree = merged_tree(bodies, problems)
+    tree = merge_trees(bodies, problems)
     tensors = _tensors(bodies, problems)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
@@ -102,12 +99,14 @@ def plan_save(
             component=numbers.get(tensor.component, 0),
         )
         records[fqn] = alike.setdefault(record, record)
-    components, parts = with_linkable_parts(components, records, merged_linkable(bodies))
+    # A tensor that some rank has in `linkable` goes to a separate file, to be linked later.
+    fqns = frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
+    components, linkable = split_off_linkable(components, records, fqns)
     values, keys = value_holders(bodies), key_holders(bodies)
-    trained = merged_parameters(bodies)
+    trained = merge_parameters(bodies)
     catalog = Catalog(
         world_size=world_size,
-        mesh=merged_mesh(bodies),
+        mesh=next((body.inventory.mesh for body in bodies if body.inventory.mesh), ()),
         components=components,
         layouts=tuple(layout for _, layout in layouts.values()),
         tensors=records,
@@ -117,8 +116,9 @@ def plan_save(
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
-    names, numpy = merged_names(bodies), merged_numpy(bodies)
-    return SavePlan(catalog, split, values, keys, tree, names, numpy, parts)
+    names = merge_name_lists(bodies)
+    numpy = tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
+    return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable)
 
 
 def files_of_rank(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
@@ -257,7 +257,7 @@ def find_local_cells(
 CellNumbers = Mapping[str, Mapping[Cell, int]]
 
 
-def numbered(local_cells: Mapping[str, tuple[Cell, ...]]) -> CellNumbers:
+def number_cells(local_cells: Mapping[str, tuple[Cell, ...]]) -> CellNumbers:
     """Return the number of each cell of each tensor. Tensors with the same cells share a table."""
     tables: dict[int, dict[Cell, int]] = {}
     for cells in local_cells.values():
@@ -335,15 +335,15 @@ def _tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, 
 
 
 def _disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
-    problems = []
-    if len({entry.dtype for _, entry in reports}) > 1:
-        problems.append("dtype " + differing((entry.dtype, body.ranks) for body, entry in reports))
+    dtypes = [(entry.dtype, body.ranks) for body, entry in reports]
     components = [
         (body.inventory.components[entry.component], body.ranks) for body, entry in reports
     ]
-    if len({name for name, _ in components}) > 1:
-        problems.append("component " + differing(components))
-    return problems
+    return [
+        f"{label} {difference_text(values)}"
+        for label, values in (("dtype", dtypes), ("component", components))
+        if len({value for value, _ in values}) > 1
+    ]
 
 
 # --- one rank's part -------------------------------------------------------------------------
