@@ -17,7 +17,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import Seal, SnapshotMetadata
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import files_of_rank
 from dist_ckpt.core.runtime import typed_msgpack

@@ -31,7 +31,7 @@ from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.comm.messages import NoAnswerError, failure_of
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of

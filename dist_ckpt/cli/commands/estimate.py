@@ -8,7 +8,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import EstimateResult, convert
-from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
+from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.tools.inspect.estimate import Estimate, measured_rate

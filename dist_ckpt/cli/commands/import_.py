@@ -6,8 +6,8 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ImportResult
-from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.index.index import MAX_STEP
+from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.shrew import files
 

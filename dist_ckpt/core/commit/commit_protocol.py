@@ -61,7 +61,6 @@ from dist_ckpt.core.format.filenames import (
     temporary_name,
 )
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import (
     Abandoned,
     AttachedFileRecord,
@@ -70,6 +69,7 @@ from dist_ckpt.core.format.index.index import (
     ObjectsFileRecord,
     ShardFileRecord,
 )
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.storage import Entry, Storage, real_path

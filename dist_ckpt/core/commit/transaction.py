@@ -31,8 +31,8 @@ from dist_ckpt.core.commit.commit_protocol import (
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message

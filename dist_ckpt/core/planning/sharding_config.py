@@ -18,8 +18,8 @@ from pathlib import Path
 
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.format.index.catalog_json import runs_of
 from dist_ckpt.core.format.index.index import Catalog, Node
+from dist_ckpt.core.format.index.index_json import runs_of
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,

@@ -10,7 +10,7 @@ from dist_ckpt.core.comm.collectives.collective import Bodies, distinct
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.save_planner import (
     CellNumbers,

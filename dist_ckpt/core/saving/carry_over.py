@@ -19,8 +19,8 @@ from dist_ckpt.core.commit.records.leases import leased_source
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan

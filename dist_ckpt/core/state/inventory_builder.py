@@ -9,8 +9,8 @@ from typing import assert_never
 import torch
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS, runs_of
 from dist_ckpt.core.format.index.index import Key, Node
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS, runs_of
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import (
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import TensorRecord
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text

@@ -13,8 +13,8 @@ from math import prod
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed

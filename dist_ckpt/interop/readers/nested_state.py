@@ -13,8 +13,8 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.index import Node
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
 from dist_ckpt.core.format.strict_json import is_text

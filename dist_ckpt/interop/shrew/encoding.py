@@ -23,7 +23,7 @@ from typing import Protocol, TypeGuard, TypeVar
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape, check_shape
-from dist_ckpt.core.format.index.catalog_json import MAX_FQN_CHARS
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 

@@ -31,8 +31,8 @@ from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Tran
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt
 from dist_ckpt.core.planning.save.save_planner import cells_of_ranks, files_of_ranks
 from dist_ckpt.core.planning.selection import selection_of

@@ -20,8 +20,8 @@ from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts
 from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
-from dist_ckpt.core.format.index.catalog_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node
+from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import Receipt

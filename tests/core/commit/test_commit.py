@@ -26,8 +26,8 @@ from dist_ckpt.core.commit.commit_protocol import Claim
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import Abandoned
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.storage import Storage, WritableFile
 from dist_ckpt.errors import (
     CheckpointError,

@@ -24,7 +24,7 @@ from dist_ckpt.core.commit.transaction import (
     Transaction,
 )
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
+from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError

@@ -12,7 +12,6 @@ from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cut, Flat, Grid, Layout, Region, Regions
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.catalog_json import EncodedCatalog
 from dist_ckpt.core.format.index.index import (
     Abandoned,
     AttachedFileRecord,
@@ -23,7 +22,7 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
     TensorRecord,
 )
-from dist_ckpt.core.format.index.index_json import decode, encode, read_back
+from dist_ckpt.core.format.index.index_json import EncodedCatalog, decode, encode, read_back
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
 ATTEMPT = "a1-0123456789abcdef"
