@@ -276,7 +276,10 @@ class BarrierRounds:
                 self._fail(error)
                 return
         try:
-            self._announce_close()
+            self._notes.put_once(self._key("closed"), str(self._rank))
+            if self._barrier.awaits_decision:
+                decision = f"closed: rank {self._rank} takes no part any more"
+                self._notes.put_once(self._round_key("decision"), decision)
         except NoAnswerError as error:
             _log.debug("the end of rank %d is not announced: %s", self._rank, error)
 
@@ -307,16 +310,18 @@ class BarrierRounds:
         It writes none during a turn, which may be doing it.
         """
         self._measure_pace()
-        key, text = self._round_key("ask"), None
-        now = time.monotonic()
+        key, now = self._round_key("ask"), time.monotonic()
         may_propose = may_propose and not self._is_over and now >= self._not_before
         if may_propose and (proposal := self._propose()) is not None:
             text = self._notes.put_once(key, msgspec.json.encode(proposal).decode())
         elif notes := self._notes.read([key]):
-            (text,) = notes
-        if text is None:
+            text = notes[0]
+        else:
             return False
-        proposal = self._decode(text)
+        try:
+            proposal = msgspec.json.decode(text, type=BarrierProposal)
+        except (msgspec.DecodeError, UnicodeError):
+            raise RankError(f"a round has the proposal {text[:200]!r}: invalid") from None
         with self._changed:
             self._proposal = proposal
             boundary = self._barrier.draw(self._lookahead(proposal))
@@ -327,12 +332,12 @@ class BarrierRounds:
 
     def _join_decision(self) -> bool:
         """Read the decision of this round, or write one, and obey it. Return False without one."""
-        key, text = self._round_key("decision"), None
+        key = self._round_key("decision")
         if notes := self._notes.read([key]):
-            (text,) = notes
+            text = notes[0]
         elif decision := self._decide():
             text = self._notes.put_once(key, decision)
-        if text is None:
+        else:
             return False
         match = _DECISION.fullmatch(text)
         if match is None:
@@ -368,12 +373,6 @@ class BarrierRounds:
             return f"void: no answer of ranks {missing} in {self._policy.answer_s:g} s"
         return None
 
-    def _decode(self, text: str) -> BarrierProposal:
-        try:
-            return msgspec.json.decode(text, type=BarrierProposal)
-        except (msgspec.DecodeError, UnicodeError):
-            raise RankError(f"a round has the proposal {text[:200]!r}: invalid") from None
-
     # --- a rank that acts alone ------------------------------------------------------------------
 
     def _check_turns(self, turn: tuple[int, str] | None, num_turns: int) -> None:
@@ -391,7 +390,10 @@ class BarrierRounds:
                         self._report_alone(why)
         elif notes := self._notes.read([self._key(f"turn/{num_turns + 1}")]):
             rank, boundary, label = notes[0].split(" ", 2)
-            if self._has_passed(int(boundary), num_turns):
+            with self._changed:
+                is_same_turn = self._num_turns == num_turns
+                has_passed = is_same_turn and self._barrier.passed >= int(boundary)
+            if has_passed:
                 self._notes.put_once(
                     self._key(f"passed/{num_turns + 1}"),
                     f"rank {rank} is at its boundary {boundary} to {label}, and rank {self._rank} "
@@ -410,16 +412,6 @@ class BarrierRounds:
                 f"saves: look into the log of that rank"
             )
         return ""
-
-    def _has_passed(self, boundary: int, num_turns: int) -> bool:
-        with self._changed:
-            return self._barrier.passed >= boundary and self._num_turns == num_turns
-
-    def _announce_close(self) -> None:
-        self._notes.put_once(self._key("closed"), str(self._rank))
-        if self._barrier.awaits_decision:
-            decision = f"closed: rank {self._rank} takes no part any more"
-            self._notes.put_once(self._round_key("decision"), decision)
 
     # --- pace and keys ---------------------------------------------------------------------------
 

@@ -14,9 +14,7 @@ from typing import Self
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.checkpointer import save_policy
-from dist_ckpt.checkpointer.checkpointer_options import RunOptions
-from dist_ckpt.checkpointer.maintenance import Hooks, OnFailure
-from dist_ckpt.checkpointer.resume import ResumeOptions
+from dist_ckpt.checkpointer.checkpointer_options import OnFailure, RunOptions
 from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run_session
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
@@ -120,24 +118,24 @@ class Checkpointer:
             root=root,
             save=save,
             keep=keep,
-            resume=ResumeOptions(
-                init=init,
-                init_strict=init_strict,
-                must_exist=must_exist,
-                read_only=read_only,
-                config=config,
-                kind=kind,
-                config_must_match=config_must_match,
-                sharding=sharding,
-                include=include,
-                exclude=exclude,
-                include_frozen=include_frozen,
-            ),
-            hooks=Hooks(on_commit, on_failure, max_failures),
-            background=background,
-            stop_within_s=stop_within_s,
+            init=init,
+            init_strict=init_strict,
+            must_exist=must_exist,
+            read_only=read_only,
+            config=config,
+            kind=kind,
+            config_must_match=config_must_match,
             attach=attach,
+            sharding=sharding,
+            include=include,
+            exclude=exclude,
+            include_frozen=include_frozen,
             link_unchanged=link_unchanged,
+            on_commit=on_commit,
+            on_failure=on_failure,
+            max_failures=max_failures,
+            stop_within_s=stop_within_s,
+            background=background,
         )
         self._run = open_run_session(options, group, _check_only_one)
         self._dropped = weakref.finalize(self, self._run.drop)
@@ -270,27 +268,24 @@ class Checkpointer:
             )
         self._is_in_loop = True
         try:
-            yield from self._steps(state, until)
+            if self._state is None:
+                self.restore(state)
+                self._state = state
+            for step in range(self._step + 1, until + 1):
+                if self.should_stop:
+                    return
+                self._loop_step = step
+                try:
+                    yield step
+                except GeneratorExit:
+                    self._count_loop_step()
+                    raise
+                finally:
+                    self._loop_step = None
+                if step != self._step:
+                    self.step(step, state)
         finally:
             self._is_in_loop = False
-
-    def _steps(self, state: StateOrMaker, until: int) -> Iterator[int]:
-        if self._state is None:
-            self.restore(state)
-            self._state = state
-        for step in range(self._step + 1, until + 1):
-            if self.should_stop:
-                return
-            self._loop_step = step
-            try:
-                yield step
-            except GeneratorExit:
-                self._count_loop_step()
-                raise
-            finally:
-                self._loop_step = None
-            if step != self._step:
-                self.step(step, state)
 
     def _count_loop_step(self) -> None:
         """Count the step in whose body the loop was left."""

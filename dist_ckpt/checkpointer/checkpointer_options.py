@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from dist_ckpt.checkpointer.maintenance import Hooks
-from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.checkpointer.save_policy import SavePolicy
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.format.index.model_description import check_description
-from dist_ckpt.core.loading.load_options import text_of, uses_of
+from dist_ckpt.core.loading.load_options import LoadOptions, Sources, text_of, uses_of
 from dist_ckpt.core.planning.selection import patterns
+from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.storage import open_storage
@@ -19,6 +20,8 @@ from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 # Locks accept no longer wait. Without this check the error would come when the run must stop.
 _MAX_STOP_S = 1e9
+
+OnFailure = Literal["warn", "raise"] | Callable[[Exception], object]
 
 
 class RunArguments(Message, frozen=True):
@@ -45,13 +48,35 @@ class RunOptions:
 
     root: str | os.PathLike[str]
     save: SavePolicy
-    keep: RetentionPolicy | None
-    resume: ResumeOptions
-    hooks: Hooks
-    background: bool
-    stop_within_s: float
+    keep: RetentionPolicy | None = None
+    init: Sources | None = None
+    init_strict: bool = True
+    must_exist: bool = False
+    read_only: bool = False
+    config: Mapping[str, object] | None = None
+    kind: str | None = None
+    config_must_match: Sequence[str] = ()
     attach: Callable[[int], Attachments | None] | None = None
+    sharding: ShardingConfig | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    include_frozen: bool = True
     link_unchanged: str | Sequence[str] = ()
+    on_commit: Callable[[Checkpoint], object] | None = None
+    on_failure: OnFailure = "warn"
+    max_failures: int = 3
+    stop_within_s: float = 25.0
+    background: bool = True
+
+    def load_options(self, *, record_verified: bool = True) -> LoadOptions:
+        """Return the options for checkpoints of the run, which have the saved part of the state."""
+        return LoadOptions(
+            sharding=self.sharding,
+            include=self.include,
+            exclude=self.exclude,
+            include_frozen=self.include_frozen,
+            record_verified=record_verified,
+        )
 
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid options."""
@@ -62,41 +87,43 @@ class RunOptions:
         if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
             raise TypeError(f"keep={self.keep!r}: give policies such as dc.keep.last(3), or None")
         self._check_flags()
-        self._check_config()
+        check_description(None, self.config, self.kind)
+        must_match = self.config_must_match
+        if isinstance(must_match, str) or not all(type(pattern) is str for pattern in must_match):
+            raise TypeError(
+                f'config_must_match={must_match!r}: give patterns, such as ("model.*",)'
+            )
+        if must_match and self.config is None:
+            raise ValueError("config_must_match= selects values of config=: give config= too")
         self._check_hooks()
-        if not (self.attach is None or callable(self.attach)):
-            raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
 
     def _check_hooks(self) -> None:
-        commit, failure = self.hooks.on_commit, self.hooks.on_failure
+        commit, failure = self.on_commit, self.on_failure
         if not (commit is None or callable(commit)):
             raise TypeError(f"on_commit={commit!r}: give a function of a checkpoint, or None")
         if not (failure in ("warn", "raise") or callable(failure)):
             raise TypeError(f'on_failure={failure!r}: give "warn", "raise" or a function')
-        if type(self.hooks.max_failures) is not int or self.hooks.max_failures < 0:
-            raise ValueError(f"max_failures={self.hooks.max_failures!r}: give a number, 0 or more")
+        if type(self.max_failures) is not int or self.max_failures < 0:
+            raise ValueError(f"max_failures={self.max_failures!r}: give a number, 0 or more")
+        if not (self.attach is None or callable(self.attach)):
+            raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
 
     def _check_flags(self) -> None:
-        resume = self.resume
-        resume.load_options().selection()
-        for name, value in (
-            ("must_exist", resume.must_exist),
-            ("read_only", resume.read_only),
-            ("background", self.background),
-            ("init_strict", resume.init_strict),
-        ):
+        self.load_options().selection()
+        for name in ("must_exist", "read_only", "background", "init_strict"):
+            value = getattr(self, name)
             if type(value) is not bool:
                 raise TypeError(f"{name}={value!r}: give True or False")
-        if resume.init is not None:
+        if self.init is not None:
             try:
-                uses_of(resume.init)
+                uses_of(self.init)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"init: {error}") from None
-        if resume.must_exist and resume.init is not None:
+        if self.must_exist and self.init is not None:
             raise ValueError(
                 "init= is for a fresh run, and must_exist=True refuses one: give one of them"
             )
-        if resume.read_only and self.keep is not None:
+        if self.read_only and self.keep is not None:
             raise ValueError("keep= prunes, and read_only=True changes nothing: give one of them")
         seconds = self.stop_within_s
         if not isinstance(seconds, int | float) or isinstance(seconds, bool):
@@ -105,16 +132,6 @@ class RunOptions:
             raise ValueError(
                 f"stop_within_s={seconds}: give a number of seconds above 0, up to {_MAX_STOP_S:g}"
             )
-
-    def _check_config(self) -> None:
-        config, must_match = self.resume.config, self.resume.config_must_match
-        check_description(None, config, self.resume.kind)
-        if isinstance(must_match, str) or not all(type(pattern) is str for pattern in must_match):
-            raise TypeError(
-                f'config_must_match={must_match!r}: give patterns, such as ("model.*",)'
-            )
-        if must_match and config is None:
-            raise ValueError("config_must_match= selects values of config=: give config= too")
 
     def storage_root(self) -> str:
         """Return the root as the storage names it."""
@@ -125,19 +142,18 @@ class RunOptions:
 
     def run_arguments(self) -> RunArguments:
         """Return the options that must be equal on all ranks."""
-        init, hook = self.resume.init, self.hooks.on_failure
         return RunArguments(
             root=self.storage_root(),
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),
-            init="" if init is None else text_of(init),
-            kind=self.resume.kind or "",
-            must_exist=self.resume.must_exist,
-            read_only=self.resume.read_only,
+            init="" if self.init is None else text_of(self.init),
+            kind=self.kind or "",
+            must_exist=self.must_exist,
+            read_only=self.read_only,
             background=self.background,
-            on_failure=hook if isinstance(hook, str) else "warn",
-            max_failures=self.hooks.max_failures,
+            on_failure=self.on_failure if isinstance(self.on_failure, str) else "warn",
+            max_failures=self.max_failures,
             stop_within_s=float(self.stop_within_s),
             link_unchanged=patterns(self.link_unchanged, "link_unchanged"),
-            chosen=str(self.resume.load_options().selection()),
+            chosen=str(self.load_options().selection()),
         )

@@ -13,15 +13,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from dist_ckpt.async_save.async_saver import AsyncSaver
+from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     begin_incarnation,
@@ -32,15 +34,13 @@ from dist_ckpt.core.commit.records.incarnations import (
 from dist_ckpt.core.commit.records.leases import CheckpointRef, renewed_lease
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
-from dist_ckpt.core.format.filenames import Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.model_description import differences
-from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.loading.load import load_together
-from dist_ckpt.core.loading.load_options import LoadOptions, Sources
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.openers import OPENER
@@ -76,33 +76,6 @@ FOLDER = "step-{:08d}"
 _FOLDER = re.compile(r"step-([0-9]{8,19})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeOptions:
-    """The options of a resume: see `Checkpointer`."""
-
-    init: Sources | None = None
-    init_strict: bool = True
-    must_exist: bool = False
-    read_only: bool = False
-    config: Mapping[str, object] | None = None
-    kind: str | None = None
-    config_must_match: Sequence[str] = ()
-    sharding: ShardingConfig | None = None
-    include: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
-    include_frozen: bool = True
-
-    def load_options(self, *, record_verified: bool = True) -> LoadOptions:
-        """Return the options for checkpoints of the run, which have the saved part of the state."""
-        return LoadOptions(
-            sharding=self.sharding,
-            include=self.include,
-            exclude=self.exclude,
-            include_frozen=self.include_frozen,
-            record_verified=record_verified,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """The result of a resume: the step, or None for a fresh run.
@@ -113,7 +86,6 @@ class Resumed:
 
     step: int | None
     incarnation: int
-    why: str
     description: str = ""
     in_memory_only: bool = False
 
@@ -125,6 +97,11 @@ class _RestorePoint(Message, frozen=True):
     path: str
     attempt: str
 
+    @property
+    def key(self) -> CheckpointKey:
+        """The key of its annotations."""
+        return self.step, Attempt.named(self.attempt)
+
 
 class _RunListing(Message, frozen=True):
     """Rank 0's view of the root: possible restore points, the newest first, and damaged ones."""
@@ -133,23 +110,18 @@ class _RunListing(Message, frozen=True):
     skipped: tuple[str, ...]
 
 
-@dataclass
 class Resume:
     """One rank's part of one resume. `root` is the root as the storage names it."""
 
-    ranks: Session
-    saver: AsyncSaver | None
-    root: str
-    options: ResumeOptions
-    storage: Storage = field(init=False)
-    # On rank 0: the newest incarnation in the root, and the lease of the restore point.
-    _after: int = 0
-    _leases: ExitStack = field(default_factory=ExitStack)
+    def __init__(
+        self, ranks: Session, saver: AsyncSaver | None, root: str, options: RunOptions
+    ) -> None:
+        self.ranks, self.saver, self.root, self.options = ranks, saver, root, options
+        self.storage, _ = open_storage(root)
+        # On rank 0: the newest incarnation in the root, and the lease of the restore point.
+        self._after, self._leases = 0, ExitStack()
 
-    def __post_init__(self) -> None:
-        self.storage = open_storage(self.root)[0]
-
-    def run(self, state: MutableState, at: str | None) -> Resumed:
+    def restore(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state and record the incarnation. Collective."""
         listing = self._list(at)
         restored, why = self._from_memory(state) if at is None else (None, "")
@@ -166,11 +138,11 @@ class Resume:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
         if restored is None:
-            return Resumed(None, number, why)
+            return Resumed(None, number)
         is_durable = restored in listing.candidates
         source = f"at {restored.path}" if is_durable else "from memory"
         description = f"step {restored.step}, {source}"
-        return Resumed(restored.step, number, why, description, in_memory_only=not is_durable)
+        return Resumed(restored.step, number, description, in_memory_only=not is_durable)
 
     # --- find the restore point ------------------------------------------------------------------
 
@@ -204,7 +176,8 @@ class Resume:
             refuse_old(listing.root, listing.old_folders)
         if any(checkpoint.state == "damaged" for checkpoint in listing.checkpoints):
             for checkpoint in listing.checkpoints:
-                drop_cached(f"{checkpoint.path}/{_newest_attempt(self.storage, checkpoint.path)}")
+                for attempt in list_attempts(self.storage, checkpoint.path)[-1:]:
+                    drop_cached(f"{checkpoint.path}/{attempt}")
             listing = list_run(self.storage, self.root, now=time.time())
         if listing.root != self.root:
             raise ValueError(
@@ -247,8 +220,22 @@ class Resume:
             )
         if saved_config is None or config is None:
             return
+        changed = {
+            name: f"{name}: {then} there, {now} here"
+            for name, (then, now) in differences(saved_config, config).items()
+        }
         must_match = self.options.config_must_match
-        if text := check_config_matches(saved_config, config, must_match, newest.path):
+        refused = [
+            text for name, text in changed.items() if any(fnmatchcase(name, p) for p in must_match)
+        ]
+        if refused:
+            raise IncompatibleError(
+                f"{newest.path} was saved with another configuration, and config_must_match= "
+                f"forbids that: {listed(refused, '; ')}. Use the saved configuration, or another "
+                f"root"
+            )
+        if changed:
+            text = listed(list(changed.values()), "; ")
             _log.warning("%s was saved with another configuration: %s", newest.path, text)
 
     # --- load it ---------------------------------------------------------------------------------
@@ -300,7 +287,7 @@ class Resume:
             with self._exchange("lease"):
                 if self.ranks.channel.rank == COORDINATOR:
                     self._leases.close()
-                    ref = CheckpointRef(self.storage, self.root, point.path, _where(point))
+                    ref = CheckpointRef(self.storage, self.root, point.path, point.key)
                     self._leases.enter_context(renewed_lease(ref))
         options = self.options.load_options(record_verified=not self.options.read_only)
         try:
@@ -343,11 +330,11 @@ class Resume:
         with self._exchange("incarnation") as recording:
             recording.gather(None)
             if recording.is_coordinator:
-                recording.decide(self._begin(restored, why, at).number)
+                recording.decide(self._begin(restored, why, at))
         return recording.result(int)
 
-    def _begin(self, restored: _RestorePoint | None, why: str, at: str | None) -> IncarnationRecord:
-        """Record the incarnation. Rank 0 only."""
+    def _begin(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
+        """Record the incarnation, and return its number. Rank 0 only."""
         by = f"process {os.getpid()} on {self.ranks.channel.host}"
         if alive := describe_liveness(self.storage, self.root, self._after):
             _log.info(
@@ -356,28 +343,17 @@ class Resume:
                 self._after,
                 alive,
             )
-        where = None if restored is None else _where(restored)
+        key = None if restored is None else restored.key
         record = begin_incarnation(
-            self.storage, self.root, restored=where, why=why[:1000], by=by, after=self._after
+            self.storage, self.root, restored=key, why=why[:1000], by=by, after=self._after
         )
-        if at is not None and restored is not None and where is not None:
-            secure_incarnation(
-                self.storage, restored.path, where[1], Incarnation(self.root, record.number), by=by
-            )
-        return record
+        if at is not None and restored is not None:
+            incarnation = Incarnation(self.root, record.number)
+            secure_incarnation(self.storage, restored.path, restored.key[1], incarnation, by=by)
+        return record.number
 
 
 def _step_in_name(name: str) -> int:
     """Return the step in the name of a checkpoint's folder, or 0 for other names."""
     match = _FOLDER.fullmatch(name)
     return int(match[1]) if match else 0
-
-
-def _where(point: _RestorePoint) -> CheckpointKey:
-    return point.step, Attempt.named(point.attempt)
-
-
-def _newest_attempt(storage: Storage, path: str) -> str:
-    attempts = filter(None, (parse_attempt(entry.name) for entry in storage.list(path)))
-    newest = max(attempts, default=None)
-    return "" if newest is None else newest.name

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from torch.distributed import ProcessGroup
@@ -31,7 +32,6 @@ from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.saving.attachments import ReadAttachments
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage, real_path
@@ -58,7 +58,7 @@ class RunSaves:
     """
 
     ranks: Session
-    run: Incarnation
+    incarnation: Incarnation
     saver: AsyncSaver | None
     maintenance: MaintenanceThread | None
     options: RunOptions
@@ -92,73 +92,57 @@ class RunSaves:
         """
         self.last = step
         self.num_begun += 1
-        try:
-            self._try(step, state, boundary, is_urgent)
-        except (RankError, ConflictError):
-            raise
-        except CheckpointError as error:
-            # It may be the error of an earlier background save, which rank 0 reports too.
-            if self.ranks.channel.rank == COORDINATOR:
-                _log.warning("step %d: %s. It is saved again", step, error)
-            self._try_again(step, state, boundary, is_urgent)
-        else:
-            self._num_failures = 0
-
-    def _try_again(
-        self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]
-    ) -> None:
-        try:
-            self._try(step, state, boundary, is_urgent)
-            self._num_failures = 0
-        except (RankError, ConflictError):
-            raise
-        except CheckpointError as error:
-            self._num_failures += 1
-            if self.maintenance is not None:
-                self.maintenance.report_failure(step, error)
-            hooks = self.options.hooks
-            if hooks.on_failure == "raise" or self._num_failures > hooks.max_failures:
+        for is_retry in (False, True):
+            try:
+                self._try(step, state, boundary, is_urgent)
+                self._num_failures = 0
+                return
+            except (RankError, ConflictError):
                 raise
+            except CheckpointError as error:
+                if is_retry:
+                    self._num_failures += 1
+                    if self.maintenance is not None:
+                        self.maintenance.report_failure(step, error)
+                    options = self.options
+                    if options.on_failure == "raise" or self._num_failures > options.max_failures:
+                        raise
+                # It may be the error of an earlier background save, which rank 0 reports too.
+                elif self.ranks.channel.rank == COORDINATOR:
+                    _log.warning("step %d: %s. It is saved again", step, error)
 
     def _try(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
-        resume = self.options.resume
+        run = self.options
+        attach = run.attach if self.ranks.channel.rank == COORDINATOR else None
         options = SaveOptions(
             step=step,
-            sharding=resume.sharding,
+            sharding=run.sharding,
             overwrite=step in self._begun,
-            include=resume.include,
-            exclude=resume.exclude,
-            include_frozen=resume.include_frozen,
-            config=resume.config,
-            kind=resume.kind,
-            attach=self._attach(step),
-            link_unchanged=self.options.link_unchanged,
-            incarnation=self.run,
+            include=run.include,
+            exclude=run.exclude,
+            include_frozen=run.include_frozen,
+            config=run.config,
+            kind=run.kind,
+            attach=None if attach is None else partial(attach, step),  # called during the save
+            link_unchanged=run.link_unchanged,
+            incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,
         )
-        path = f"{self.run.root.rstrip('/')}/{FOLDER.format(step)}"
+        path = f"{self.incarnation.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False
         if self._handle is not None:
             self._earlier = [save for save in (*self._earlier, self._handle) if not save.done()]
         self._handle, self._has_failed = None, True
         if self.saver is not None:
             self._handle = self.saver.save_with(state, path, options)
-            self._has_failed = False
             if self.maintenance is not None:
                 self.maintenance.follow(self._handle)
-            return
-        report = save_together(self.ranks, state, path, options)
+        else:
+            report = save_together(self.ranks, state, path, options)
+            if self.maintenance is not None:
+                self.maintenance.add_committed(report)
         self._has_failed = False
-        if self.maintenance is not None:
-            self.maintenance.add_committed(report)
-
-    def _attach(self, step: int) -> ReadAttachments | None:
-        """Return a function for rank 0 that returns the attachments, called during the save."""
-        attach = self.options.attach
-        if attach is None or self.ranks.channel.rank != COORDINATOR:
-            return None
-        return lambda: attach(step)
 
     def settle(self, until: float) -> str:
         """Wait for the last save until a time of the monotonic clock. Collective.
@@ -242,36 +226,34 @@ class RunSession:
             maintenance.close(END_S)
         if (external := self.requests.external) is not None:
             external.close("the job has restored once more", ANSWERS_END_S)
-        options = self.options.resume
-        resumed = Resume(self.ranks, self.saver, self.root, options).run(state, at)
+        resumed = Resume(self.ranks, self.saver, self.root, self.options).restore(state, at)
         self.stopped = None
-        if not options.read_only:
+        if not self.options.read_only:
             self._begin_saves(resumed)
         self.requests.finish(None)
         return resumed
 
     def _begin_saves(self, resumed: Resumed) -> None:
-        options, requests = self.options, self.requests
-        run = Incarnation(self.root, resumed.incarnation)
+        requests, incarnation = self.requests, Incarnation(self.root, resumed.incarnation)
         if self.ranks.channel.rank == COORDINATOR:
             storage, _ = open_storage(self.root)
-            maintenance = MaintenanceThread(storage, run, resumed.step, options.keep, options.hooks)
-            maintenance.counts.durable = resumed.description or maintenance.counts.durable
+            maintenance = MaintenanceThread(storage, incarnation, resumed.step, self.options)
+            maintenance.durable = resumed.description or maintenance.durable
             requests.maintenance = maintenance
-            requests.external = ExternalRequests(storage, run, maintenance)
+            requests.external = ExternalRequests(storage, incarnation, maintenance)
         self.saves = RunSaves(
             self.ranks,
-            run,
+            incarnation,
             self.saver,
             requests.maintenance,
-            options,
+            self.options,
             last=resumed.step or 0,
             in_memory_only=resumed.in_memory_only,
         )
 
     def backup(self, step: int | None, *, overwrite: bool) -> str:
         """Back up a checkpoint, and return the path of the backup. Collective."""
-        if self.options.resume.read_only:
+        if self.options.read_only:
             raise ValueError("backup() makes a checkpoint, and read_only=True changes nothing")
         if self.saves is not None and step == self.saves.last:
             self.saves.settle(inf)  # a failure shows as a missing checkpoint
@@ -350,9 +332,7 @@ class RunSession:
                 _log.warning(
                     "the run ends, and none of steps %d to %d was saved: save=%s was not due. "
                     "Join dc.at_end to it with | to save the last one",
-                    saves.last + 1,
-                    step,
-                    self.options.save,
+                    *(saves.last + 1, step, self.options.save),
                 )
         except RankError as error:
             if f"to {_END_LABEL}" not in str(error):
@@ -375,36 +355,32 @@ class RunSession:
                 raise
             _log.error("a save has failed as well: %s", failure)
         if error is not None and maintenance is not None:
-            durable = maintenance.counts.durable
             _log.warning(
-                "the run ends with %s. Newest durable save: %s", type(error).__name__, durable
+                "the run ends with %s. Newest durable save: %s",
+                *(type(error).__name__, maintenance.durable),
             )
 
     def _release(self, error: BaseException | None) -> None:
-        is_late = self.stopped is not None and not self.stopped.is_durable
-        requests = self.requests
+        requests, stopped = self.requests, self.stopped
+        is_late = stopped is not None and not stopped.is_durable
+        end_reason = "the run has ended, and its last steps are not saved"
+        if error is not None:
+            end_reason = f"the run has ended with {type(error).__name__}"
+        elif stopped is not None and is_late:
+            end_reason = f"the run has stopped after step {stopped.step}, which is not durable yet"
         with ExitStack() as stack:
             # Last: torchrun sends SIGTERM to all ranks when the first of them has ended.
             stack.callback(requests.signals.close)
             if requests.external is not None:  # after all saves are settled
-                stack.callback(requests.external.close, self._end_reason(error), ANSWERS_END_S)
+                stack.callback(requests.external.close, end_reason, ANSWERS_END_S)
             if requests.maintenance is not None:
                 is_urgent = is_late or error is not None
                 stack.callback(requests.maintenance.close, URGENT_END_S if is_urgent else END_S)
-            if self.saver is not None:
-                if is_late:
-                    stack.callback(self.saver.detach)
-                else:
-                    stack.callback(self.saver.close, keep=error is not None)
+            if self.saver is not None and is_late:
+                stack.callback(self.saver.detach)
+            elif self.saver is not None:
+                stack.callback(self.saver.close, keep=error is not None)
             stack.callback(self.rounds.close)
-
-    def _end_reason(self, error: BaseException | None) -> str:
-        """Return the reason of the end, for answers to save requests."""
-        if error is not None:
-            return f"the run has ended with {type(error).__name__}"
-        if self.stopped is not None and not self.stopped.is_durable:
-            return f"the run has stopped after step {self.stopped.step}, which is not durable yet"
-        return "the run has ended, and its last steps are not saved"
 
     def drop(self) -> None:
         """Release a run that was not closed, with a warning. Waits for nothing."""
@@ -436,12 +412,12 @@ def open_run_session(
             check_only_one()
             options.check()
             root = options.storage_root()
-            signals = Signals(() if options.resume.read_only else options.save.signals)
+            signals = Signals(() if options.read_only else options.save.signals)
             gathered = opening.gather(options.run_arguments())
             if gathered is not None:
                 check_equal_on_all_ranks("Checkpointer", gathered, RunArguments.__struct_fields__)
                 opening.decide(secrets.token_hex(8))
-        is_async = options.background and not options.resume.read_only
+        is_async = options.background and not options.read_only
         saver = AsyncSaver(root, group=group) if is_async else None
         member = BarrierMember(opening.result(str), channel.rank, channel.world_size)
         requests = RankRequests(channel.rank, options.save, signals)

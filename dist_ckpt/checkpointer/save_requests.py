@@ -190,32 +190,25 @@ KEPT_S = 3600.0
 MAX_BY = 200
 
 
-@dataclass
-class _RequestStates:
-    """The state that the threads share, under a lock.
-
-    `open` requests wait for a boundary, `saving` ones for the save of a step. `last_step` is the
-    last step of the run, and `end_reason` the reason of its end.
-    """
-
-    open: dict[str, RequestRecord] = field(default_factory=dict)
-    saving: dict[str, int] = field(default_factory=dict)
-    last_step: int | None = None
-    end_reason: str | None = None
-
-
 class ExternalRequests:
     """Rank 0's thread for requests of other processes. It runs until `close`.
 
     Only `close` waits. Threads may share it.
     """
 
-    def __init__(self, storage: Storage, run: Incarnation, maintenance: MaintenanceThread) -> None:
-        self._storage = storage
-        self._run = run
+    def __init__(
+        self, storage: Storage, incarnation: Incarnation, maintenance: MaintenanceThread
+    ) -> None:
+        self._storage, self._root = storage, incarnation.root
+        self._number = incarnation.number
         self._maintenance = maintenance
+        # The threads share these, under a lock. Open requests wait for a boundary, the others for
+        # the save of a step.
         self._changed = threading.Condition()
-        self._states = _RequestStates()
+        self._open: dict[str, RequestRecord] = {}
+        self._saving: dict[str, int] = {}
+        self._last_step: int | None = None  # of the run
+        self._end_reason: str | None = None
         # For the thread only: finished requests, unreadable ones, and the first sight of files.
         self._done: set[str] = set()
         self._damaged: set[str] = set()
@@ -228,7 +221,7 @@ class ExternalRequests:
     def proposal(self) -> BarrierProposal | None:
         """Return the proposal for the open requests, if any."""
         with self._changed:
-            requests = [*self._states.open.values()]
+            requests = [*self._open.values()]
         if not requests:
             return None
         names = ", ".join(sorted({request.by[:MAX_BY] for request in requests}))
@@ -241,13 +234,12 @@ class ExternalRequests:
         `is_last`: the run ends there. Otherwise requests to stop stay open.
         """
         with self._changed:
-            states = self._states
             if is_last:
-                states.last_step = step
-            for request in [*states.open.values()]:
+                self._last_step = step
+            for request in [*self._open.values()]:
                 if is_last or not request.stops:
-                    del states.open[request.id]
-                    states.saving[request.id] = step
+                    del self._open[request.id]
+                    self._saving[request.id] = step
             self._changed.notify()
 
     def close(self, end_reason: str, timeout_s: float) -> None:
@@ -256,7 +248,7 @@ class ExternalRequests:
         The saves are settled by now, or will not be in time.
         """
         with self._changed:
-            self._states.end_reason = self._states.end_reason or end_reason
+            self._end_reason = self._end_reason or end_reason
             self._changed.notify()
         self._thread.join(timeout_s)
 
@@ -264,8 +256,8 @@ class ExternalRequests:
 
     def _run_thread(self) -> None:
         next_look, next_renewal = 0.0, 0.0
-        liveness = LivenessFile(self._storage, self._run.root, self._run.number)
-        while self._states.end_reason is None:
+        liveness = LivenessFile(self._storage, self._root, self._number)
+        while self._end_reason is None:
             is_fine = True
             if time.monotonic() >= next_renewal:
                 self._try(liveness.renew)
@@ -275,8 +267,8 @@ class ExternalRequests:
                 next_look = time.monotonic() + LOOK_S
             is_fine = self._try(self._answer_saving) and is_fine
             with self._changed:
-                if self._states.end_reason is None:
-                    self._changed.wait(SETTLE_S if self._states.saving and is_fine else LOOK_S)
+                if self._end_reason is None:
+                    self._changed.wait(SETTLE_S if self._saving and is_fine else LOOK_S)
         for act in (self._look, self._answer_saving, self._answer_rest, liveness.end):
             self._try(act)
 
@@ -296,39 +288,35 @@ class ExternalRequests:
 
     def _look(self) -> None:
         """Read new requests, drop withdrawn ones, and prune old files."""
-        names = list_requests(self._storage, self._run.root)
+        names = list_requests(self._storage, self._root)
         unanswered = set(names.requests) - set(names.answers)
         with self._changed:
-            states = self._states
-            states.open = {key: value for key, value in states.open.items() if key in unanswered}
-            new = unanswered - self._done - set(states.open) - set(states.saving)
+            self._open = {key: value for key, value in self._open.items() if key in unanswered}
+            new = unanswered - self._done - set(self._open) - set(self._saving)
         for request_id in sorted(new):
-            if (request := self._read(request_id)) is not None:
+            try:
+                request = read_request(self._storage, self._root, request_id)
+            except (CorruptError, IncompatibleError) as error:
+                _log.warning("a request to save cannot be read, and is ignored: %s", error)
+                self._done.add(request_id)
+                self._damaged.add(request_id)
+                continue
+            if request is not None:
                 self._add(request)
         self._prune(names)
         self._has_warned = False
 
-    def _read(self, request_id: str) -> RequestRecord | None:
-        try:
-            return read_request(self._storage, self._run.root, request_id)
-        except (CorruptError, IncompatibleError) as error:
-            _log.warning("a request to save cannot be read, and is ignored: %s", error)
-            self._done.add(request_id)
-            self._damaged.add(request_id)
-            return None
-
     def _add(self, request: RequestRecord) -> None:
-        number = self._run.number
-        if request.incarnation == number:
+        if request.incarnation == self._number:
             end = " and the end" * request.stops
             _log.info("%s requests a save%s", request.by[:MAX_BY], end)
             with self._changed:
-                if self._states.last_step is None:
-                    self._states.open[request.id] = request
+                if self._last_step is None:
+                    self._open[request.id] = request
                 else:
-                    self._states.saving[request.id] = self._states.last_step
-        elif request.incarnation < number:
-            why = f"incarnation {number} of the run has begun since: send it another request"
+                    self._saving[request.id] = self._last_step
+        elif request.incarnation < self._number:
+            why = f"incarnation {self._number} of the run has begun since: send it another request"
             self._answer(request.id, "ended", why)
         else:  # for the job that has taken over
             self._done.add(request.id)
@@ -342,14 +330,14 @@ class ExternalRequests:
         self._seen_at = {name: self._seen_at.get(name, now) for name in files}
         for name in files:
             if now - self._seen_at[name] > KEPT_S:
-                remove_file(self._storage, self._run.root, name)
+                remove_file(self._storage, self._root, name)
 
     # --- answers ---------------------------------------------------------------------------------
 
     def _answer_saving(self) -> None:
         """Answer the requests whose save is durable or has failed."""
         with self._changed:
-            saving = dict(self._states.saving)
+            saving = dict(self._saving)
         for request_id, step in saving.items():
             outcome = self._maintenance.outcome(step)
             if isinstance(outcome, str):
@@ -360,16 +348,16 @@ class ExternalRequests:
     def _answer_rest(self) -> None:
         """Answer all other requests: the run has ended."""
         with self._changed:
-            rest, reason = [*self._states.saving, *self._states.open], self._states.end_reason
+            rest = [*self._saving, *self._open]
         for request_id in rest:
-            durable = self._maintenance.counts.durable
-            self._answer(request_id, "ended", f"{reason}. Newest durable save: {durable}")
+            durable = self._maintenance.durable
+            self._answer(request_id, "ended", f"{self._end_reason}. Newest durable save: {durable}")
 
     def _answer(
         self, request_id: str, outcome: Outcome, why: str, saved: CheckpointKey | None = None
     ) -> None:
-        put_answer(self._storage, self._run.root, request_id, outcome, why, saved)
+        put_answer(self._storage, self._root, request_id, outcome, why, saved)
         self._done.add(request_id)  # a listing may not have the answer yet
         with self._changed:
-            self._states.open.pop(request_id, None)
-            self._states.saving.pop(request_id, None)
+            self._open.pop(request_id, None)
+            self._saving.pop(request_id, None)

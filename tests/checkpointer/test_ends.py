@@ -39,7 +39,7 @@ def test_an_error_of_the_training_is_raised_and_that_of_a_save_is_logged(
             for step in ck.steps(state, until=3):
                 if step == 2:
                     until = time.monotonic() + 30
-                    while not keeper_of(ck).counts.durable.startswith("step 1,"):
+                    while not keeper_of(ck).durable.startswith("step 1,"):
                         assert time.monotonic() < until
                         time.sleep(0.01)
                     os.kill(writer_of(tmp_path), signal.SIGSTOP)

@@ -14,7 +14,6 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import save_requests
-from dist_ckpt.checkpointer.maintenance import SaveCounts
 from dist_ckpt.checkpointer.save_requests import ExternalRequests
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
@@ -42,7 +41,7 @@ class FakeMaintenance:
     """Has the outcomes of saves."""
 
     outcomes: dict[int, CheckpointKey | str] = field(default_factory=dict)
-    counts: SaveCounts = field(default_factory=lambda: SaveCounts("step 3"))
+    durable: str = "step 3"
 
     def outcome(self, step: int) -> CheckpointKey | str | None:
         return self.outcomes.get(step)
@@ -59,7 +58,7 @@ class Job:
     def ask(self, *, stops: bool = False) -> RequestRecord:
         """Put a request, and wait until it is seen."""
         request = request_save(self.storage, ROOT, stops=stops)
-        wait_until(lambda: request.id in self.requests._states.open)
+        wait_until(lambda: request.id in self.requests._open)
         return request
 
     def answer(self, request: RequestRecord) -> AnswerRecord:

@@ -16,6 +16,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import maintenance, run_session
+from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
@@ -354,7 +355,7 @@ def test_metrics_of_steps_that_are_never_saved_are_forgotten(tmp_path: Path) -> 
         for step in ck.steps(state, until=120):
             train(state, step)
             ck.metrics(step, {"loss": step})
-        wait_for(lambda: sorted(keeper_of(ck)._queue.metrics) == [*range(101, 121)])
+        wait_for(lambda: sorted(keeper_of(ck)._metrics) == [*range(101, 121)])
     assert metrics_of(tmp_path) == {50: {"loss": 50}, 100: {"loss": 100}}
 
 
@@ -388,9 +389,8 @@ def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path
 
     (tmp_path / "run").mkdir()
     left: Any = Left()
-    beside = maintenance.MaintenanceThread(
-        *root_of(tmp_path / "run"), None, None, maintenance.Hooks()
-    )
+    options = RunOptions(root=tmp_path / "run", save=dc.at_end)
+    beside = maintenance.MaintenanceThread(*root_of(tmp_path / "run"), None, options)
     beside.follow(left)
     beside.close(0.3)
     assert beside._thread.is_alive()
@@ -454,7 +454,7 @@ def test_of_several_saves_under_way_the_only_durable_one_is_kept(tmp_path: Path)
         ck.restore(state)
         train(state, 1)
         ck.step(1)
-        wait_for(lambda: keeper_of(ck).counts.durable.startswith("step 1,"))
+        wait_for(lambda: keeper_of(ck).durable.startswith("step 1,"))
         assert ck._run is not None
         assert ck._run.saver is not None
         assert ck._run.saver._job is not None

@@ -796,7 +796,7 @@ def keep_one(rank: int, root: str) -> list[int | None]:
             train(state, step)
             time.sleep(0.05 * (rank == 0))
         if rank == 0:
-            wait_for(lambda: keeper_of(ck).counts.durable.startswith("step 6"))
+            wait_for(lambda: keeper_of(ck).durable.startswith("step 6"))
     return [one.step for one in dc.checkpoints(root) if one.where]
 
 

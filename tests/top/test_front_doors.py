@@ -13,8 +13,6 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.async_save.async_saver import SaverOptions
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
-from dist_ckpt.checkpointer.maintenance import Hooks
-from dist_ckpt.checkpointer.resume import ResumeOptions
 from dist_ckpt.core.loading import load
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save
@@ -69,12 +67,7 @@ RESTORE = Door(
 )
 AVERAGE = Door(dc.average, (AverageOptions,), frozenset({"sources", "to", "group", "progress"}))
 SAVER = Door(dc.AsyncSaver.__init__, (SaverOptions,), frozenset({"self", "group"}))
-RUN = Door(
-    dc.Checkpointer.__init__,
-    (RunOptions, ResumeOptions, Hooks),
-    frozenset({"self", "group"}),
-    frozenset({"resume", "hooks"}),
-)
+RUN = Door(dc.Checkpointer.__init__, (RunOptions,), frozenset({"self", "group"}))
 
 
 @pytest.mark.parametrize("door", [SAVE, BACKGROUND_SAVE, LOAD, RESTORE, AVERAGE, SAVER, RUN])
