@@ -147,16 +147,12 @@ def _stopping_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _open_closed_streams() -> None:
-    """Replace standard streams that a shell or a service has closed."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    # Replace standard streams that a shell or a service has closed.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
-    _open_closed_streams()
     add_completion_class(BashWords)
     try:
         with _stopping_on_sigterm(), output.errors_as_exit_codes():

@@ -22,6 +22,7 @@ from dist_ckpt.cli.results import (
     WrittenCheckpoint,
     convert,
     document_name,
+    extend,
 )
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
@@ -85,18 +86,15 @@ def errors_as_exit_codes() -> Iterator[None]:
     except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        message = printable(_error_text(error), allowed="\n")
+        text = str(error)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            text = f"{error.filename}: " * bool(error.filename) + with_remedy(error)
+        message = printable(text, allowed="\n")
         click.echo(f"dist-ckpt: {message}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error
     except MemoryError as error:
         click.echo("dist-ckpt: out of memory: give the process more memory", err=True)
         raise click.exceptions.Exit(IO_ERROR) from error
-
-
-def _error_text(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-        return f"{error.filename}: {with_remedy(error)}" if error.filename else with_remedy(error)
-    return str(error)
 
 
 @contextmanager
@@ -191,14 +189,8 @@ def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
     sizes = plan.files
     nbytes = sum(sizes.values())
     if as_json:
-        files = (PlannedFile(name=name, nbytes=num) for name, num in sizes.items())
-        document = DryRunResult(
-            path=plan.path,
-            nbytes=nbytes,
-            files=tuple(files),
-            replaces=plan.replaces,
-            reads=plan.sources,
-        )
+        files = [PlannedFile(name=name, nbytes=num) for name, num in sizes.items()]
+        document = extend(plan, DryRunResult, nbytes=nbytes, files=files, reads=plan.sources)
         print_json(document)
         return
     for source in plan.sources:

@@ -22,6 +22,7 @@ Texts: TypeAlias = tuple[str, ...]
 Sizes: TypeAlias = Mapping[str, int]
 
 _Type = TypeVar("_Type")
+_Object = TypeVar("_Object", bound="JsonObject")
 
 
 class JsonObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -35,6 +36,12 @@ class JsonDocument(JsonObject, tag_field="schema", tag="", frozen=True):
 def convert(value: object, type_: type[_Type]) -> _Type:
     """Return a document or a part of it: its fields are attributes or keys of the value."""
     return msgspec.convert(value, type_, from_attributes=True)
+
+
+def extend(value: object, type_: type[_Object], **more: object) -> _Object:
+    """Return a document or a part of it: its fields are in `more`, or attributes of the value."""
+    names = (name for name in type_.__struct_fields__ if name not in more)
+    return convert({**{name: getattr(value, name) for name in names}, **more}, type_)
 
 
 class RunRow(JsonObject, frozen=True):

@@ -112,17 +112,25 @@ overwrite = click.option(
 )
 
 
+def globs(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
+    """Return an option that may be repeated; its value is None without any."""
+    return click.option(*names, multiple=True, callback=or_none, **attributes)
+
+
+def or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """Return the values of an option that may be repeated; None without any. Called by click."""
+    return values or None
+
+
 def selected(command: _Command) -> _Command:
-    """Add the options --include, short -g, and --exclude: globs, with the meaning as in Python."""
-    include = click.option(
+    """Add the options --include, short -g, and --exclude: globs, None without any."""
+    include = globs(
         *("-g", "--include"),
-        multiple=True,
         shell_complete=names_in,
         help="Select only names that match this glob. May be repeated.",
     )
-    exclude = click.option(
+    exclude = globs(
         "--exclude",
-        multiple=True,
         shell_complete=names_in,
         help="Leave out names that match this glob. May be repeated.",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dist_ckpt.cli import output, shared_options
@@ -15,30 +17,23 @@ from dist_ckpt.cli.results import AverageResult
 )
 @click.option("--last", type=int, help="The last N of a run; 0 for all.")
 @click.option("--best", type=int, help="The best N of a run; 0 for all with the metric.")
-@click.option("--min", "lowest", metavar="METRIC", help="With --best: lower values are better.")
-@click.option("--max", "highest", metavar="METRIC", help="With --best: higher values are better.")
-@click.option("--weight", "weights", type=float, multiple=True, help="Give one for each source.")
+@click.option("--min", metavar="METRIC", help="With --best: lower values are better.")
+@click.option("--max", metavar="METRIC", help="With --best: higher values are better.")
+@click.option(
+    *("--weight", "weights"),
+    type=float,
+    multiple=True,
+    callback=shared_options.or_none,
+    help="Give one for each source.",
+)
 @click.option("--decay", type=float, help="Weight DECAY**k for the source with k newer sources.")
-@click.option("-g", "--include", multiple=True, help="Globs of tensors to average.")
-@click.option("--exclude", multiple=True, help="Globs of tensors to copy from the newest.")
+@shared_options.globs("-g", "--include", help="Globs of tensors to average.")
+@shared_options.globs("--exclude", help="Globs of tensors to copy from the newest.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at --to.")
 @shared_options.dry_run
 @shared_options.json
-def average(  # noqa: PLR0913  (one for each option)
-    sources: tuple[str, ...],
-    target: str,
-    *,
-    last: int | None,
-    best: int | None,
-    lowest: str | None,
-    highest: str | None,
-    weights: tuple[float, ...],
-    decay: float | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
+def average(
+    sources: tuple[str, ...], target: str, *, dry_run: bool, as_json: bool, **of_average: Any
 ) -> None:
     """Average several checkpoints.
 
@@ -49,7 +44,7 @@ def average(  # noqa: PLR0913  (one for each option)
     dist-ckpt average run/step-00001000 run/step-00002000 --to mean
     dist-ckpt average run --best 5 --min val/loss --to mean
     """  # noqa: D301 - click knows the backspace
-    is_run = last is not None or best is not None
+    is_run = of_average["last"] is not None or of_average["best"] is not None
     if is_run and len(sources) > 1:
         raise click.UsageError("--last and --best select from one run: give only its folder")
     if not is_run and len(sources) == 1:
@@ -59,16 +54,5 @@ def average(  # noqa: PLR0913  (one for each option)
     with output.needs_torch("average"):
         from dist_ckpt.tools.average.average import plan_average  # noqa: PLC0415  (it needs torch)
         from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: PLC0415  (it goes with that)
-    options = AverageOptions(
-        last=last,
-        best=best,
-        min=lowest,
-        max=highest,
-        weights=weights or None,
-        decay=decay,
-        include=include or None,
-        exclude=exclude or None,
-        overwrite=overwrite,
-    )
-    plan = plan_average(sources[0] if is_run else sources, target, options)
+    plan = plan_average(sources[0] if is_run else sources, target, AverageOptions(**of_average))
     output.write_checkpoint(plan, AverageResult, dry_run=dry_run, as_json=as_json)

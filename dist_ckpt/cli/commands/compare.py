@@ -10,7 +10,7 @@ from math import isfinite
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import ComparedRun, CompareResult, convert
+from dist_ckpt.cli.results import CompareResult, extend
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.tools.inspect.diff import Comparison, RunSummary
 from dist_ckpt.tools.inspect.diff import compare as compare_runs
@@ -38,20 +38,12 @@ def compare(
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     comparison = compare_runs(*paths, min=lowest, max=highest)
     if as_json:
-        output.print_json(_document(comparison))
+        runs = [{**asdict(run), "config": plain_json(run.config)} for run in comparison.runs]
+        output.print_json(extend(comparison, CompareResult, runs=runs))
     elif as_csv:
         _print_csv(comparison)
     else:
         _print_table(comparison)
-
-
-def _document(comparison: Comparison) -> CompareResult:
-    runs = [{**asdict(run), "config": plain_json(run.config)} for run in comparison.runs]
-    return CompareResult(
-        metric=comparison.metric,
-        runs=convert(runs, tuple[ComparedRun, ...]),
-        differing=comparison.differing,
-    )
 
 
 def _print_csv(comparison: Comparison) -> None:

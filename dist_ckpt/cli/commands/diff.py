@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import DiffResult, Pair, TensorDifference, convert
+from dist_ckpt.cli.results import DiffResult, Pair, extend
 from dist_ckpt.tools.inspect.diff import Difference
 from dist_ckpt.tools.inspect.diff import diff as differ
 
@@ -20,17 +21,7 @@ from dist_ckpt.tools.inspect.diff import diff as differ
 @click.option("--atol", type=float, help="With --values: absolute tolerance.")
 @shared_options.selected
 @shared_options.json
-def diff(  # noqa: PLR0913 - those of dc.diff
-    a: str,
-    b: str,
-    *,
-    values: bool,
-    rtol: float | None,
-    atol: float | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
     """Show the differences between the checkpoints A and B.
 
     The command compares configurations, names, dtypes and shapes; with --values also the values.
@@ -42,16 +33,7 @@ def diff(  # noqa: PLR0913 - those of dc.diff
     dist-ckpt diff runs/a@latest runs/b@latest --values --rtol 1e-5 -g model
     """  # noqa: D301 - click knows the backspace
     with output.progress("diff") as update:
-        difference = differ(
-            a,
-            b,
-            values=values,
-            rtol=rtol,
-            atol=atol,
-            include=include or None,
-            exclude=exclude or None,
-            progress=update,
-        )
+        difference = differ(a, b, **options, progress=update)
     with output.exit_with(output.FINE if difference.same else output.FINDING):
         if as_json:
             output.print_json(_document(difference))
@@ -61,17 +43,12 @@ def diff(  # noqa: PLR0913 - those of dc.diff
 
 
 def _document(difference: Difference) -> DiffResult:
-    rows = convert(difference.values or (), tuple[TensorDifference, ...])
-    return DiffResult(
-        same=difference.same,
-        a=difference.a,
-        b=difference.b,
+    return extend(
+        difference,
+        DiffResult,
         config=_pairs(difference.config),
-        removed=difference.removed,
-        added=difference.added,
         changed=_pairs(difference.changed),
         objects=None if difference.objects is None else _pairs(difference.objects),
-        values=None if difference.values is None else rows,
     )
 
 

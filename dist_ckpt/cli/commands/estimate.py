@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import click
 
@@ -40,18 +41,8 @@ from dist_ckpt.tools.inspect.estimate import estimate as compute
 @click.option("--rate", type=shared_options.Bytes(), help="Write rate in bytes per second.")
 @click.option("--measure", is_flag=True, help="Measure the rate: write 256 MiB to the folder.")
 @shared_options.json
-def estimate(  # noqa: PLR0913 - those of dc.estimate
-    *,
-    source: str,
-    world_size: int | None,
-    steps: int | None,
-    save_every: int | None,
-    step_s: float | None,
-    policy: str | None,
-    folder: str | None,
-    rate: int | None,
-    measure: bool,
-    as_json: bool,
+def estimate(
+    *, source: str, policy: str | None, rate: int | None, measure: bool, as_json: bool, **job: Any
 ) -> None:
     """Estimate size, time and space of the checkpoints of a future job.
 
@@ -67,16 +58,7 @@ def estimate(  # noqa: PLR0913 - those of dc.estimate
     if rate == 0:
         raise click.UsageError("--rate is 0: give bytes per second, such as 2GB")
     keep = None if policy is None else policies.parse(policy)
-    compute_at = partial(
-        compute,
-        source,
-        world_size=world_size,
-        steps=steps,
-        save_every=save_every,
-        step_s=step_s,
-        keep=keep,
-        folder=folder,
-    )
+    compute_at = partial(compute, source, keep=keep, **job)
     costs = compute_at(rate=rate)
     if measure:
         costs = compute_at(rate=measured_rate(costs.folder))

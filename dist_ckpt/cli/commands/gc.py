@@ -69,12 +69,10 @@ def exclusive_gc(root: str) -> Iterator[None]:
     # Not in the root: readers of the root would have to ignore the lock file.
     lock = FileLock(Path(tempfile.gettempdir()) / f"dist-ckpt-gc-{os.getuid()}-{key}.lock")
     try:
-        lock.acquire(timeout=0)
+        acquired = lock.acquire(timeout=0)
     except Timeout:
         raise StorageError(
             f"another dist-ckpt gc is running in {root}: wait until it has ended, then try again"
         ) from None
-    try:
+    with acquired:
         yield
-    finally:
-        lock.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import click
 
 from dist_ckpt.cli import output, shared_options
@@ -29,26 +31,21 @@ _FORMATS = (*("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "meg
     "--step", type=click.IntRange(0, MAX_STEP), help="The step of the checkpoint in its run."
 )
 @shared_options.overwrite
-@click.option(
-    "-g", "--include", multiple=True, help="Write only names that match this glob. May be repeated."
+@shared_options.globs(
+    "-g", "--include", help="Write only names that match this glob. May be repeated."
 )
-@click.option(
-    "--exclude", multiple=True, help="Leave out names that match this glob. May be repeated."
-)
+@shared_options.globs("--exclude", help="Leave out names that match this glob. May be repeated.")
 @shared_options.dry_run
 @shared_options.json
-def import_(  # noqa: PLR0913 - the options of the command
+def import_(
     from_: str,
     source: str,
     target: str,
     *,
     ranks: int | None,
-    step: int | None,
-    overwrite: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
+    **options: Unpack[imports.ImportOptions],
 ) -> None:
     """Write the checkpoint TARGET from the SOURCE of another system.
 
@@ -72,19 +69,14 @@ def import_(  # noqa: PLR0913 - the options of the command
     dist-ckpt import --from lightning epoch=3.ckpt runs/c/step-00000500 --exclude hyper_parameters
     """  # noqa: D301 - click knows the backspace
     if from_ == "shrew":
-        if ranks is not None or step is not None or include or exclude:
+        overwrite = options.pop("overwrite")
+        if ranks is not None or any(value is not None for value in options.values()):
             raise click.UsageError(
                 "a .shrew file is imported whole, for one rank, with the step in the file: leave "
                 "out --ranks, --step, --include and --exclude. Reshard the checkpoint if needed"
             )
         plan = files.plan_import_file(source, target, overwrite=overwrite)
     else:
-        options = imports.ImportOptions(
-            world_size=ranks or 1,
-            step=step,
-            include=include or None,
-            exclude=exclude,
-            overwrite=overwrite,
-        )
+        options["world_size"] = ranks or 1
         plan = imports.plan_import(from_, source, target, options)
     output.write_checkpoint(plan, ImportResult, dry_run=dry_run, as_json=as_json)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import PruneResult, PruneRow
+from dist_ckpt.cli.results import PruneResult, PruneRow, extend
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.prune import Decision
@@ -56,10 +56,7 @@ def prune(
         # A job may have saved meanwhile. Only checkpoints that were shown are removed.
         plan = run.prune(keep, among=doomed)
     if as_json:
-        rows = tuple(
-            PruneRow(name=info.name, path=info.path, step=info.step, kept_by=reasons)
-            for info, reasons in plan
-        )
+        rows = tuple(extend(info, PruneRow, kept_by=reasons) for info, reasons in plan)
         output.print_json(PruneResult(root=root, dry_run=dry_run, checkpoints=rows))
     else:
         verb = "would be removed" if dry_run else "removed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dist_ckpt.cli import output, shared_options
@@ -44,10 +46,9 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     sharding: str | None,
     max_memory: int,
     overwrite: bool,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
     dry_run: bool,
     as_json: bool,
+    **selection: Any,
 ) -> None:
     """Rewrite a checkpoint for another number of ranks.
 
@@ -61,14 +62,13 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)
-    layout = sharding_of(config, world_size, max_memory)
-    selection = selection_of(include or None, exclude or None)
+    config = sharding_of(config, world_size, max_memory)
     plan = plan_rewrite(
         OPENER.find(source),
         target,
-        layout,
+        config,
         max_memory=max_memory,
         overwrite=overwrite,
-        selection=selection,
+        selection=selection_of(**selection),
     )
     output.write_checkpoint(plan, ReshardResult, dry_run=dry_run, as_json=as_json)

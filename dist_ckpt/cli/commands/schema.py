@@ -10,18 +10,15 @@ import msgspec
 
 from dist_ckpt.cli import report_results, results
 
-_DOCUMENTS: tuple[type[results.JsonObject], ...] = (
-    *(results.LsResult, results.ShowResult, results.ShowAllResult, results.TreeResult),
-    *(results.TensorsResult, results.StatsResult, results.LayoutResult, results.VerifyResult),
-    *(results.VerifyAllResult, results.CompareResult, results.DiffResult, results.EstimateResult),
-    *(results.PruneResult, results.PinResult, results.TagResult, results.UpgradeResult),
-    *(results.GcResult, results.ReshardResult, results.CpResult, results.AverageResult),
-    *(results.ImportResult, results.DryRunResult, results.BackupResult, results.ExportResult),
-    *(results.StripResult, results.RmResult, results.WatchResult, results.RequestSaveResult),
-)
-# A document of a report has one of several forms.
+# The types of each document. That of a report has several forms.
 _FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
-    **{results.document_name(document): (document,) for document in _DOCUMENTS},
+    **{
+        results.document_name(type_): (type_,)
+        for type_ in vars(results).values()
+        if isinstance(type_, type)
+        and issubclass(type_, results.JsonObject)
+        and type_.__struct_config__.tag
+    },
     "report": report_results.FORMS,
 }
 NAMES = tuple(sorted(_FORMS))

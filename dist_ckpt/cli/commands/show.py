@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import ShowAllResult, ShowResult, convert
+from dist_ckpt.cli.results import ShowAllResult, ShowResult, convert, extend
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.commit.records.incarnations import utc
-from dist_ckpt.core.format.index.model_description import KIND, as_json, leaves_of
+from dist_ckpt.core.format.index.model_description import KIND, leaves_of
+from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import format_size
@@ -27,25 +28,21 @@ def show(paths: tuple[str, ...], *, as_json: bool) -> None:
     dist-ckpt show runs/a@latest
     dist-ckpt show runs/a@latest runs/b@latest runs/a@tag:release
     """  # noqa: D301 - click knows the backspace
-    fields = []
+    documents = []
     for number, path in enumerate(paths):
         with checkpoint.open(path, opener=OPENER) as ck:
             summary = summarize(ck)
             if as_json:
-                fields.append(_json_fields(summary))
+                config = _config_problem(summary) or plain_json(summary.config)
+                mesh = dict(summary.mesh)
+                documents.append(extend(summary, ShowResult, mesh=mesh, config=config))
             else:
                 click.echo("\n" * (number > 0), nl=False)
                 _print_summary(summary, list(ck.index.catalog.values))
     if as_json and len(paths) == 1:
-        output.print_json(convert(fields[0], ShowResult))
+        output.print_json(documents[0])
     elif as_json:
-        output.print_json(convert({"checkpoints": fields}, ShowAllResult))
-
-
-def _json_fields(summary: CheckpointSummary) -> dict[str, object]:
-    config = _config_problem(summary) or as_json(summary.config)
-    fields = {name: getattr(summary, name) for name in ShowResult.__struct_fields__}
-    return {**fields, "mesh": dict(summary.mesh), "config": config}
+        output.print_json(convert({"checkpoints": documents}, ShowAllResult))
 
 
 def _config_problem(summary: CheckpointSummary) -> str | None:
@@ -77,7 +74,10 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
     lines += _size_lines("dtype", summary.nbytes_by_dtype)
     lines += [("per rank", f"{fqn}: {num} keys") for fqn, num in summary.per_rank.items()]
     lines += [("attached", f"{name}: {format_size(num)}") for name, num in summary.attached.items()]
-    lines += [("config", text) for text in _config_lines(summary)]
+    if (problem := _config_problem(summary)) is not None:
+        lines.append(("config", problem))
+    elif summary.config is not None:
+        lines += [("config", f"{name} = {value}") for name, value in leaves_of(summary.config)]
     metadata = {key: value for key, value in summary.metadata.items() if key != KIND}
     lines += [("metadata", f"{key} = {value!r}") for key, value in metadata.items()]
     for name, text in lines:
@@ -87,11 +87,3 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
 def _size_lines(label: str, sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     largest_first = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     return [(label, f"{name}: {format_size(nbytes)}") for name, nbytes in largest_first]
-
-
-def _config_lines(summary: CheckpointSummary) -> list[str]:
-    if (problem := _config_problem(summary)) is not None:
-        return [problem]
-    if summary.config is None:
-        return []
-    return [f"{name} = {value}" for name, value in leaves_of(summary.config)]

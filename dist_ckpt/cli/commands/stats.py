@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import click
 
@@ -17,7 +18,7 @@ from dist_ckpt.tools.inspect.describe import stats as stats_of
 @shared_options.path
 @shared_options.selected
 @shared_options.json
-def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool) -> None:
+def stats(path: str, *, as_json: bool, **selection: Any) -> None:
     """Show statistics of the values of each tensor.
 
     min, max, mean and rms are of the finite values. Zeros, nan and infinities are counted. All data
@@ -30,7 +31,7 @@ def stats(path: str, *, include: tuple[str, ...], exclude: tuple[str, ...], as_j
     """  # noqa: D301 - click knows the backspace
     path = os.fspath(resolve(path))
     with output.progress("stats") as update:
-        tensors = stats_of(path, include=include or None, exclude=exclude or None, progress=update)
+        tensors = stats_of(path, **selection, progress=update)
     bad = [tensor for tensor in tensors if not tensor.is_finite and tensor.alias_of is None]
     with output.exit_with(output.FINDING if bad else output.FINE):
         if as_json:
@@ -48,10 +49,7 @@ def _print_stats(tensors: tuple[TensorStats, ...], num_bad: int) -> None:
                 tensor.name,
                 tensor.dtype,
                 *(_number(value) for value in (tensor.min, tensor.max, tensor.mean, tensor.rms)),
-                *(
-                    "-" if num is None else str(num)
-                    for num in (tensor.zeros, tensor.nan, tensor.inf)
-                ),
+                *("-" if n is None else str(n) for n in (tensor.zeros, tensor.nan, tensor.inf)),
             )
             for tensor in tensors
         ],

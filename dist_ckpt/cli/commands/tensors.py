@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import TensorRow, TensorsResult, convert
+from dist_ckpt.cli.results import TensorRow, TensorsResult, extend
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
 from dist_ckpt.core.planning.selection import selection_of
@@ -28,12 +27,7 @@ from dist_ckpt.reports import format_size
 )
 @shared_options.json
 def tensors(
-    path: str,
-    *,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    sort: Literal["saved", "name", "size"],
-    as_json: bool,
+    path: str, *, sort: Literal["saved", "name", "size"], as_json: bool, **selection: Any
 ) -> None:
     """List the tensors in a checkpoint: name, shape, dtype, size, component.
 
@@ -43,16 +37,15 @@ def tensors(
     dist-ckpt tensors runs/a@latest
     dist-ckpt tensors runs/a@latest -g model -g '*.exp_avg' --sort size
     """  # noqa: D301 - click knows the backspace
-    path, selected = selected_tensors(path, include, exclude)
+    path, selected = selected_tensors(path, **selection)
     rows = [*selected.items()]
     if sort == "name":
         rows.sort()
     elif sort == "size":
         rows.sort(key=lambda row: (-row[1].nbytes, row[0]))
     if as_json:
-        facts = [{"name": name, **asdict(info)} for name, info in rows]
-        document = TensorsResult(path=path, tensors=convert(facts, tuple[TensorRow, ...]))
-        output.print_json(document)
+        documents = tuple(extend(info, TensorRow, name=name) for name, info in rows)
+        output.print_json(TensorsResult(path=path, tensors=documents))
         return
     output.print_table(
         ("NAME", "DTYPE", "SHAPE", "SIZE", "COMPONENT", "SHARDS", "NOTES"),
@@ -74,11 +67,9 @@ def tensors(
     click.echo(f"{len(rows)} tensors, {format_size(nbytes)}")
 
 
-def selected_tensors(
-    path: str, include: tuple[str, ...], exclude: tuple[str, ...]
-) -> tuple[str, dict[str, TensorInfo]]:
+def selected_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]:
     """Return a checkpoint's path and the selected tensors. ValueError if a glob matches nothing."""
-    selection = selection_of(include or None, exclude or None)
+    selection = selection_of(**globs)
     with checkpoint.open(path, opener=OPENER) as ck:
         tensors = ck.tensors
         if problems := selection.unmatched(tensors):

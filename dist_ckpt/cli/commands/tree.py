@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dist_ckpt.cli import output, shared_options
@@ -17,16 +19,14 @@ from dist_ckpt.reports import format_size
     "--depth", type=click.IntRange(min=1), default=3, show_default=True, help="Levels of names."
 )
 @shared_options.json
-def tree(
-    path: str, depth: int, *, include: tuple[str, ...], exclude: tuple[str, ...], as_json: bool
-) -> None:
+def tree(path: str, depth: int, *, as_json: bool, **selection: Any) -> None:
     """Show the names in a checkpoint as a tree, with their sizes.
 
     \b
     dist-ckpt tree runs/a@latest --depth 2
     dist-ckpt tree runs/a@latest -g model
     """  # noqa: D301 - click knows the backspace
-    path, selected = selected_tensors(path, include, exclude)
+    path, selected = selected_tensors(path, **selection)
     nbytes: dict[tuple[str, ...], int] = {}
     leaves: dict[tuple[str, ...], str] = {}
     for fqn, info in selected.items():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import UpgradeResult, convert
+from dist_ckpt.cli.results import UpgradeResult, extend
 from dist_ckpt.core.storage import open_storage, real_path
-from dist_ckpt.runs.upgrade import UpgradePlan, plan_upgrade
+from dist_ckpt.runs.upgrade import plan_upgrade
 from dist_ckpt.runs.upgrade import upgrade as convert_root
 
 
@@ -44,14 +42,10 @@ def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
                 about=plan.alive,
             )
         plan = convert_root(storage, folder, force=True)
-    _print(plan, dry_run=dry_run, as_json=as_json)
-
-
-def _print(plan: UpgradePlan, *, dry_run: bool, as_json: bool) -> None:
     if dry_run and plan.folders and not as_json:
         for job in plan.alive:
             click.echo(f"may use it: {output.printable(job)}")
     counts = f"{plan.num_annotations} annotations and {plan.num_incarnations} incarnations"
     summary = f"{counts} {'would be ' * dry_run}converted" if plan.folders else "nothing to upgrade"
-    document = convert({**asdict(plan), "dry_run": dry_run}, UpgradeResult)
+    document = extend(plan, UpgradeResult, dry_run=dry_run)
     output.print_result(document, f"{plan.root}: {summary}", as_json=as_json)

@@ -47,20 +47,15 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     path = os.fspath(resolve(path))
     listing = checkpoints(path)
     if not listing or listing[0].path == open_storage(path)[1]:
-        _verify_one(path, level, as_json=as_json)
+        with output.progress("verify") as update:
+            report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
+        with output.exit_with(output.FINE if report.ok else output.FINDING):
+            if as_json:
+                output.print_json(convert(report, VerifyResult))
+            else:
+                _print(report)
     else:
         _verify_all(path, listing, level, as_json=as_json)
-
-
-def _verify_one(path: str, level: Level, *, as_json: bool) -> None:
-    """Check one checkpoint and print the report. Exit with `FINDING` if it is damaged."""
-    with output.progress("verify") as update:
-        report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
-    with output.exit_with(output.FINE if report.ok else output.FINDING):
-        if as_json:
-            output.print_json(convert(report, VerifyResult))
-        else:
-            _print(report)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import WatchedRow, WatchResult
+from dist_ckpt.cli.results import WatchedRow, WatchResult, extend
 from dist_ckpt.core.commit.records.incarnations import NO_LIVENESS
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
@@ -142,22 +142,16 @@ def _document(
             checkpoints=(),
         )
     reasons, newest = kept_by(run, keep), run.newest
-    rows = tuple(
-        WatchedRow(
-            name=checkpoint.name,
-            step=checkpoint.step,
-            state=checkpoint.state,
-            nbytes=checkpoint.nbytes,
-            saved_at=checkpoint.saved_at,
-            metrics=checkpoint.metrics,
-            is_orphaned=checkpoint.is_orphaned,
-            nbytes_written=None
-            if (status := run.writing.get(checkpoint.path)) is None
-            else status.nbytes,
+    rows = []
+    for checkpoint in run.listing.checkpoints:
+        status = run.writing.get(checkpoint.path)
+        row = extend(
+            checkpoint,
+            WatchedRow,
+            nbytes_written=None if status is None else status.nbytes,
             kept_by=reasons.get(checkpoint.path, ()),
         )
-        for checkpoint in run.listing.checkpoints
-    )
+        rows.append(row)
     return WatchResult(
         root=root,
         at=run.at,
@@ -166,7 +160,7 @@ def _document(
         last_liveness=run.last_liveness,
         step=None if newest is None else newest.step,
         problem=run.listing.history_problem,
-        checkpoints=rows,
+        checkpoints=tuple(rows),
     )
 
 
