@@ -120,14 +120,14 @@ class CrashStorage:
         self._recording.record(operation, lambda: act(*names))
 
 
+@dataclass(eq=False)
 class _Recording:
-    def __init__(self, inner: MemoryStorage, forget: Callable[[int, Operation], bool]) -> None:
-        self.inner = inner
-        self.log: list[Operation] = []
-        self.lock = threading.RLock()
-        self.num_files = 0
-        self.num_syncs = 0
-        self._forget = forget
+    inner: MemoryStorage
+    forget: Callable[[int, Operation], bool]
+    log: list[Operation] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    num_files: int = 0
+    num_syncs: int = 0
 
     def record(self, operation: Operation, act: Callable[[], object]) -> None:
         """Run `act`. If it succeeds, record the operation, unless `forget` says not to."""
@@ -135,20 +135,18 @@ class _Recording:
             act()
             if operation.kind in ("finish", "sync"):
                 self.num_syncs += 1
-                if self._forget(self.num_syncs, operation):
+                if self.forget(self.num_syncs, operation):
                     return
             self.log.append(operation)
 
 
+@dataclass(eq=False)
 class _RecordedFile:
-    def __init__(
-        self, recording: _Recording, inner: WritableFile, path: str, client: str, number: int
-    ) -> None:
-        self._recording = recording
-        self._inner = inner
-        self._path = path
-        self._client = client
-        self._number = number
+    _recording: _Recording
+    _inner: WritableFile
+    _path: str
+    _client: str
+    _number: int
 
     @property
     def alignment(self) -> int:
@@ -332,25 +330,19 @@ class _Disk:
         yield from self._sample(limit)
 
     def _sample(self, limit: int) -> Iterator[dict[str, bytes | None]]:
-        for default in (_first, _last):
-            choices = _Choices([], default=default)
+        for default in (_first, lambda size: size - 1):
+            choices = _Choices([], default)
             yield self._tree(choices)
             for position, size in enumerate(choices.sizes):
                 for choice in range(size):
                     numbers = [*choices.numbers[:position], choice]
-                    yield self._tree(_Choices(numbers, default=default))
+                    yield self._tree(_Choices(numbers, default))
         drawn = random.Random(0)
         for _ in range(limit):
-            yield self._tree(_Choices([], default=drawn.randrange))
+            yield self._tree(_Choices([], drawn.randrange))
 
-    def _tree(self, choices: _Choices) -> dict[str, bytes | None]:
+    def _tree(self, choices: _Choices, path: str = "", folder: Node = 0) -> dict[str, bytes | None]:
         tree: dict[str, bytes | None] = {}
-        self._fill(tree, "", 0, choices)
-        return tree
-
-    def _fill(
-        self, tree: dict[str, bytes | None], path: str, folder: Node, choices: _Choices
-    ) -> None:
         names: dict[str, Node] = {}
         lost: set[Node] = set()
         for change in self._folders[folder]:
@@ -369,25 +361,22 @@ class _Disk:
                 tree[below] = contents[choices.choose(len(contents))]
             else:
                 tree[below] = None
-                self._fill(tree, below, node, choices)
+                tree |= self._tree(choices, below, node)
+        return tree
 
 
 def _first(size: int) -> int:
     return 0
 
 
-def _last(size: int) -> int:
-    return size - 1
-
-
+@dataclass(eq=False)
 class _Choices:
     """A source of choices: from a list first, then by `default`. It records all choices."""
 
-    def __init__(self, prefix: Sequence[int], *, default: Callable[[int], int] = _first) -> None:
-        self._prefix = prefix
-        self._default = default
-        self.numbers: list[int] = []
-        self.sizes: list[int] = []
+    _prefix: Sequence[int]
+    _default: Callable[[int], int] = _first
+    numbers: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def choose(self, size: int) -> int:
         if size == 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
@@ -16,14 +17,12 @@ from dist_ckpt.errors import CorruptError, StorageError
 Tree = Mapping[str, bytes | None]
 
 
+@dataclass(slots=True, eq=False)
 class _FileNode:
     """A file, or a folder if `data` is None. A node outlives its name while it is open."""
 
-    __slots__ = ("data", "modified_at")
-
-    def __init__(self, data: bytearray | None, modified_at: float) -> None:
-        self.data = data
-        self.modified_at = modified_at
+    data: bytearray | None
+    modified_at: float
 
 
 class MemoryStorage:
@@ -44,7 +43,7 @@ class MemoryStorage:
         self._lock = threading.RLock()
         self._nodes = {"/": _FileNode(None, clock())}
         for path, data in sorted((tree or {}).items()):
-            self._add(path, None if data is None else bytearray(data))
+            self._add(path, _FileNode(None if data is None else bytearray(data), clock()))
 
     def tree(self) -> dict[str, bytes | None]:
         """Return all files and folders, in the form that the constructor takes."""
@@ -69,14 +68,12 @@ class MemoryStorage:
 
     def make_folder(self, folder: str) -> None:
         with self._lock:
-            self._add(folder, None)
+            self._add(folder, _FileNode(None, self._clock()))
 
     def create(self, path: str, nbytes: int) -> WritableFile:
         with self._lock:
-            try:
-                node = self._add(path, bytearray())
-            except NotADirectoryError as error:
-                raise StorageError(f"{path}: a part of the path is a file") from error
+            node = _FileNode(bytearray(), self._clock())
+            self._add_file(path, node)
         return _MemoryWritableFile(self, path, node)
 
     def open(self, path: str) -> ReadableFile:
@@ -102,14 +99,7 @@ class MemoryStorage:
             node = self._node(old)
             if node.data is None:
                 raise StorageError(f"{new}: {old} is a folder: link a file")
-            try:
-                self._folder(_parent_of(new))
-            except NotADirectoryError as error:
-                raise StorageError(f"{new}: a part of the path is a file") from error
-            if new in self._nodes:
-                raise FileExistsError(new)
-            self._nodes[new] = node
-            self._touch(_parent_of(new))
+            self._add_file(new, node)
 
     def remove(self, path: str) -> None:
         with self._lock:
@@ -148,23 +138,28 @@ class MemoryStorage:
             raise NotADirectoryError(path)
         self._node(path)
 
-    def _add(self, path: str, data: bytearray | None) -> _FileNode:
+    def _add_file(self, path: str, node: _FileNode) -> None:
+        try:
+            self._add(path, node)
+        except NotADirectoryError as error:
+            raise StorageError(f"{path}: a part of the path is a file") from error
+
+    def _add(self, path: str, node: _FileNode) -> None:
         self._folder(_parent_of(path))
         if path in self._nodes:
             raise FileExistsError(path)
-        node = self._nodes[path] = _FileNode(data, self._clock())
+        self._nodes[path] = node
         self._touch(_parent_of(path))
-        return node
 
     def _touch(self, folder: str) -> None:
         self._nodes[folder].modified_at = self._clock()
 
 
+@dataclass(eq=False)
 class _MemoryWritableFile:
-    def __init__(self, storage: MemoryStorage, path: str, node: _FileNode) -> None:
-        self._storage = storage
-        self._path = path
-        self._node: _FileNode | None = node
+    _storage: MemoryStorage
+    _path: str
+    _node: _FileNode | None
 
     @property
     def alignment(self) -> int:

@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -27,22 +28,16 @@ def write(storage: Storage, path: str, data: Buffer) -> int:
 
 def read(storage: Storage, path: str) -> bytes:
     """Read a whole file."""
-    file = storage.open(path)
-    data = bytearray(file.nbytes)
-    try:
+    with closing(storage.open(path)) as file:
+        data = bytearray(file.nbytes)
         assert file.read_into(0, memoryview(data)) == len(data)
-    finally:
-        file.close()
     return bytes(data)
 
 
 def num_links(storage: Storage, path: str) -> int:
     """Return how many names a file has."""
-    file = storage.open(path)
-    try:
+    with closing(storage.open(path)) as file:
         return file.num_links
-    finally:
-        file.close()
 
 
 class StorageContract:

@@ -22,9 +22,8 @@ from dist_ckpt.async_save.memory_restore import rebuild_index
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, job_id, make_root_id
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_saves
-from dist_ckpt.async_save.snapshots.root_id import job_id, make_root_id
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import ROOT_ID, parse_attempt
 from dist_ckpt.core.format.index.index import Index

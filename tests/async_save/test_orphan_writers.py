@@ -13,8 +13,8 @@ import pytest
 
 from arena_processes import ROOT, Program, program
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.trainer import orphan_writers
-from dist_ckpt.async_save.trainer.orphan_writers import end_orphan_writers
+from dist_ckpt.async_save.trainer import job
+from dist_ckpt.async_save.trainer.job import end_orphan_writers
 from dist_ckpt.async_save.trainer.writer_handle import PROGRAM
 from dist_ckpt.errors import ConflictError, StorageError
 
@@ -63,7 +63,7 @@ def writer(
 
 def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
     """Have a writer finish when it has been waited for a while."""
-    real, looks = orphan_writers._orphan_writer, [0]
+    real, looks = job._orphan_writer, [0]
 
     def left_writer(folder):
         looks[0] += 1
@@ -71,7 +71,7 @@ def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
             one.tell()
         return real(folder)
 
-    monkeypatch.setattr(orphan_writers, "_orphan_writer", left_writer)
+    monkeypatch.setattr(job, "_orphan_writer", left_writer)
 
 
 def settled(
@@ -108,7 +108,7 @@ def test_a_writer_of_an_older_version_is_recognised_by_its_name(folder, caplog):
 
 
 def test_a_writer_that_does_not_stop_is_killed(folder, monkeypatch, caplog):
-    monkeypatch.setattr(orphan_writers, "_STOP_S", 0.1)
+    monkeypatch.setattr(job, "_STOP_S", 0.1)
     with writer(folder, 0, "killed") as stubborn, writer(folder, 1, "told") as obedient:
         assert settled(folder, 0, caplog) == ["rank 1 were stopped", "rank 0 were killed"]
         assert stubborn.process.wait(60) == -signal.SIGKILL
@@ -154,8 +154,8 @@ def test_a_writer_that_only_has_the_number_of_the_owner_is_not_ended(folder):
 
 
 def test_a_writer_that_outlives_its_kill_is_reported(folder, monkeypatch):
-    monkeypatch.setattr(orphan_writers, "_STOP_S", 0.1)
-    monkeypatch.setattr(orphan_writers, "_KILL_S", 0.1)
+    monkeypatch.setattr(job, "_STOP_S", 0.1)
+    monkeypatch.setattr(job, "_KILL_S", 0.1)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if it hung in a call
     with writer(folder, 4, "told"), pytest.raises(StorageError, match=r"rank 4 .*Repair"):
         end_orphan_writers(folder, 0)

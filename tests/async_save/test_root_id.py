@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id, make_root_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id, make_root_id
 from dist_ckpt.core.commit.attempts import has_folder
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.removal import collect
@@ -220,7 +219,7 @@ def test_a_folder_that_was_made_anew_is_another_job_whatever_its_number_is(tmp_p
 def test_a_job_is_the_same_in_another_process(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     code = (
-        "from dist_ckpt.async_save.snapshots.root_id import *; "
+        "from dist_ckpt.async_save.snapshots.job_folder import *; "
         "from dist_ckpt.core.storage import open_storage; "
         f"print(job_id('{tmp_path}', make_root_id(*open_storage('{tmp_path}'))), end='')"
     )

@@ -100,10 +100,9 @@ WITH_TORCH = {
     "dist_ckpt.core.comm.process_group",
     "dist_ckpt.core.runtime.torch_private",
 }
-# Of other packages, what starts and ends writers: it runs before a trainer has anything to save.
+# Of other packages, what starts writers: it runs before a trainer has anything to save.
 # Some formats of other systems are read without it.
 WITHOUT_TORCH_TOO = (
-    "dist_ckpt.async_save.trainer.orphan_writers",
     "dist_ckpt.async_save.trainer.writer_handle",
     "dist_ckpt.interop.hf.export",
     "dist_ckpt.interop.imports",

@@ -20,8 +20,14 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     SnapshotMetadata,
     SnapshotSpans,
 )
-from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, JobFolder, RankFolder, has_jobs
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import (
+    NUM_ARENAS,
+    JobFolder,
+    RankFolder,
+    find_root_id,
+    has_jobs,
+    job_id,
+)
 from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
