@@ -142,7 +142,7 @@ class AsyncSaver:
     ) -> None:
         self.num_skipped = 0
         self.restored: LoadReport | None = None
-        self._ranks: Session = session_of(group)
+        self._session: Session = session_of(group)
         self._options = SaverOptions(
             root=root,
             job=job,
@@ -155,7 +155,7 @@ class AsyncSaver:
         self._is_used = threading.Lock()
         self._job: Job | None = None
         self._root_id: str | None = None
-        with self._ranks.operation("AsyncSaver"):
+        with self._session.operation("AsyncSaver"):
             self._open()
 
     @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged")
@@ -205,12 +205,12 @@ class AsyncSaver:
         self, state: State, path: str | os.PathLike[str], options: SaveOptions
     ) -> SaveHandle:
         """Save with all options, also internal ones. Not public."""
-        with self._exclusive(), self._ranks.operation(f"background save to {path}"):
+        with self._exclusive(), self._session.operation(f"background save to {path}"):
             info = self._options.saver_info()
             if self._options.job is None and self._root_id is None:
                 self._root_id = self._agree_on_root_id(path)
             handle = save_in_background(
-                self._ranks, lambda: self._ensure_job(path), state, path, options, info
+                self._session, lambda: self._ensure_job(path), state, path, options, info
             )
         self.num_skipped += handle.skipped
         return handle
@@ -281,7 +281,7 @@ class AsyncSaver:
             writer = self._job.writer
             writer.wait_for(lambda: not writer.unsettled, None)
             snapshot, self.restored = restore_together(
-                self._ranks,
+                self._session,
                 self._job.folder,
                 state,
                 options,
@@ -355,7 +355,7 @@ class AsyncSaver:
 
     def _open(self) -> None:
         """Compare the options of all ranks, and begin the job if its name is known."""
-        options, channel = self._options, self._ranks.channel
+        options, channel = self._options, self._session.channel
         with channel.exchange("options") as comparing:
             options.check()
             savers = comparing.gather(options.saver_info())
@@ -376,7 +376,7 @@ class AsyncSaver:
 
     def _agree_on_root_id(self, path: str | os.PathLike[str]) -> str:
         """Return the id of the folder of a first save's checkpoint. Collective."""
-        with self._ranks.channel.exchange("root") as rooting:
+        with self._session.channel.exchange("root") as rooting:
             storage, local_path = open_storage(path)
             paths = rooting.gather(local_path)
             if paths is not None:
@@ -391,12 +391,12 @@ class AsyncSaver:
         return self._job
 
     def _begin_job(self, name: str) -> Job:
-        options, channel = self._options, self._ranks.channel
+        options, channel = self._options, self._session.channel
         hello = Hello(
             name,
             channel.rank,
             channel.world_size,
-            replace(self._ranks.config, host=channel.host),
+            replace(self._session.config, host=channel.host),
             None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
         )
         return Job(hello, drain_timeout_s=float(options.drain_timeout_s))

@@ -54,7 +54,7 @@ _log = logging.getLogger("dist_ckpt")
 
 
 def restore_together(
-    ranks: Session,
+    session: Session,
     folder: JobFolder,
     state: MutableState,
     options: LoadOptions,
@@ -82,11 +82,11 @@ def restore_together(
     """
     unusable: set[str] = set()
     with ExitStack() as stack:
-        restore = _MemoryRestore(ranks, folder, stack, saver, history)
+        restore = _MemoryRestore(session, folder, stack, saver, history)
         while (chosen := restore.choose(unusable)) is not None:
             save, source = chosen
             try:
-                report = load_together(ranks, state, save.path, options, memory=source)
+                report = load_together(session, state, save.path, options, memory=source)
                 return save.id, report
             except (CorruptError, NotFoundError) as error:
                 # All ranks get the same error, so that all continue alike.
@@ -146,7 +146,7 @@ class _SaveOnAllHosts:
 class _MemoryRestore:
     """One rank's side of a restore. Its arenas are open until `stack` closes them."""
 
-    ranks: Session
+    session: Session
     folder: JobFolder
     stack: ExitStack
     saver: SaverInfo
@@ -156,8 +156,8 @@ class _MemoryRestore:
 
     def choose(self, unusable: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
         """Agree on the newest usable save. Collective."""
-        channel = self.ranks.channel
-        with self.ranks.operation(f"restore of job {self.folder.job}"):
+        channel = self.session.channel
+        with self.session.operation(f"restore of job {self.folder.job}"):
             # After this exchange no rank has an orphan writer, so no snapshot changes any more.
             with channel.exchange("settled") as settling:
                 savers = settling.gather(self.saver)
@@ -209,7 +209,7 @@ class _MemoryRestore:
         """Yield the folders of this run's ranks, and those without a living trainer."""
         for folder in self.folder.rank_folders():
             # This run has the trainer's locks of its ranks.
-            if folder.rank < self.ranks.channel.world_size or folder.owner("trainer") is None:
+            if folder.rank < self.session.channel.world_size or folder.owner("trainer") is None:
                 yield folder
             else:
                 _log.warning("%s is not read, as its trainer is alive", folder.path)
@@ -231,7 +231,7 @@ class _MemoryRestore:
             history = read_history(storage, posixpath.dirname(save.path))
         if _is_orphaned(history, save.step, candidate.attempt_above(0)):
             raise _UnusableError(f"it is orphaned by incarnation {history.newest} of the run")
-        if newer := _find_newer(storage, save, history, self.ranks.config.threads):
+        if newer := _find_newer(storage, save, history, self.session.config.threads):
             raise _UnusableError(f"{newer} was committed since")
         attempt = _uncommitted_attempt(storage, candidate, history)
         if attempt is not None:

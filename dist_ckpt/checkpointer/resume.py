@@ -114,9 +114,9 @@ class Resume:
     """One rank's part of one resume. `root` is the root as the storage names it."""
 
     def __init__(
-        self, ranks: Session, saver: AsyncSaver | None, root: str, options: RunOptions
+        self, session: Session, saver: AsyncSaver | None, root: str, options: RunOptions
     ) -> None:
-        self.ranks, self.saver, self.root, self.options = ranks, saver, root, options
+        self.session, self.saver, self.root, self.options = session, saver, root, options
         self.storage, _ = open_storage(root)
         # On rank 0: the newest incarnation in the root, and the lease of the restore point.
         self._after, self._leases = 0, ExitStack()
@@ -134,7 +134,7 @@ class Resume:
             number = 0 if self.options.read_only else self._record(restored, why, at)
         finally:
             self._leases.close()
-        if self.ranks.channel.rank == COORDINATOR:
+        if self.session.channel.rank == COORDINATOR:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
         if restored is None:
@@ -158,8 +158,8 @@ class Resume:
     @contextmanager
     def _exchange(self, phase: str) -> Iterator[Exchange]:
         """Make one exchange as a separate operation. Collective."""
-        operation, channel = f"restore of the run in {self.root}", self.ranks.channel
-        with self.ranks.operation(operation), channel.exchange(phase) as exchange:
+        operation, channel = f"restore of the run in {self.root}", self.session.channel
+        with self.session.operation(operation), channel.exchange(phase) as exchange:
             yield exchange
 
     def _read_root(self, at: str | None) -> _RunListing:
@@ -269,7 +269,7 @@ class Resume:
                     if at is not None:
                         raise
                     skipped.append(f"step {point.step} is damaged: {again}")
-                    if self.ranks.channel.rank == COORDINATOR:
+                    if self.session.channel.rank == COORDINATOR:
                         _log.warning("%s is skipped: %s", point.path, again)
                     continue
             why = f"{at} was requested" if at is not None else "the newest"
@@ -285,14 +285,14 @@ class Resume:
         """Load it, with a lease until the incarnation is recorded: see `begin_incarnation`."""
         if not self.options.read_only:
             with self._exchange("lease"):
-                if self.ranks.channel.rank == COORDINATOR:
+                if self.session.channel.rank == COORDINATOR:
                     self._leases.close()
                     ref = CheckpointRef(self.storage, self.root, point.path, point.key)
                     self._leases.enter_context(renewed_lease(ref))
         options = self.options.load_options(record_verified=not self.options.read_only)
         try:
             load_together(
-                self.ranks, state, point.path, options, memory=OPENER.memory, opener=OPENER
+                self.session, state, point.path, options, memory=OPENER.memory, opener=OPENER
             )
         except IncompatibleError as error:
             raise IncompatibleError(
@@ -321,7 +321,7 @@ class Resume:
             record_verified=not self.options.read_only,
         )
         report = load_together(
-            self.ranks, state, init, options, memory=OPENER.memory, opener=OPENER
+            self.session, state, init, options, memory=OPENER.memory, opener=OPENER
         )
         paths = " and ".join(source.path for source in report.sources)
         return f"no checkpoint to resume from; it begins with {paths}"
@@ -335,7 +335,7 @@ class Resume:
 
     def _begin(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         """Record the incarnation, and return its number. Rank 0 only."""
-        by = f"process {os.getpid()} on {self.ranks.channel.host}"
+        by = f"process {os.getpid()} on {self.session.channel.host}"
         if alive := describe_liveness(self.storage, self.root, self._after):
             _log.info(
                 "%s: incarnation %d has not reported its end%s. If it still runs, it saves no more",

@@ -57,7 +57,7 @@ class RunSaves:
     incarnation.
     """
 
-    ranks: Session
+    session: Session
     incarnation: Incarnation
     saver: AsyncSaver | None
     maintenance: MaintenanceThread | None
@@ -108,12 +108,12 @@ class RunSaves:
                     if options.on_failure == "raise" or self._num_failures > options.max_failures:
                         raise
                 # It may be the error of an earlier background save, which rank 0 reports too.
-                elif self.ranks.channel.rank == COORDINATOR:
+                elif self.session.channel.rank == COORDINATOR:
                     _log.warning("step %d: %s. It is saved again", step, error)
 
     def _try(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         run = self.options
-        attach = run.attach if self.ranks.channel.rank == COORDINATOR else None
+        attach = run.attach if self.session.channel.rank == COORDINATOR else None
         options = SaveOptions(
             step=step,
             sharding=run.sharding,
@@ -139,7 +139,7 @@ class RunSaves:
             if self.maintenance is not None:
                 self.maintenance.follow(self._handle)
         else:
-            report = save_together(self.ranks, state, path, options)
+            report = save_together(self.session, state, path, options)
             if self.maintenance is not None:
                 self.maintenance.add_committed(report)
         self._has_failed = False
@@ -152,8 +152,8 @@ class RunSaves:
         """
         status = self._status(until)
         # The label is in the error of a rank without partners.
-        label, channel = "end" if until == inf else "stop", self.ranks.channel
-        with self.ranks.operation(f"{label} of the run"), channel.exchange(label) as settling:
+        label, channel = "end" if until == inf else "stop", self.session.channel
+        with self.session.operation(f"{label} of the run"), channel.exchange(label) as settling:
             gathered = settling.gather(status)
             if gathered is not None:
                 worst = next((bad for bad in (FAILED, STAGED) if bad in gathered), DURABLE)
@@ -210,7 +210,7 @@ class TrainingStopped:
 class RunSession:
     """One rank's side of a run. It has `saves` after its restore. All ranks call methods alike."""
 
-    ranks: Session
+    session: Session
     root: str
     options: RunOptions
     rounds: BarrierRounds
@@ -226,7 +226,7 @@ class RunSession:
             maintenance.close(END_S)
         if (external := self.requests.external) is not None:
             external.close("the job has restored once more", ANSWERS_END_S)
-        resumed = Resume(self.ranks, self.saver, self.root, self.options).restore(state, at)
+        resumed = Resume(self.session, self.saver, self.root, self.options).restore(state, at)
         self.stopped = None
         if not self.options.read_only:
             self._begin_saves(resumed)
@@ -235,14 +235,14 @@ class RunSession:
 
     def _begin_saves(self, resumed: Resumed) -> None:
         requests, incarnation = self.requests, Incarnation(self.root, resumed.incarnation)
-        if self.ranks.channel.rank == COORDINATOR:
+        if self.session.channel.rank == COORDINATOR:
             storage, _ = open_storage(self.root)
             maintenance = MaintenanceThread(storage, incarnation, resumed.step, self.options)
             maintenance.durable = resumed.description or maintenance.durable
             requests.maintenance = maintenance
             requests.external = ExternalRequests(storage, incarnation, maintenance)
         self.saves = RunSaves(
-            self.ranks,
+            self.session,
             incarnation,
             self.saver,
             requests.maintenance,
@@ -257,8 +257,8 @@ class RunSession:
             raise ValueError("backup() makes a checkpoint, and read_only=True changes nothing")
         if self.saves is not None and step == self.saves.last:
             self.saves.settle(inf)  # a failure shows as a missing checkpoint
-        operation, channel = f"backup in {self.root}", self.ranks.channel
-        with self.ranks.operation(operation), channel.exchange("backup") as making:
+        operation, channel = f"backup in {self.root}", self.session.channel
+        with self.session.operation(operation), channel.exchange("backup") as making:
             selector = "latest" if step is None else str(step)
             gathered = making.gather(selector)
             if gathered is not None:
@@ -304,7 +304,7 @@ class RunSession:
                 self._save(boundary, step, make_state)
                 status = saves.settle(until)
         self.stopped = TrainingStopped(proposal.why, step, status == DURABLE)
-        if self.ranks.channel.rank == COORDINATOR:
+        if self.session.channel.rank == COORDINATOR:
             rest = "it stays in memory" if self.saver else "older checkpoints are unchanged"
             outcome = "durable" if status == DURABLE else f"{status}: {rest}"
             _log.warning("stopped by %s after step %d, which is %s", proposal.why, step, outcome)
@@ -328,7 +328,7 @@ class RunSession:
                     )
             if step == saves.last:
                 self.requests.begin_save(step, is_last=True)
-            elif saves.num_begun == 0 and self.ranks.channel.rank == COORDINATOR:
+            elif saves.num_begun == 0 and self.session.channel.rank == COORDINATOR:
                 _log.warning(
                     "the run ends, and none of steps %d to %d was saved: save=%s was not due. "
                     "Join dc.at_end to it with | to save the last one",
@@ -404,11 +404,11 @@ def open_run_session(
     options: RunOptions, group: ProcessGroup | None, check_only_one: Callable[[], None]
 ) -> RunSession:
     """Compare the options of all ranks, and take part in rounds. Collective."""
-    ranks = session_of(group)
-    channel = ranks.channel
+    session = session_of(group)
+    channel = session.channel
     signals: Signals | None = None
     try:
-        with ranks.operation("Checkpointer"), channel.exchange("run options") as opening:
+        with session.operation("Checkpointer"), channel.exchange("run options") as opening:
             check_only_one()
             options.check()
             root = options.storage_root()
@@ -426,4 +426,4 @@ def open_run_session(
         if signals is not None:
             signals.close()
         raise
-    return RunSession(ranks, root, options, rounds, requests, saver)
+    return RunSession(session, root, options, rounds, requests, saver)

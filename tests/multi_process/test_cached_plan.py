@@ -40,14 +40,14 @@ class Counting:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    ranks: Any = session_of()
-    channel, bulk = ranks.channel, ranks.collective
+    session: Any = session_of()
+    channel, bulk = session.channel, session.collective
     phases: list[str] = []
-    ranks.channel, ranks.collective = Counting(channel, phases), Counting(bulk, phases)
+    session.channel, session.collective = Counting(channel, phases), Counting(bulk, phases)
     try:
         yield phases
     finally:
-        ranks.channel, ranks.collective = channel, bulk
+        session.channel, session.collective = channel, bulk
 
 
 PLANNED, REUSED = ["agree", "plan", "collective", "write"], ["agree", "write"]

@@ -39,20 +39,20 @@ HASTY = {
 STORES = ["file", "rank 0", "launcher"]
 
 
-def save(ranks: Session, rank: int, *, phases: int = 2, what: str = "save") -> int:
+def save(session: Session, rank: int, *, phases: int = 2, what: str = "save") -> int:
     """Do what stands for a save: every rank's number is added up."""
     total = 0
-    with ranks.operation(what):
+    with session.operation(what):
         for phase in range(phases):
-            total = exchange(ranks.channel, str(phase), lambda: rank, sum)
+            total = exchange(session.channel, str(phase), lambda: rank, sum)
     return total
 
 
-def told(ranks: Session, rank: int) -> tuple[str, int | None, str, float]:
+def told(session: Session, rank: int) -> tuple[str, int | None, str, float]:
     """Save, and return the error that must come: class, rank, message, seconds."""
     start = time.monotonic()
     try:
-        save(ranks, rank)
+        save(session, rank)
     except RankError as error:
         return type(error).__name__, error.rank, str(error), time.monotonic() - start
     raise AssertionError("the save should have failed")
@@ -70,12 +70,12 @@ def assert_told(outcome: Outcome, rank: int, text: str) -> None:
 
 
 def exchange_and_gather(rank: int) -> Any:
-    ranks = session_of()
-    assert ranks is session_of(dist.group.WORLD)
-    total = save(ranks, rank)
-    with ranks.operation("load"):
-        exchange(ranks.channel, "open", int, len)
-        bulk = ranks.collective
+    session = session_of()
+    assert session is session_of(dist.group.WORLD)
+    total = save(session, rank)
+    with session.operation("load"):
+        exchange(session.channel, "open", int, len)
+        bulk = session.collective
         bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
         assert [(body[:1], len(body), who) for body, who in bodies] == [
             (b"\0", 100_000, (0, 2)),
@@ -98,11 +98,11 @@ def use_own_groups(rank: int) -> Any:
     """User's groups are made before, between and after ours; not every rank is in each."""
     first = dist.new_group([0, 1])
     odd = dist.new_group([1, 3])
-    ranks = session_of()
-    save(ranks, rank)
-    with ranks.operation("load"):
-        exchange(ranks.channel, "open", int, len)
-        ranks.collective.broadcast(b"data")
+    session = session_of()
+    save(session, rank)
+    with session.operation("load"):
+        exchange(session.channel, "open", int, len)
+        session.collective.broadcast(b"data")
     if rank in (1, 3):
         part = session_of(odd)
         assert part.group_ranks == (1, 3)
@@ -120,7 +120,7 @@ def use_own_groups(rank: int) -> Any:
     if rank < 2:
         dist.all_reduce(total, group=first)
     dist.barrier()
-    return total.item(), save(ranks, rank)
+    return total.item(), save(session, rank)
 
 
 def test_the_users_own_groups_work_beside_ours_and_a_session_may_be_of_a_part():
@@ -138,11 +138,11 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
         dist.all_reduce(torch.zeros(1))
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.zeros(1))
-    ranks = session_of()
-    with ranks.operation("load"):
-        exchange(ranks.channel, "open", int, len)
-        ranks.collective.broadcast(b"data")
-    return save(ranks, rank)
+    session = session_of()
+    with session.operation("load"):
+        exchange(session.channel, "open", int, len)
+        session.collective.broadcast(b"data")
+    return save(session, rank)
 
 
 def test_nothing_of_ours_goes_over_the_training_group(tmp_path):
@@ -150,17 +150,17 @@ def test_nothing_of_ours_goes_over_the_training_group(tmp_path):
 
 
 def fork_a_child(rank: int) -> Any:
-    ranks = session_of()
-    save(ranks, rank)
+    session = session_of()
+    save(session, rank)
     child = os.fork()
     if child == 0:
         try:
-            save(ranks, rank)
+            save(session, rank)
         except RankError as error:
             os._exit(42 if "forked" in str(error) else 1)
         os._exit(2)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), save(ranks, rank)
+    return os.waitstatus_to_exitcode(status), save(session, rank)
 
 
 def test_a_forked_child_cannot_speak_for_its_parent():
@@ -185,11 +185,11 @@ def start_again(rank: int, folder: str) -> Any:
     for start in range(3):
         store = dist.PrefixStore(f"user/{start}", dist.FileStore(f"{folder}/user", 2))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        ranks = session_of()
-        sums.append([save(ranks, rank + start) for _ in range(start + 1)])
+        session = session_of()
+        sums.append([save(session, rank + start) for _ in range(start + 1)])
         dist.barrier()
         dist.destroy_process_group()
-        del ranks
+        del session
         gc.collect()
         assert len(process_group._sessions) == 0
         for thread in threading.enumerate():  # told to end, and not waited for
@@ -205,15 +205,15 @@ def test_a_session_ends_with_its_group_and_the_next_begins_anew(tmp_path):
 
 
 def exchange_thousands(rank: int) -> tuple[int, int]:
-    ranks = session_of()
+    session = session_of()
     store = dist.distributed_c10d._get_default_store()
     for _ in range(100):
-        save(ranks, rank, phases=5)
+        save(session, rank, phases=5)
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
     for _ in range(300):
-        save(ranks, rank, phases=5)
+        save(session, rank, phases=5)
     dist.barrier()
     return before, store.num_keys()
 
@@ -227,12 +227,12 @@ def test_thousands_of_exchanges_do_not_grow_the_store():
 
 
 def die_while_others_save(rank: int, victim: int, how: int) -> Any:
-    ranks = session_of()
-    save(ranks, rank)
+    session = session_of()
+    save(session, rank)
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), how)
-    return told(ranks, rank)
+    return told(session, rank)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -272,8 +272,8 @@ def test_a_killed_coordinator_that_served_the_store_is_noticed_at_once():
 
 
 def die_in_the_middle(rank: int, victim: int) -> Any:
-    ranks = session_of()
-    save(ranks, rank)
+    session = session_of()
+    save(session, rank)
     dist.barrier()
 
     def write() -> int:
@@ -283,9 +283,9 @@ def die_in_the_middle(rank: int, victim: int) -> Any:
 
     start = time.monotonic()
     try:
-        with ranks.operation("save"):
-            exchange(ranks.channel, "agree", lambda: rank, sum)
-            exchange(ranks.channel, "write", write, sum)
+        with session.operation("save"):
+            exchange(session.channel, "agree", lambda: rank, sum)
+            exchange(session.channel, "write", write, sum)
     except RankError as error:
         return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return None
@@ -301,21 +301,21 @@ def test_a_rank_killed_while_it_writes_is_named_with_the_phase(victim):
 
 def freeze_one(rank: int, victim: int) -> Any:
     """The victim is frozen when the others save, and thawed when they have given it up."""
-    ranks = session_of()
-    save(ranks, rank)
+    session = session_of()
+    save(session, rank)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     if rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
         # Thawed. The others have raised by now, and train on; this rank saves at last.
-        first = told(ranks, rank)
+        first = told(session, rank)
     else:
-        first = told(ranks, rank)
+        first = told(session, rank)
         if rank == (victim + 1) % 3:
             time.sleep(0.2)
             os.kill(int(pids[victim].item()), signal.SIGCONT)
     dist.barrier()
-    return first, save(ranks, rank)
+    return first, save(session, rank)
 
 
 def test_a_frozen_rank_is_named_and_gets_the_same_error_when_it_thaws():
@@ -350,10 +350,10 @@ def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
 
 
 def save_on_rank_0_only(rank: int) -> Any:
-    ranks = session_of()
-    first = told(ranks, rank) if rank == 0 else None
+    session = session_of()
+    first = told(session, rank) if rank == 0 else None
     dist.barrier()
-    return first, [save(ranks, rank) for _ in range(3)]
+    return first, [save(session, rank) for _ in range(3)]
 
 
 def test_a_rank_that_never_calls_is_named_and_the_next_save_works():
@@ -367,16 +367,16 @@ def test_a_rank_that_never_calls_is_named_and_the_next_save_works():
 
 
 def raise_on_one(rank: int) -> Any:
-    ranks = session_of()
+    session = session_of()
     messages = []
     for victim in range(3):
         try:
-            with ranks.operation("save"):
-                exchange(ranks.channel, "agree", int, len)
-                exchange(ranks.channel, "write", lambda: 1 // (rank - victim) and 0, len)  # noqa: B023
+            with session.operation("save"):
+                exchange(session.channel, "agree", int, len)
+                exchange(session.channel, "write", lambda: 1 // (rank - victim) and 0, len)  # noqa: B023
         except RankError as error:
-            messages.append(str(error).replace(ranks.channel.host, "a"))
-    return messages, save(ranks, rank)
+            messages.append(str(error).replace(session.channel.host, "a"))
+    return messages, save(session, rank)
 
 
 def test_an_error_of_one_rank_is_raised_by_all_and_they_go_on():
@@ -387,10 +387,10 @@ def test_an_error_of_one_rank_is_raised_by_all_and_they_go_on():
 
 def end_with_a_save(rank: int) -> int:
     """The others read the last answer a moment after rank 0, which takes the store with it."""
-    ranks = session_of()
-    with ranks.operation("save"):
-        exchange(ranks.channel, "agree", int, len)
-        return int(exchange(ranks.channel, "write", lambda: rank, sum))
+    session = session_of()
+    with session.operation("save"):
+        exchange(session.channel, "agree", int, len)
+        return int(exchange(session.channel, "write", lambda: rank, sum))
 
 
 def test_a_job_may_end_with_a_save():
@@ -399,9 +399,9 @@ def test_a_job_may_end_with_a_save():
 
 
 def end_without_saving(rank: int) -> Any:
-    ranks = session_of()
-    save(ranks, rank)
-    return None if rank == 1 else told(ranks, rank)
+    session = session_of()
+    save(session, rank)
+    return None if rank == 1 else told(session, rank)
 
 
 def test_a_rank_whose_process_ends_is_named_at_once():
@@ -414,27 +414,27 @@ def test_a_rank_whose_process_ends_is_named_at_once():
 
 
 def lose_the_bulk_connections(rank: int) -> Any:
-    ranks = session_of()
+    session = session_of()
 
     def bulk(*, skip: bool) -> bytes:
-        with ranks.operation("load"):
-            ranks.collective.renew(
-                exchange(ranks.channel, "open", lambda: ranks.collective.epoch, max)
+        with session.operation("load"):
+            session.collective.renew(
+                exchange(session.channel, "open", lambda: session.collective.epoch, max)
             )
 
             def receive() -> bytes:
                 if skip and rank == 1:
                     raise ValueError("bad index")
-                return ranks.collective.broadcast(b"data" if rank == 0 else None)
+                return session.collective.broadcast(b"data" if rank == 0 else None)
 
-            return bytes(exchange(ranks.channel, "index", receive, lambda parts: parts[-1]))
+            return bytes(exchange(session.channel, "index", receive, lambda parts: parts[-1]))
 
     first = bulk(skip=False)
     try:
         bulk(skip=True)
     except (ValueError, RankError) as error:
         failed = str(error)
-    return first, failed, bulk(skip=False), ranks.collective.epoch
+    return first, failed, bulk(skip=False), session.collective.epoch
 
 
 @pytest.mark.slow
@@ -449,17 +449,20 @@ def test_bulk_connections_that_fail_are_made_anew():
 
 
 def die_in_the_bulk(rank: int) -> Any:
-    ranks = session_of()
-    save(ranks, rank)
-    with ranks.operation("load"):
-        exchange(ranks.channel, "open", int, len)
-        ranks.collective.broadcast(b"data")
+    session = session_of()
+    save(session, rank)
+    with session.operation("load"):
+        exchange(session.channel, "open", int, len)
+        session.collective.broadcast(b"data")
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
             exchange(
-                ranks.channel, "plan", lambda: len(ranks.collective.all_gather_distinct(b"x")), sum
+                session.channel,
+                "plan",
+                lambda: len(session.collective.all_gather_distinct(b"x")),
+                sum,
             )
         except RankError as error:
             return type(error).__name__, error.rank, str(error), time.monotonic() - start

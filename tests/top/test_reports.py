@@ -90,9 +90,9 @@ def two_saves(num_tensors: int) -> list[tuple[dc.SaveReport, dc.SaveReport]]:
     """Save the same layout twice over one session; return each rank's reports."""
     storage = MemoryStorage()
 
-    def save(rank: int, ranks: Session) -> tuple[dc.SaveReport, dc.SaveReport]:
+    def save(rank: int, session: Session) -> tuple[dc.SaveReport, dc.SaveReport]:
         cold, steady = (
-            save_together(ranks, many(num_tensors, rank), path, SaveOptions(), storage)
+            save_together(session, many(num_tensors, rank), path, SaveOptions(), storage)
             for path in ("/runs/1", "/runs/2")
         )
         return cold, steady
@@ -118,10 +118,10 @@ def test_a_save_that_carries_on_takes_two_exchanges_and_two_collectives_more():
     storage = MemoryStorage()
     save_on_threads(storage, [many(3, rank) for rank in range(RANKS)])
 
-    def carry(rank: int, ranks: Session) -> dc.SaveReport:
+    def carry(rank: int, session: Session) -> dc.SaveReport:
         state, options = {"step": 0}, LoadOptions(include="step")
-        loaded = load_together(ranks, state, PATH, options, storage)
-        return save_together(ranks, state, "/runs/2", SaveOptions(carry_over=loaded), storage)
+        loaded = load_together(session, state, PATH, options, storage)
+        return save_together(session, state, "/runs/2", SaveOptions(carry_over=loaded), storage)
 
     for report in on_ranks(carry):
         assert talks(report) == together(FIRST_SAVE, CARRY)
@@ -157,9 +157,9 @@ def two_loads(state_of: Callable[[int], Any], **options: Any) -> list[set[tuple[
     storage = MemoryStorage()
     save_on_threads(storage, [state_of(rank) for rank in range(RANKS)])
 
-    def load(rank: int, ranks: Session) -> set[tuple[int, int]]:
+    def load(rank: int, session: Session) -> set[tuple[int, int]]:
         return {
-            talks(load_together(ranks, state_of(rank), PATH, LoadOptions(**options), storage))
+            talks(load_together(session, state_of(rank), PATH, LoadOptions(**options), storage))
             for _ in range(2)
         }
 

@@ -226,7 +226,7 @@ _NO_ID = "0" * 32
 
 
 def save_in_background(
-    ranks: Session,
+    session: Session,
     job_of: Callable[[], Job],
     state: State,
     path: str | os.PathLike[str],
@@ -238,7 +238,7 @@ def save_in_background(
     On return, CUDA devices may still copy. `job_of` returns this rank's job. The first save begins
     the job.
     """
-    phases = Phases("background save", str(path), quiet=ranks.channel.rank != COORDINATOR)
+    phases = Phases("background save", str(path), quiet=session.channel.rank != COORDINATOR)
 
     def begin() -> WriterHandle:
         job = job_of()
@@ -246,7 +246,7 @@ def save_in_background(
         return job.writer
 
     with phases.phase("ready"):
-        start = agree_on_start(ranks, begin, saver, options.is_urgent)
+        start = agree_on_start(session, begin, saver, options.is_urgent)
     if start is None:
         return SaveHandle(str(path), options.step)
     job, is_agreed = job_of(), False
@@ -254,8 +254,8 @@ def save_in_background(
         with phases.phase("agree"):
             job.reclaim(all_are_here=True)
             prepared, name, _ = agree(
-                ranks,
-                partial(_prepare, ranks, job, start, options, state, path),
+                session,
+                partial(_prepare, session, job, start, options, state, path),
                 lambda _: secrets.token_hex(16),
                 SaveAgreement[str],
             )
@@ -266,7 +266,7 @@ def save_in_background(
             job.writer.go(start.queued, drop=is_agreed)
     with phases.phase("stage"):
         order = _stage(prepared, name)
-    report = _reporter(ranks, phases.seconds)
+    report = _reporter(session, phases.seconds)
     return SaveHandle(prepared.request.path, options.step, job.writer, order, report)
 
 
@@ -277,7 +277,7 @@ class _BackgroundPreparation:
     They are the files to stage, and an arena for them. The snapshot has no id yet.
     """
 
-    ranks: Session
+    session: Session
     job: Job
     start: Start
     options: SaveOptions
@@ -318,8 +318,8 @@ class _BackgroundPreparation:
             id=_NO_ID,
             path=self.request.path,
             step=options.step,
-            rank=self.ranks.channel.rank,
-            world_size=self.ranks.channel.world_size,
+            rank=self.session.channel.rank,
+            world_size=self.session.channel.world_size,
             images=images_of(self.files),
             details=typed_msgpack.encode(details),
         )
@@ -336,7 +336,7 @@ class _BackgroundPreparation:
 
 
 def _prepare(
-    ranks: Session,
+    session: Session,
     job: Job,
     start: Start,
     options: SaveOptions,
@@ -347,8 +347,8 @@ def _prepare(
     check_no_capture()
     attached = read_attached(options.attach)
     request = options.request(open_storage(path)[1], attached)
-    local_state = options.local_state(ranks, state)
-    return _BackgroundPreparation(ranks, job, start, options, request, local_state, attached)
+    local_state = options.local_state(session, state)
+    return _BackgroundPreparation(session, job, start, options, request, local_state, attached)
 
 
 def _stage(prepared: _BackgroundPreparation, name: str) -> WriteJob:
@@ -407,10 +407,10 @@ def _abort(job: Job, order: WriteJob, error: BaseException) -> None:
     job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
 
 
-def _reporter(ranks: Session, seconds: Mapping[str, float]) -> Callable[[SaveReport], SaveReport]:
+def _reporter(session: Session, seconds: Mapping[str, float]) -> Callable[[SaveReport], SaveReport]:
     """Return a function that adds the trainer's part to the report of the writer."""
     # The handle keeps these values, and nothing of the state.
-    staged_s, exchanges, collectives = dict(seconds), ranks.exchanges, ranks.collective_calls
+    staged_s, exchanges, collectives = dict(seconds), session.exchanges, session.collective_calls
 
     def report(written: SaveReport) -> SaveReport:
         return replace(

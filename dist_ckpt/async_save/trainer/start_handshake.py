@@ -81,7 +81,7 @@ class Start(Message, frozen=True):
 
 
 def agree_on_start(
-    ranks: Session,
+    session: Session,
     begin: Callable[[], WriterHandle],
     saver: SaverInfo,
     is_urgent: Callable[[], bool] = bool,
@@ -92,14 +92,14 @@ def agree_on_start(
     the wait, this save supersedes another one instead of waiting. The error of an earlier save on
     any rank is raised on all ranks, once.
     """
-    channel = ranks.channel
+    channel = session.channel
     writer: WriterHandle | None = None
     paused = ""
     start: Start | None = None
     try:
         with channel.exchange("ready") as readying:
             writer = begin()
-            _await_readiness(writer, ranks, saver, is_urgent)
+            _await_readiness(writer, session, saver, is_urgent)
             failed = {
                 order.snapshot: failure_of(error, "write", channel.rank, channel.host)
                 for order in writer.failed
@@ -130,11 +130,11 @@ def agree_on_start(
 
 
 def _await_readiness(
-    writer: WriterHandle, ranks: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
+    writer: WriterHandle, session: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
 ) -> None:
     # A save that failed on another rank will fail here too: wait for that.
     reported = [order for order in writer.unsettled if order.is_reported]
-    settled_s = 2 * ranks.config.heartbeat_timeout_s + ranks.config.join_timeout_s
+    settled_s = 2 * session.config.heartbeat_timeout_s + session.config.join_timeout_s
     writer.wait_for(lambda: all(order.is_settled for order in reported), settled_s)
     writer.look()
     if saver.when_busy == "wait":

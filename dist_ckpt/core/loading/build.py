@@ -71,32 +71,32 @@ def build(
     lacks the kind, or if the model does not fit; then the message has the counts of parameters.
     Otherwise raises the errors of `dc.load` and of the function.
     """
-    ranks = session_of(group)
+    session = session_of(group)
     with ExitStack() as leases:
         describe = partial(_describe, opener=opener, leases=leases)
-        description, model = _make_model(ranks, path, table, component, describe)
+        description, model = _make_model(session, path, table, component, describe)
         kind, include = description.kind, f"{glob.escape(component)}.*"
         # The load compares both: a checkpoint that replaced this one may be of another kind.
         config: dict[str, object] = decode_value(description.config, make=make)
         options = LoadOptions(include=include, config=config, kind=kind)
         state, resolved = {component: model}, description.path
         try:
-            load_together(ranks, state, resolved, options, memory=opener.memory, opener=opener)
+            load_together(session, state, resolved, options, memory=opener.memory, opener=opener)
         except IncompatibleError as error:
             raise IncompatibleError(f"{error}\n{_counts(description, model, component)}") from error
     return model
 
 
 def _make_model(
-    ranks: Session,
+    session: Session,
     path: str | os.PathLike[str],
     table: Mapping[str, Callable[[Any], Model]],
     component: str,
     describe: Callable[[Storage, _BuildRequest], _Description],
 ) -> tuple[_Description, Model]:
     """Resolve the checkpoint and make its model, on all ranks or on none."""
-    with ranks.operation(f"build of {path}"):
-        with ranks.channel.exchange("describe") as describing:
+    with session.operation(f"build of {path}"):
+        with session.channel.exchange("describe") as describing:
             _check(table, component)
             storage, storage_path = open_storage(path)
             request = _BuildRequest(storage_path, tuple(sorted(table)), component)
@@ -105,7 +105,7 @@ def _make_model(
                 check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
                 describing.decide(describe(storage, gathered[0]))
         description = describing.result(_Description)
-        with ranks.channel.exchange("make"):
+        with session.channel.exchange("make"):
             kind = description.kind
             model = table[kind](decode_value(description.config, make=make))
             if not isinstance(model, nn.Module):

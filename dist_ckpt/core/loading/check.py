@@ -49,7 +49,7 @@ from dist_ckpt.reports import LoadedSource
 class LoadCall:
     """The arguments of a rank's call of `load_together`."""
 
-    ranks: Session
+    session: Session
     state: MutableState
     path: Sources
     options: LoadOptions
@@ -104,15 +104,15 @@ class LoadArguments:
 
 def read_arguments(call: LoadCall) -> LoadArguments:
     """Check the arguments, and read the template. Raises ValueError or TypeError."""
-    options, ranks = call.options, call.ranks
+    options, session = call.options, call.session
     options.check()
     paths, shares = uses_of(call.path)
     template = read_template(
         call.state,
         sharding=options.sharding,
-        rank=ranks.channel.rank,
-        world_size=ranks.channel.world_size,
-        group_ranks=ranks.group_ranks,
+        rank=session.channel.rank,
+        world_size=session.channel.world_size,
+        group_ranks=session.group_ranks,
     )
     selection = _selection(options, shares, template)
     request = LoadRequest(
@@ -121,9 +121,9 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         strict=options.strict,
         check_first=options.check_first,
         read_once=options.read_once,
-        host=ranks.channel.host,
+        host=session.channel.host,
         keys=tuple(template.keys.items()),
-        connection_epoch=ranks.collective.epoch,
+        connection_epoch=session.collective.epoch,
     )
     locations = tuple(_open_location(call, path) for path in paths)
     return LoadArguments(request, template, locations, shares, selection)
@@ -203,7 +203,7 @@ def check_load(
 
     Returns None if there are problems. `stack` closes the files after the load.
     """
-    options, ranks = call.options, call.ranks
+    options, session = call.options, call.session
     from_memory = _serve_from_memory(call, arguments, sources, stack)
     contents: list[_ObjectsReader] = [(c.objects(), c.objects) for c in sources.checkpoints]
     selection = arguments.selection_in(sources)
@@ -230,16 +230,18 @@ def check_load(
         unclaimed = bits_of(binding.unclaimed, _saved_names(sources, saved))
         if problems:
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
-    files = open_all(sources.checkpoints, wanted, saved, threads=ranks.config.threads, stack=stack)
+    files = open_all(
+        sources.checkpoints, wanted, saved, threads=session.config.threads, stack=stack
+    )
     targets = None if binding.makes_memory else binding.allocate()
-    links, encoded_runs = request_blocks(ranks, sources.shared_read_id, files, stack)
+    links, encoded_runs = request_blocks(session, sources.shared_read_id, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
-        encoded_runs=none_if_too_long(encoded_runs, ranks.channel.world_size),
+        encoded_runs=none_if_too_long(encoded_runs, session.channel.world_size),
         from_memory=from_memory,
     )
     return PreparedLoad(sources, saved, binding, files, targets, links, encoded_runs), findings

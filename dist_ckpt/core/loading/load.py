@@ -149,12 +149,12 @@ def load(
         config=config,
         kind=kind,
     )
-    ranks = session_of(group)
-    return load_together(ranks, state, path, options, memory=opener.memory, opener=opener)
+    session = session_of(group)
+    return load_together(session, state, path, options, memory=opener.memory, opener=opener)
 
 
 def load_together(
-    ranks: Session,
+    session: Session,
     state: MutableState,
     path: Sources,
     options: LoadOptions,
@@ -168,7 +168,7 @@ def load_together(
     `opener` resolves selectors, and opens the paths unless `storage` is given. Files that `memory`
     has are not read from the storage. If they are damaged, everything is read from the storage.
     """
-    call = LoadCall(ranks, state, path, options, storage, memory, opener)
+    call = LoadCall(session, state, path, options, storage, memory, opener)
     try:
         return _load(call)
     except _DamagedInMemoryError as error:
@@ -185,9 +185,9 @@ class _DamagedInMemoryError(Exception):
 
 
 def _load(call: LoadCall) -> LoadReport:
-    ranks, label = call.ranks, text_of(call.path)
-    with ranks.operation(f"load of {label}"), ExitStack() as leases, ExitStack() as stack:
-        phases = Phases("load", label, quiet=ranks.channel.rank != COORDINATOR)
+    session, label = call.session, text_of(call.path)
+    with session.operation(f"load of {label}"), ExitStack() as leases, ExitStack() as stack:
+        phases = Phases("load", label, quiet=session.channel.rank != COORDINATOR)
         arguments, prepared, decision = _agree(call, phases, leases, stack)
         try:
             totals = _fill(call, prepared, decision, phases, stack)
@@ -196,7 +196,7 @@ def _load(call: LoadCall) -> LoadReport:
                 raise _DamagedInMemoryError from error
             raise
         report = _report(call, arguments, prepared, decision, totals, phases)
-        if call.options.record_verified and ranks.channel.rank == COORDINATOR:
+        if call.options.record_verified and session.channel.rank == COORDINATOR:
             _note_verified(call.options, arguments, report, decision)
         phases.done(report)
         return report
@@ -210,13 +210,13 @@ def _report(
     totals: tuple[RankTotals, JobTotals],
     phases: Phases,
 ) -> LoadReport:
-    ranks, locations, (local, job) = call.ranks, arguments.locations, totals
+    session, locations, (local, job) = call.session, arguments.locations, totals
     binding, (first, *_) = prepared.binding, prepared.resolved.checkpoints
     return LoadReport(
         path=first.path,
         step=first.index.step,
         attempt=first.index.attempt,
-        world_size=ranks.channel.world_size,
+        world_size=session.channel.world_size,
         restored=binding.restored,
         resharded=binding.resharded,
         missing=binding.missing,
@@ -227,8 +227,8 @@ def _report(
         nbytes_placed=local.nbytes_placed,
         nbytes_from_memory=sum(location.storage.from_memory.nbytes for location in locations),
         seconds=phases.seconds,
-        exchanges=ranks.exchanges,
-        collectives=ranks.collective_calls,
+        exchanges=session.exchanges,
+        collectives=session.collective_calls,
         storage_reads=reduce(IoCount.plus_all, (each.counting.reads for each in locations)),
         sources=prepared.sources(),
         as_saved=call.options.rename is None
@@ -259,7 +259,7 @@ def _agree(
         with phases.phase("open"):
             arguments, sources = _open(call, arguments, suffix, leases)
         with phases.phase("check"):
-            with call.ranks.channel.exchange(f"check{suffix}") as checking:
+            with call.session.channel.exchange(f"check{suffix}") as checking:
                 prepared, findings = _check(call, arguments, sources, stack)
                 gathered = checking.gather(findings)
                 if gathered is not None:
@@ -275,10 +275,10 @@ def _open(
     call: LoadCall, arguments: LoadArguments | None, suffix: str, leases: ExitStack
 ) -> tuple[LoadArguments, ResolvedSources]:
     """Resolve the checkpoints, and send their indexes to all ranks."""
-    ranks = call.ranks
+    session = call.session
     checkpoints: tuple[OpenCheckpoint, ...] = ()
     encoded: tuple[bytes, ...] = ()
-    with ranks.channel.exchange(f"open{suffix}") as opening:
+    with session.channel.exchange(f"open{suffix}") as opening:
         arguments = arguments or read_arguments(call)
         requests = opening.gather(arguments.request)
         if requests is not None:
@@ -287,13 +287,13 @@ def _open(
             )
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
-    ranks.collective.renew(opened.connection_epoch)
+    session.collective.renew(opened.connection_epoch)
     if opened.indexes is not None:
         encoded = opened.indexes
     else:  # they are too long for the answer
-        with ranks.channel.exchange(f"index{suffix}"):
+        with session.channel.exchange(f"index{suffix}"):
             own = typed_msgpack.encode(encoded) if checkpoints else None
-            sent = ranks.collective.broadcast(own)
+            sent = session.collective.broadcast(own)
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
     arguments = arguments.at([path for path, _ in opened.attempts])
     return arguments, resolved_sources(opened, checkpoints, encoded, arguments.storages)
@@ -316,17 +316,17 @@ def _fill(
     call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, phases: Phases, stack: ExitStack
 ) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects. A step begins when the one before has succeeded everywhere."""
-    channel, options, binding = call.ranks.channel, call.options, prepared.binding
+    channel, options, binding = call.session.channel, call.options, prepared.binding
     with phases.phase("read"):
         targets, group = _prepare(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                _verify(call.ranks, prepared, group)
-        slots = call.ranks.slots
+                _verify(call.session, prepared, group)
+        slots = call.session.slots
         reading = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
-                totals = _read(call.ranks, prepared, group, reading)
+                totals = _read(call.session, prepared, group, reading)
                 gathered = exchange.gather(totals)
                 if gathered is not None:
                     exchange.decide(total_reports(gathered))
@@ -355,13 +355,13 @@ def _prepare(
     """
     targets, group = prepared.targets, None
     if decision.makes_memory or decision.shares:
-        with call.ranks.channel.exchange("prepare") as preparing:
+        with call.session.channel.exchange("prepare") as preparing:
             if decision.shares:
                 group = SharedReadGroup.of(
-                    call.ranks,
+                    call.session,
                     prepared.files,
                     prepared.links,
-                    gather_requests(call.ranks, decision.encoded_runs, prepared.encoded_runs),
+                    gather_requests(call.session, decision.encoded_runs, prepared.encoded_runs),
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )
@@ -373,22 +373,22 @@ def _prepare(
     return targets, group and group.settle(preparing.result(UnreachableRanks))
 
 
-def _verify(ranks: Session, prepared: PreparedLoad, group: SharedReadGroup | None) -> None:
+def _verify(session: Session, prepared: PreparedLoad, group: SharedReadGroup | None) -> None:
     """Check every block that will be read, and change nothing."""
-    reading = BlockReader(prepared.files, None, verify=True, slots=ranks.slots)
+    reading = BlockReader(prepared.files, None, verify=True, slots=session.slots)
     if group is None:
-        reading.run(ranks.config.threads)
+        reading.run(session.config.threads)
     else:
         verify_shared(group, reading)
 
 
 def _read(
-    ranks: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reading: BlockReader
+    session: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reading: BlockReader
 ) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
     start = time.monotonic()
     try:
-        nbytes_read, nbytes_received = run(ranks, group, reading)
+        nbytes_read, nbytes_received = run(session, group, reading)
     except CorruptError as error:
         error.touched = prepared.names_of(error.touched)
         raise

@@ -98,7 +98,7 @@ class CollectiveReader:
     shared.
     """
 
-    ranks: Session
+    session: Session
     phases: Phases
     shared_read_id: str
 
@@ -114,22 +114,22 @@ def read_together(
     bytes came from storage, and how many from other ranks of the host. On return all ranks have all
     their data. All ranks raise the error of `open_files` or `BlockReader.run` on any rank.
     """
-    ranks, phases = together.ranks, together.phases
+    session, phases = together.session, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
             opened, group = _link_ranks(
-                ranks, together.shared_read_id, open_files, while_open, stack
+                session, together.shared_read_id, open_files, while_open, stack
             )
-        with phases.phase("read"), ranks.channel.exchange("read"), while_open():
-            reading = BlockReader(opened.files, opened.targets, verify=True, slots=ranks.slots)
-            return run(ranks, group, reading)
+        with phases.phase("read"), session.channel.exchange("read"), while_open():
+            reading = BlockReader(opened.files, opened.targets, verify=True, slots=session.slots)
+            return run(session, group, reading)
 
 
-def run(ranks: Session, group: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
+def run(session: Session, group: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
     """Read all blocks, and share those of `group` as `read_shared` does."""
     try:
         if group is None:
-            return reading.run(ranks.config.threads), 0
+            return reading.run(session.config.threads), 0
         return read_shared(group, reading)
     except BaseException:
         if group is not None:
@@ -138,20 +138,20 @@ def run(ranks: Session, group: SharedReadGroup | None, reading: BlockReader) -> 
 
 
 def _link_ranks(
-    ranks: Session,
+    session: Session,
     shared_read_id: str,
     open_files: Callable[[], OpenedInput],
     while_open: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
 ) -> tuple[OpenedInput, SharedReadGroup | None]:
     """Open the files, exchange the requests, and link the ranks that have some in common."""
-    with ranks.channel.exchange("check") as checking:
+    with session.channel.exchange("check") as checking:
         with while_open():
             opened = open_files()
         stack.callback(opened.files.close)
-        links, own = request_blocks(ranks, shared_read_id, opened.files, stack)
+        links, own = request_blocks(session, shared_read_id, opened.files, stack)
         request = _ReadRequests(
-            none_if_too_long(own, ranks.channel.world_size), ranks.collective.epoch
+            none_if_too_long(own, session.channel.world_size), session.collective.epoch
         )
         requests = checking.gather(request)
         if requests is not None:
@@ -161,13 +161,13 @@ def _link_ranks(
             epoch = max(request.connection_epoch for request in requests)
             checking.decide(_SharedRequests(shares, tuple(encoded_runs), epoch))
     common = checking.result(_SharedRequests)
-    ranks.collective.renew(common.connection_epoch)
+    session.collective.renew(common.connection_epoch)
     if not common.shares:
         return opened, None
-    with ranks.channel.exchange("prepare") as preparing:
-        runs_by_rank = gather_requests(ranks, common.encoded_runs, own)
+    with session.channel.exchange("prepare") as preparing:
+        runs_by_rank = gather_requests(session, common.encoded_runs, own)
         group = SharedReadGroup.of(
-            ranks, opened.files, links, runs_by_rank, between_hosts=False, stack=stack
+            session, opened.files, links, runs_by_rank, between_hosts=False, stack=stack
         )
         group.meet(preparing)
     return opened, group.settle(preparing.result(UnreachableRanks))
@@ -303,11 +303,11 @@ def verify_shared(group: SharedReadGroup, reading: BlockReader) -> None:
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.name_touched():
-        parallel_for(lambda args: reading.read(*args), reads, threads=group.ranks.config.threads)
+        parallel_for(lambda args: reading.read(*args), reads, threads=group.session.config.threads)
 
 
 def _work_of(group: SharedReadGroup, reading: BlockReader) -> SharedWork:
-    rank = group.ranks.channel.rank
+    rank = group.session.channel.rank
     return SharedWork(rank, reading.files, reading.targets, group.shared_ranges)
 
 
@@ -315,12 +315,12 @@ class SharedReading:
     """One rank's side of a shared read."""
 
     def __init__(self, group: SharedReadGroup, work: SharedWork, reading: BlockReader) -> None:
-        links, threads = group.links, group.ranks.config.threads
+        links, threads = group.links, group.session.config.threads
         assert links is not None, "there are ranges"
         self._work = work
         self._reading = reading
         self._group = group
-        self._channel, self._collective = group.ranks.channel, group.ranks.collective
+        self._channel, self._collective = group.session.channel, group.session.collective
         self._num_slots = num_slots(between_hosts=group.between_hosts)
         self._most_own = 2 * threads
         self._decider = _ReadThreads(1, links.wake)

@@ -65,7 +65,7 @@ def none_if_too_long(data: bytes, world_size: int) -> bytes | None:
 
 
 def request_blocks(
-    ranks: Session, shared_read_id: str, files: OpenFiles, stack: ExitStack
+    session: Session, shared_read_id: str, files: OpenFiles, stack: ExitStack
 ) -> tuple[HostLinks | None, bytes]:
     """Let the ranks of this host connect, and return this rank's encoded block requests.
 
@@ -77,10 +77,10 @@ def request_blocks(
     links = None
     with suppress(OSError):
         links = HostLinks(
-            shared_read_id, ranks.channel.rank, timeout_s=ranks.config.heartbeat_timeout_s
+            shared_read_id, session.channel.rank, timeout_s=session.config.heartbeat_timeout_s
         )
         stack.callback(links.close)
-    return links, encode(RankBlockRuns.of(ranks.channel.host, runs_of(files)))
+    return links, encode(RankBlockRuns.of(session.channel.host, runs_of(files)))
 
 
 def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
@@ -125,7 +125,7 @@ def shared_requests(
 
 
 def gather_requests(
-    ranks: Session, encoded_runs: Sequence[bytes], own: bytes
+    session: Session, encoded_runs: Sequence[bytes], own: bytes
 ) -> Mapping[int, RankBlockRuns]:
     """Return the requests of each rank: `encoded_runs`, or gather each rank's `own`. Collective.
 
@@ -133,7 +133,7 @@ def gather_requests(
     """
     if encoded_runs:
         return {rank: decode(encoded, RankBlockRuns) for rank, encoded in enumerate(encoded_runs)}
-    bodies = ranks.collective.all_gather_distinct(own)
+    bodies = session.collective.all_gather_distinct(own)
     return {rank: decode(body, RankBlockRuns) for body, holders in bodies for rank in holders}
 
 
@@ -354,7 +354,7 @@ class SharedReadGroup:
     nothing. `missed` are the ranks that it cannot reach.
     """
 
-    ranks: Session
+    session: Session
     files: OpenFiles
     between_hosts: bool
     runs_by_rank: Mapping[int, RankBlockRuns]
@@ -364,7 +364,7 @@ class SharedReadGroup:
 
     @staticmethod
     def of(
-        ranks: Session,
+        session: Session,
         files: OpenFiles,
         links: HostLinks | None,
         runs_by_rank: Mapping[int, RankBlockRuns],
@@ -374,14 +374,14 @@ class SharedReadGroup:
     ) -> SharedReadGroup:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
         ranges_by_file = _shared_ranges_of(
-            ranks.channel.rank, runs_by_rank, files, between_hosts=between_hosts
+            session.channel.rank, runs_by_rank, files, between_hosts=between_hosts
         )
         shared_ranges = [r for ranges in ranges_by_file.values() for r in ranges]
         missed: tuple[int, ...] | None = ()
         if shared_ranges:
             try:
                 nbytes = common_nbytes(files, between_hosts=between_hosts)
-                memory = stack.enter_context(ranks.shared_scratch(nbytes))
+                memory = stack.enter_context(session.shared_scratch(nbytes))
             except OSError:
                 links = None
             missed = None
@@ -389,7 +389,7 @@ class SharedReadGroup:
                 links.offer(memory)
                 missed = tuple(links.connect(receivers_of(links.rank, shared_ranges)))
         return SharedReadGroup(
-            ranks, files, between_hosts, runs_by_rank, ranges_by_file, links, FailedLinks(missed)
+            session, files, between_hosts, runs_by_rank, ranges_by_file, links, FailedLinks(missed)
         )
 
     def meet(self, exchange: Exchange) -> None:
@@ -433,7 +433,7 @@ class SharedReadGroup:
                 runs_by_rank[rank] = structs.replace(
                     runs_by_rank[rank], host=f"{runs_by_rank[rank].host} ({rank})"
                 )
-            own = self.ranks.channel.rank
+            own = self.session.channel.rank
             shared_ranges = _shared_ranges_of(
                 own, runs_by_rank, self.files, between_hosts=self.between_hosts
             )
@@ -454,7 +454,7 @@ class SharedReadGroup:
         if self.links is not None:
             self.links.close()
         if any(len(r.hosts) > 1 for ranges in self.shared_ranges.values() for r in ranges):
-            self.ranks.collective.break_off()
+            self.session.collective.break_off()
 
 
 def _shared_ranges_of(

@@ -206,17 +206,17 @@ class StorageWriter(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save and commit, together with the other ranks. Raises the errors of `dc.save`."""
-        ranks = single_process_session() if self._is_alone else session_of(self._group)
+        session = single_process_session() if self._is_alone else session_of(self._group)
         results: list[WriteResult] = []
 
         def read() -> Any:
-            local, sizes = local_state_of(plan, planner, ranks)
+            local, sizes = local_state_of(plan, planner, session)
             results.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
             return local
 
         path = _checked(self.checkpoint_id, "StorageWriter")
         with _lost_ranks_logged():
-            self.report = save_together(ranks, StateReader(read), path, self._options)
+            self.report = save_together(session, StateReader(read), path, self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -335,14 +335,14 @@ class StorageReader(dcp.StorageReader):
         # Other ranks of the job may read the same data by themselves.
         is_in_job = dist.is_initialized() or launched_world_size() > 1
         is_one_of_many = is_in_job and not shared_read_id
-        ranks = single_process_session() if is_one_of_many else session_of(self._group)
+        session = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         with _lost_ranks_logged():
             # If each rank reads alone, the page cache shares the data between them.
             storage, _ = OPENER.open(opened.path, direct_reads=not is_one_of_many)
             nbytes_read, nbytes_received = PlannedReads(tensors, planner, keys).fill(
                 OpenCheckpoint(storage, opened.path, opened.attempt, opened.index),
-                CollectiveReader(ranks, self._phases, shared_read_id),
+                CollectiveReader(session, self._phases, shared_read_id),
             )
         with self._phases.phase("place"):
             for item in plan.items:

@@ -218,7 +218,7 @@ def _holds_mappings(value: object) -> bool:
 
 
 def local_state_of(
-    plan: SavePlan, planner: SavePlanner, ranks: Session
+    plan: SavePlan, planner: SavePlanner, session: Session
 ) -> tuple[LocalState, list[tuple[MetadataIndex, int]]]:
     """Return the state that this rank saves for a plan, and the size in bytes of each item.
 
@@ -244,7 +244,7 @@ def local_state_of(
     parts: dict[str, tuple[torch.Tensor, ...]] = {}
     for fqn, items in items_by_tensor.items():
         chunks = _Chunks(planner, items)
-        local = describe(chunks, fqn, rank=ranks.channel.rank, group=ranks.group_ranks)
+        local = describe(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
         component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else LOOSE
         number = components.setdefault(component, len(components))
         view = views.setdefault(local.view, len(views))
@@ -351,8 +351,8 @@ class PlannedReads:
         Return the number of bytes from storage, and from other ranks. CorruptError on all ranks if
         one of them reads damaged data.
         """
-        opened = partial(self._open, source, together.ranks.config.threads)
-        with together.ranks.operation(f"load of {source.folder}"):
+        opened = partial(self._open, source, together.session.config.threads)
+        with together.session.operation(f"load of {source.folder}"):
             moved = read_together(together, opened, source.not_found_if_removed)
         with together.phases.phase("place"):
             synchronize(tensor for parts in self.parts.values() for _, tensor in parts)

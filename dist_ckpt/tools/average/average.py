@@ -210,26 +210,26 @@ class _AgreedSources(Message, frozen=True):
 
 
 def average_together(
-    ranks: Session, call: AverageCall, chosen: tuple[AverageSources, ...] = ()
+    session: Session, call: AverageCall, chosen: tuple[AverageSources, ...] = ()
 ) -> SaveReport:
     """Average over a session; `chosen` are the sources of a plan. Collective."""
-    channel = ranks.channel
+    channel = session.channel
     with (
-        ranks.operation(f"average to {call.target}"),
+        session.operation(f"average to {call.target}"),
         ExitStack() as leases,
-        Transaction(channel, ranks.config) as transaction,
+        Transaction(channel, session.config) as transaction,
     ):
         phases = Phases("average", str(call.target), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):
-            sources, agreed = _agree(ranks, call, chosen, leases)
+            sources, agreed = _agree(session, call, chosen, leases)
         with phases.phase("plan"):
-            plan = _plan_and_claim(ranks, call, transaction, sources, agreed)
+            plan = _plan_and_claim(session, call, transaction, sources, agreed)
         with phases.phase("write"):
             newest = plan.sources[-1].index
             decision = transaction.commit(
                 EncodedCatalog(newest.catalog),
                 _index_fields(plan.sources),
-                partial(_write, ranks, plan, call.progress),
+                partial(_write, session, plan, call.progress),
                 receipts_by_rank=partial(receipts_by_rank, newest),
             )
         with phases.phase("clean up"):
@@ -242,15 +242,15 @@ def average_together(
             phases,
             reads=reads,
             writes=plan.storage.writes,
-            collectives=ranks.collective_calls,
+            collectives=session.collective_calls,
         )
 
 
 def _agree(
-    ranks: Session, call: AverageCall, chosen: tuple[AverageSources, ...], leases: ExitStack
+    session: Session, call: AverageCall, chosen: tuple[AverageSources, ...], leases: ExitStack
 ) -> tuple[tuple[AverageSources, ...], _AgreedSources]:
     """Agree on the sources. Rank 0 chooses and leases them; only there they have their indexes."""
-    with ranks.channel.exchange("agree") as agreeing:
+    with session.channel.exchange("agree") as agreeing:
         sources = call.open_sources()
         storage, target = call.open_target()
         request = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
@@ -286,14 +286,14 @@ class _AveragePlan:
 
 
 def _plan_and_claim(
-    ranks: Session,
+    session: Session,
     call: AverageCall,
     transaction: Transaction,
     sources: tuple[AverageSources, ...],
     agreed: _AgreedSources,
 ) -> _AveragePlan:
     """Check that the sources match, plan, and claim. The claim is the first change on disk."""
-    options, channel = call.options, ranks.channel
+    options, channel = call.options, session.channel
     with channel.exchange("plan") as planning:
         sources = sources or tuple(_read_source(call, *source) for source in agreed.sources)
         storage, path = call.open_target()
@@ -331,7 +331,7 @@ def _index_fields(sources: Sequence[AverageSources]) -> IndexFields:
 
 
 def _write(
-    ranks: Session, plan: _AveragePlan, progress: Progress | None, folder: str
+    session: Session, plan: _AveragePlan, progress: Progress | None, folder: str
 ) -> RankWriteResult:
     """Write this rank's files."""
     start = time.monotonic()
@@ -339,7 +339,7 @@ def _write(
     source_folder = f"{newest.path}/{newest.attempt}"
     plans = [file for assignment in plan.assignments for file in assignment.plans]
     receipts: list[FileReceipt] = []
-    with closing(AveragedTensors(plan.sources, plan.averaged, ranks.slots)) as tensors:
+    with closing(AveragedTensors(plan.sources, plan.averaged, session.slots)) as tensors:
         done, nbytes = 0, tensors.nbytes_to_read(plans)
 
         def tell(count: int) -> None:

@@ -420,7 +420,7 @@ def test_what_a_rank_has_filled_before_the_damage_is_told_as_touched(tree, mode)
 
 def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, monkeypatch):
     def fail(meeting: SharedReadGroup, reading: BlockReader) -> None:
-        rank = meeting.ranks.channel.rank
+        rank = meeting.session.channel.rank
         reading.touched.add(f"model.on {rank}")
         if rank == 2:
             raise CorruptError("damaged", touched=("model.on 2",))
