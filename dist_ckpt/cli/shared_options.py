@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -50,17 +51,17 @@ def _selectors(listing: Listing) -> Iterator[str]:
 
 
 def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the names of tensors and groups, up to the next dot. Called by click."""
+    """Return patterns of tensors and groups, up to the next dot. Called by click."""
     # An option without its value ends the parsing of click. Earlier arguments are then in `args`.
     values = [ctx.params.get(name) for name in ("path", "source", "a")]
     path = next((value for value in [*values, *ctx.args] if isinstance(value, str)), "")
-    names: set[str] = set()
+    patterns: set[str] = set()
     with suppress(*_EXPECTED), checkpoint.open(path, opener=OPENER) as ck:
-        for fqn in ck:
-            if fqn.startswith(incomplete):
-                rest, _, _ = fqn[len(incomplete) :].partition(".")
-                names.add(incomplete + rest)
-    return _matching(iter(sorted(names)), incomplete)
+        for pattern in map(glob.escape, ck):
+            if pattern.startswith(incomplete):
+                rest, _, _ = pattern[len(incomplete) :].partition(".")
+                patterns.add(incomplete + rest)
+    return _matching(iter(sorted(patterns)), incomplete)
 
 
 def components_in(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -18,13 +16,10 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from click.shell_completion import ShellComplete
 
 import dist_ckpt as dc
 from dist_ckpt.cli import cli, output
 from dist_ckpt.cli.commands import schema
-from docs_blocks import write_commands
-from fork_server import forked_python
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -285,91 +280,6 @@ def test_a_dry_run_changes_nothing(command: str, root: Path, run: Run) -> None:
     if given[0] == "gc":
         assert "a1-0123456789abcdef" in told
         assert "1 would be removed" in told
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_printed_and_completes(shell: str, run: Run) -> None:
-    code, told, _ = run("completion", shell)
-    assert code == 0
-    assert "_DIST_CKPT_COMPLETE" in told
-    environment = {**os.environ, "_DIST_CKPT_COMPLETE": "bash_complete"}
-    environment |= {"COMP_LINE": "dist-ckpt tens"}
-    code_ = "from dist_ckpt.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code_],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout == "plain,tensors\n"
-
-
-@pytest.mark.parametrize(
-    ("given", "begun", "offered"),
-    [
-        (["show"], "{root}@", ["latest", "1", "2", "min:loss", "max:loss", "tag:best"]),
-        (["show"], "{root}@m", ["min:loss", "max:loss"]),
-        (["diff", "a"], "{root}@tag", ["tag:best"]),
-        (["show"], "{root}-gone@", []),
-        (["tensors", "{root}@1", "-g"], "", ["model", "optim"]),
-        (["tensors", "{root}@1", "-g"], "model.", ["model.b", "model.w"]),
-        (["diff", "{root}@1", "{root}@2", "--exclude"], "o", ["optim"]),
-        (["tensors", "{root}-gone", "-g"], "", []),
-        (["export", "--format", "torch", "{root}@1", "f", "-g"], "model.", ["model.b", "model.w"]),
-        (["export", "--format", "hf", "{root}@1", "f", "--only"], "", ["model", "optim"]),
-        (["strip", "{root}@1"], "o", ["optim"]),
-        (["strip", "{root}-gone"], "o", []),
-    ],
-)
-def test_a_shell_is_offered_checkpoints_and_names(
-    given: list[str], begun: str, offered: list[str], root: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    dc.Run(root).tag(1, "best")
-    shell = ShellComplete(cli, {}, "dist-ckpt", "_DIST_CKPT_COMPLETE")
-    words = [one.format(root=root) for one in given]
-    found = shell.get_completions(words, begun.format(root=root))
-    assert [one.value.removeprefix(f"{root}@") for one in found] == offered
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.multi_process
-def test_a_real_bash_completes_what_it_ends_words_in(root: Path, tmp_path: Path) -> None:
-    commands = write_commands(tmp_path / "bin", forked_python())
-    dc.Run(root).tag(1, "best")
-    begun = [
-        "show run@lat",
-        "show run@min:l",
-        "cp run@tag:b new",
-        "tensors run@1 -g model.w",
-        "stat",
-    ]
-    # Of each line, when it is completed: its beginning, its end.
-    typed = "".join(f"dist-ckpt {one}\t\x01echo \x05 >> told\n" for one in begun)
-    ours, theirs = pty.openpty()
-    path = f"{commands}:{os.environ['PATH']}"
-    with subprocess.Popen(
-        ["bash", "--norc", "--noprofile", "-i"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "TERM": "dumb", "HISTFILE": "", "PYTHONPATH": str(ROOT)},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    ) as bash:
-        os.close(theirs)
-        os.write(ours, f"source <(dist-ckpt completion bash)\n{typed}exit\n".encode())
-        with contextlib.suppress(OSError):  # its end closes the terminal
-            while os.read(ours, 65536):
-                pass
-        os.close(ours)
-        bash.wait(timeout=60)
-    told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
-    assert [" ".join(words[1:]) for words in told] == [
-        *("show run@latest", "show run@min:loss", "cp run@tag:b new"),
-        *("tensors run@1 -g model.w", "stats"),
-    ]
 
 
 def test_a_log_gets_a_line_every_few_seconds(

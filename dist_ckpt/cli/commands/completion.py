@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 import click
 from click.shell_completion import (
     BashComplete,
     CompletionItem,
-    get_completion_class,
+    FishComplete,
+    ZshComplete,
     split_arg_string,
 )
 
@@ -51,7 +53,16 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
         end = max((incomplete.rfind(char) for char in breaks), default=-1)
         # readline ends a word before an @, and after the other characters.
         earlier_words = incomplete[: end + (incomplete[end : end + 1] != "@")]
-        return f"{item.type},{item.value.removeprefix(earlier_words)}"
+        # A name in a checkpoint of another user may be `$(...)`. bash takes a word as it is, while
+        # zsh and fish quote it.
+        word = re.sub(r"[^\w%+,./:=@-]", r"\\\g<0>", item.value.removeprefix(earlier_words))
+        return f"{item.type},{word}"
+
+
+class FishWords(FishComplete):
+    """Complete in fish, where a word may have a comma."""
+
+    source_template = FishComplete.source_template.replace("split", "split -m 1")
 
 
 @click.command()
@@ -67,7 +78,6 @@ def completion(ctx: click.Context, shell: str) -> None:
     dist-ckpt completion zsh >> ~/.zshrc
     dist-ckpt completion fish > ~/.config/fish/completions/dist-ckpt.fish
     """  # noqa: D301 - click knows the backspace
-    shell_class = BashWords if shell == "bash" else get_completion_class(shell)
-    assert shell_class is not None
+    shell_class = {"bash": BashWords, "zsh": ZshComplete, "fish": FishWords}[shell]
     command = ctx.find_root().command
     click.echo(shell_class(command, {}, "dist-ckpt", "_DIST_CKPT_COMPLETE").source())

@@ -19,6 +19,7 @@ process may pause, or lose the storage, and continue later.
 from __future__ import annotations
 
 import posixpath
+import shlex
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -94,8 +95,8 @@ class Incarnation(Message, frozen=True):
             raise ConflictError(
                 f"{self.root}: {OLD_INCARNATIONS} is here, so a job of dist_ckpt 0.1.0 has begun "
                 f"to write here. This is incarnation {self.number}: it saves and removes nothing "
-                f"more. End both jobs, run `dist-ckpt upgrade {self.root}`, and start one of them "
-                f"again, with this version"
+                f"more. End both jobs, run `dist-ckpt upgrade {shlex.quote(self.root)}`, and start "
+                f"one of them again, with this version"
             )
         newest = newest_incarnation(storage, self.root)
         if newest is not None and newest.number > self.number:

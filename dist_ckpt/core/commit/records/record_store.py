@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+import shlex
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -340,7 +341,8 @@ def refuse_old(root: str, folders: tuple[str, ...]) -> None:
     if folders:
         raise IncompatibleError(
             f"{root}: {_named(folders)} of dist_ckpt 0.1.0, so nothing is written or removed here. "
-            f"End the jobs of 0.1.0 that use this root, then run `dist-ckpt upgrade {root}`"
+            f"End the jobs of 0.1.0 that use this root, then run "
+            f"`dist-ckpt upgrade {shlex.quote(root)}`"
         )
 
 
