@@ -59,31 +59,19 @@ class LoadCall:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageLocation:
-    """The storage of one checkpoint: `storage` serves files from memory, `counting` the others."""
-
-    storage: OverlayStorage
-    counting: CountingStorage
-
-
-@dataclass(frozen=True, slots=True)
 class LoadArguments:
     """The checked arguments of a rank: its `request`, its template and its sources.
 
-    `locations` has the storage of each path, `shares` the use of each source, and `selection` the
-    names to load.
+    `storages` are those of each path, which serve files from memory, over `counting`. `shares` has
+    the use of each source, and `selection` the names to load.
     """
 
     request: LoadRequest
     template: Template
-    locations: tuple[StorageLocation, ...]
+    storages: tuple[OverlayStorage, ...]
+    counting: tuple[CountingStorage, ...]
     shares: tuple[SourceShare, ...]
     selection: Selection | Scopes
-
-    @property
-    def storages(self) -> list[OverlayStorage]:
-        """The storage of each path."""
-        return [location.storage for location in self.locations]
 
     def at(self, paths: Sequence[str]) -> LoadArguments:
         """Return the arguments with resolved paths instead of selectors."""
@@ -125,18 +113,16 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         keys=tuple(template.keys.items()),
         connection_epoch=session.collective.epoch,
     )
-    locations = tuple(_open_location(call, path) for path in paths)
-    return LoadArguments(request, template, locations, shares, selection)
-
-
-def _open_location(call: LoadCall, path: str) -> StorageLocation:
     # Data that is read twice, or by several ranks, comes from the page cache the second time.
-    direct_reads = call.options.read_once != "off" and not call.options.check_first
-    storage = call.storage or call.opener.open(path, direct_reads=direct_reads)[0]
-    counting = CountingStorage(storage)
-    overlay = OverlayStorage(counting)
-    overlay.serve(call.memory.uncommitted)
-    return StorageLocation(overlay, counting)
+    direct_reads = options.read_once != "off" and not options.check_first
+    counting = tuple(
+        CountingStorage(call.storage or call.opener.open(path, direct_reads=direct_reads)[0])
+        for path in paths
+    )
+    storages = tuple(map(OverlayStorage, counting))
+    for storage in storages:
+        storage.serve(call.memory.uncommitted)
+    return LoadArguments(request, template, storages, counting, shares, selection)
 
 
 def _selection(
@@ -333,25 +319,19 @@ def open_all(
     The files of several checkpoints are numbered one after another, the same on all ranks. Their
     tensors have the names of `saved`.
     """
-    opened: list[OpenFiles] = []
-    most = MAX_OPEN // len(checkpoints)
-    for checkpoint, requests in zip(checkpoints, wanted, strict=True):
+    all_plans: dict[int, tuple[ReadItem, ...]] = {}
+    all_files: dict[int, OpenFile] = {}
+    first, most = 0, MAX_OPEN // len(checkpoints)
+    for number, (checkpoint, requests) in enumerate(zip(checkpoints, wanted, strict=True)):
         storage, folder, index = checkpoint.storage, checkpoint.folder, checkpoint.index
         with paused_collector():
             plan = plan_load(index, requests)
-        files = open_files(storage, folder, index, plan, threads=threads, most_open=most)
-        stack.callback(files.close)
-        opened.append(files)
-    return _join(opened, checkpoints) if saved.origins else opened[0]
-
-
-def _join(opened: Sequence[OpenFiles], checkpoints: Sequence[OpenCheckpoint]) -> OpenFiles:
-    plan: dict[int, tuple[ReadItem, ...]] = {}
-    files: dict[int, OpenFile] = {}
-    first = 0
-    for number, (part, checkpoint) in enumerate(zip(opened, checkpoints, strict=True)):
-        for file, items in part.plan.items():
-            plan[first + file] = tuple(replace(i, fqn=tagged(number, i.fqn)) for i in items)
-            files[first + file] = part.files[file]
-        first += len(checkpoint.index.files)
-    return OpenFiles(plan, files)
+        opened = open_files(storage, folder, index, plan, threads=threads, most_open=most)
+        stack.callback(opened.close)
+        if not saved.origins:
+            return opened
+        for file, items in plan.items():
+            all_plans[first + file] = tuple(replace(i, fqn=tagged(number, i.fqn)) for i in items)
+            all_files[first + file] = opened.files[file]
+        first += len(index.files)
+    return OpenFiles(all_plans, all_files)

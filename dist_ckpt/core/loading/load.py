@@ -48,12 +48,12 @@ from dist_ckpt.core.loading.load_messages import (
     RankTotals,
     ResolvedSources,
     decide_load,
+    open_sources,
     resolve_checkpoints,
-    resolved_sources,
     total_reports,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
-from dist_ckpt.core.loading.shared_read import run, verify_shared
+from dist_ckpt.core.loading.shared_read import run, verify
 from dist_ckpt.core.loading.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
@@ -197,7 +197,12 @@ def _load(call: LoadCall) -> LoadReport:
             raise
         report = _report(call, arguments, prepared, decision, totals, phases)
         if call.options.record_verified and session.channel.rank == COORDINATOR:
-            _note_verified(call.options, arguments, report, decision)
+            is_partial = report.unexpected or report.dropped or decision.from_memory
+            is_whole = not is_partial and arguments.selection == SELECT_ALL
+            # The load has read and checked the whole checkpoint: record that in its run.
+            if call.options.verify and is_whole and report.step is not None:
+                checkpoint = report.step, Attempt.named(report.attempt)
+                note_verified(arguments.counting[0], report.path, checkpoint, "load")
         phases.done(report)
         return report
 
@@ -210,7 +215,7 @@ def _report(
     totals: tuple[RankTotals, JobTotals],
     phases: Phases,
 ) -> LoadReport:
-    session, locations, (local, job) = call.session, arguments.locations, totals
+    session, (local, job) = call.session, totals
     binding, (first, *_) = prepared.binding, prepared.resolved.checkpoints
     return LoadReport(
         path=first.path,
@@ -225,28 +230,16 @@ def _report(
         nbytes_read=local.nbytes_read,
         nbytes_received=local.nbytes_received,
         nbytes_placed=local.nbytes_placed,
-        nbytes_from_memory=sum(location.storage.from_memory.nbytes for location in locations),
+        nbytes_from_memory=sum(storage.from_memory.nbytes for storage in arguments.storages),
         seconds=phases.seconds,
         exchanges=session.exchanges,
         collectives=session.collective_calls,
-        storage_reads=reduce(IoCount.plus_all, (each.counting.reads for each in locations)),
+        storage_reads=reduce(IoCount.plus_all, (storage.reads for storage in arguments.counting)),
         sources=prepared.sources(),
         as_saved=call.options.rename is None
         and all(share.source.rename is None for share in arguments.shares),
         **structs.asdict(job),
     )
-
-
-def _note_verified(
-    options: LoadOptions, arguments: LoadArguments, report: LoadReport, decision: LoadDecision
-) -> None:
-    """Record in the run that a load has read and checked the whole checkpoint, if it has."""
-    is_partial = report.unexpected or report.dropped or decision.from_memory
-    if report.step is None or is_partial:
-        return
-    if options.verify and arguments.selection == SELECT_ALL:
-        checkpoint = report.step, Attempt.named(report.attempt)
-        note_verified(arguments.locations[0].counting, report.path, checkpoint, "load")
 
 
 def _agree(
@@ -296,7 +289,7 @@ def _open(
             sent = session.collective.broadcast(own)
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
     arguments = arguments.at([path for path, _ in opened.attempts])
-    return arguments, resolved_sources(opened, checkpoints, encoded, arguments.storages)
+    return arguments, open_sources(opened, checkpoints, encoded, arguments.storages)
 
 
 def _check(
@@ -321,7 +314,8 @@ def _fill(
         targets, group = _prepare(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                _verify(call.session, prepared, group)
+                reading = BlockReader(prepared.files, None, verify=True, slots=call.session.slots)
+                verify(call.session, group, reading)
         slots = call.session.slots
         reading = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
         try:
@@ -371,15 +365,6 @@ def _prepare(
                 group.meet(preparing)
     assert targets is not None, "without exchange `prepare` there are no new tensors"
     return targets, group and group.settle(preparing.result(UnreachableRanks))
-
-
-def _verify(session: Session, prepared: PreparedLoad, group: SharedReadGroup | None) -> None:
-    """Check every block that will be read, and change nothing."""
-    reading = BlockReader(prepared.files, None, verify=True, slots=session.slots)
-    if group is None:
-        reading.run(session.config.threads)
-    else:
-        verify_shared(group, reading)
 
 
 def _read(

@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
@@ -183,17 +185,20 @@ def resolve_checkpoints(
     if len(requests) > 1:
         encoded = tuple(index_json.encode(checkpoint.index) for checkpoint in checkpoints)
     is_short = fits_exchange(sum(map(len, encoded)), len(requests))
+    mode = requests[0].read_once
+    num_hosts = len({request.host for request in requests}) if mode == "host" else 1
+    can_share = mode != "off" and num_hosts < len(requests)
     opened = OpenedMessage(
         attempts=tuple((checkpoint.path, checkpoint.attempt) for checkpoint in checkpoints),
         indexes=encoded if is_short else None,
         keys=_merge_keys(requests),
         connection_epoch=max(request.connection_epoch for request in requests),
-        shared_read_id=os.urandom(16).hex() if _can_share(requests) else "",
+        shared_read_id=os.urandom(16).hex() if can_share else "",
     )
     return opened, tuple(checkpoints), encoded
 
 
-def resolved_sources(
+def open_sources(
     opened: OpenedMessage,
     checkpoints: tuple[OpenCheckpoint, ...],
     encoded: Sequence[bytes],
@@ -219,10 +224,17 @@ def decide_load(
     request: LoadRequest, sources: ResolvedSources, findings: Sequence[CheckFindings]
 ) -> LoadDecision:
     """Return the decision of a check. IncompatibleError lists every problem of every rank."""
+    checkpoints = sources.checkpoints
     if gone := [rank for rank, result in enumerate(findings) if result.is_gone]:
-        _check_shared(sources, gone)
+        if all(attempts.has_folder(c.storage, c.path, c.attempt) for c in checkpoints):
+            folders = " or ".join(checkpoint.folder for checkpoint in checkpoints)
+            raise StorageError(
+                f"{folders} is not visible on {ranks_text(gone)}, but it is on rank 0: "
+                "the path is not on storage that all ranks share. Pass a path that is"
+            )
         return LoadDecision(is_gone=True)
-    unexpected = sources.by_checkpoint(_common_bits([result.unclaimed for result in findings]))
+    bitmaps = (int.from_bytes(result.unclaimed, "big") for result in findings)
+    unexpected = sources.by_checkpoint(reduce(and_, bitmaps))
     _check_fits(request, sources, findings, unexpected)
     shares, encoded_runs = shared_requests(
         [result.encoded_runs for result in findings], between_hosts=request.read_once == "job"
@@ -280,32 +292,6 @@ def bits_of(selected: Sequence[str], names: Sequence[str]) -> bytes:
     chosen = set(selected)
     bits = "".join("1" if name in chosen else "0" for name in names)
     return int(f"0{bits}", 2).to_bytes((len(names) + 7) // 8, "big")
-
-
-def _check_shared(sources: ResolvedSources, gone: Sequence[int]) -> None:
-    """Raise StorageError if the checkpoints are missing only for some ranks."""
-    checkpoints = sources.checkpoints
-    if all(attempts.has_folder(c.storage, c.path, c.attempt) for c in checkpoints):
-        folders = " or ".join(checkpoint.folder for checkpoint in checkpoints)
-        raise StorageError(
-            f"{folders} is not visible on {ranks_text(gone)}, but it is on rank 0: "
-            "the path is not on storage that all ranks share. Pass a path that is"
-        )
-
-
-def _can_share(requests: Sequence[LoadRequest]) -> bool:
-    """Return True if some ranks can send to each other what they read."""
-    mode = requests[0].read_once
-    num_hosts = len({request.host for request in requests}) if mode == "host" else 1
-    return mode != "off" and num_hosts < len(requests)
-
-
-def _common_bits(bitmaps: Sequence[bytes]) -> int:
-    """Return the bits that are set in the bitmaps of all ranks."""
-    common = -1
-    for packed in bitmaps:
-        common &= int.from_bytes(packed, "big")
-    return common
 
 
 def _merge_keys(requests: Sequence[LoadRequest]) -> dict[str, tuple[Key, ...]]:

@@ -102,7 +102,11 @@ def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
     numbers: dict[str, int] = {}
     shares: list[SourceShare] = []
     for key, value in _by_key(sources):
-        for item in _as_list(value, key):
+        items = value if isinstance(value, list | tuple) else [value]
+        if not items:
+            at_key = f" for {key!r}" if key else ""
+            raise ValueError(f"the list of sources{at_key} is empty: give at least one")
+        for item in items:
             source = item if isinstance(item, Source) else Source(item)  # type: ignore[arg-type]
             path = open_storage(source.path)[1]
             number = numbers.setdefault(path, len(numbers))
@@ -139,13 +143,3 @@ def _by_key(sources: object) -> Iterable[tuple[str, object]]:
                 '"model.encoder"'
             )
     return sources.items()
-
-
-def _as_list(value: object, key: str) -> Sequence[object]:
-    if not isinstance(value, list | tuple):
-        return [value]
-    if not value:
-        raise ValueError(
-            f"the list of sources{f' for {key!r}' if key else ''} is empty: give at least one"
-        )
-    return value

@@ -117,9 +117,7 @@ def read_together(
     session, phases = together.session, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
-            opened, group = _link_ranks(
-                session, together.shared_read_id, open_files, while_open, stack
-            )
+            opened, group = _link_ranks(together, open_files, while_open, stack)
         with phases.phase("read"), session.channel.exchange("read"), while_open():
             reading = BlockReader(opened.files, opened.targets, verify=True, slots=session.slots)
             return run(session, group, reading)
@@ -138,28 +136,25 @@ def run(session: Session, group: SharedReadGroup | None, reading: BlockReader) -
 
 
 def _link_ranks(
-    session: Session,
-    shared_read_id: str,
+    together: CollectiveReader,
     open_files: Callable[[], OpenedInput],
     while_open: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
 ) -> tuple[OpenedInput, SharedReadGroup | None]:
     """Open the files, exchange the requests, and link the ranks that have some in common."""
+    session = together.session
     with session.channel.exchange("check") as checking:
         with while_open():
             opened = open_files()
         stack.callback(opened.files.close)
-        links, own = request_blocks(session, shared_read_id, opened.files, stack)
-        request = _ReadRequests(
-            none_if_too_long(own, session.channel.world_size), session.collective.epoch
-        )
-        requests = checking.gather(request)
+        links, own = request_blocks(session, together.shared_read_id, opened.files, stack)
+        encoded_runs = none_if_too_long(own, session.channel.world_size)
+        requests = checking.gather(_ReadRequests(encoded_runs, session.collective.epoch))
         if requests is not None:
-            shares, encoded_runs = shared_requests(
-                [r.encoded_runs for r in requests], between_hosts=False
-            )
+            runs_of_all = [request.encoded_runs for request in requests]
+            shares, common_runs = shared_requests(runs_of_all, between_hosts=False)
             epoch = max(request.connection_epoch for request in requests)
-            checking.decide(_SharedRequests(shares, tuple(encoded_runs), epoch))
+            checking.decide(_SharedRequests(shares, tuple(common_runs), epoch))
     common = checking.result(_SharedRequests)
     session.collective.renew(common.connection_epoch)
     if not common.shares:
@@ -203,7 +198,7 @@ class HostTransfer:
         users = self._users[offset] = set(receivers)
         for rank in receivers:
             self._links.send(rank, _MESSAGE.pack(_READY, offset, *part.shared_range.key))
-        self._place(part, self.slot(offset, part))
+        part.for_each_read(self._reading.place, self.slot(offset, part))
         while users:
             yield
         del self._users[offset]
@@ -218,7 +213,7 @@ class HostTransfer:
             if self._ready:
                 rank, offset, key = self._ready.popleft()
                 part = self._work.part(key)
-                self._place(part, self._memory(rank, offset, part))
+                part.for_each_read(self._reading.place, self._memory(rank, offset, part))
                 self._links.send(rank, _MESSAGE.pack(_DONE, offset, *key))
                 self._to_copy[rank].remove(key)
 
@@ -250,10 +245,6 @@ class HostTransfer:
     def _memory(self, rank: int, offset: int, part: SharedRangePart) -> memoryview:
         return self._links.memory_of(rank)[offset : offset + part.span.nbytes]
 
-    def _place(self, part: SharedRangePart, data: memoryview) -> None:
-        for read, blocks in part.slices(data):
-            self._reading.place(part.file, read, blocks)
-
 
 def send(collective: Collective, part: SharedRangePart, data: memoryview) -> None:
     """Send a range to one rank of each other host, and wait until they have it."""
@@ -269,8 +260,7 @@ def receive(
     fetcher = part.shared_range.fetcher
     collective.receive(fetcher, data, part.tags[collective.rank]).wait()
     try:
-        for read, blocks in part.slices(data):
-            reading.check(part.file, read, blocks)
+        part.for_each_read(reading.check, data)
     except CorruptError as error:
         raise RankError(
             f"data that rank {fetcher} read and sent has arrived damaged: {error}. Check the "
@@ -297,8 +287,11 @@ def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]
     return work.nbytes_moved()
 
 
-def verify_shared(group: SharedReadGroup, reading: BlockReader) -> None:
-    """Check the blocks that this rank would read in a shared read. Other ranks check the others."""
+def verify(session: Session, group: SharedReadGroup | None, reading: BlockReader) -> None:
+    """Check the blocks that this rank would read. In a group, other ranks check the others."""
+    if group is None:
+        reading.run(session.config.threads)
+        return
     work = _work_of(group, reading)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
@@ -371,7 +364,7 @@ class SharedReading:
         """Read ranges into a slot, one after another, and send each to all ranks that need it."""
         for part in parts:
             data = self._host.slot(offset, part)
-            yield from self._readers.call(partial(_fetch, self._reading, part, data))
+            yield from self._readers.call(partial(part.for_each_read, self._reading.fetch, data))
             yield from run_in_turns(self._send(part, data), self._host.hand_on(offset, part))
 
     def _send(self, part: SharedRangePart, data: memoryview) -> Iterator[None]:
@@ -390,11 +383,6 @@ class SharedReading:
         """Read blocks that only this rank needs, one after another."""
         for file, read in reads:
             yield from self._readers.call(partial(self._reading.read, file, read))
-
-
-def _fetch(reading: BlockReader, part: SharedRangePart, data: memoryview) -> None:
-    for read, blocks in part.slices(data):
-        reading.fetch(part.file, read, blocks)
 
 
 @dataclass(slots=True, eq=False)

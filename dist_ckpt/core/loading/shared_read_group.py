@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, count, pairwise
 
 from msgspec import structs
 
@@ -26,7 +26,6 @@ from dist_ckpt.core.planning.load.read_sharing import (
     receivers_of,
     shared_block_ranges,
 )
-from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode, encode
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
@@ -88,21 +87,18 @@ def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
     runs_by_file = {}
     for number, items in files.plan.items():
         file = files.files[number]
-        runs = (run for shard in by_shard(file, items) for run in _runs_of_shard(file, *shard))
-        runs_by_file[number] = tuple(join_runs(runs))
+        block_nbytes = file.header.block_nbytes
+        blocks: list[int] = []
+        for shard, wanted in by_shard(file, items):
+            start, stop = file.shards.starts[shard : shard + 2]
+            first = bisect_left(file.block_starts, start)
+            if stop - start <= block_nbytes:
+                blocks.append(first)
+                continue
+            needed = requested_blocks(file.shards[shard], wanted, block_nbytes, lambda _: False)
+            blocks += (first + block.number for block in needed)
+        runs_by_file[number] = tuple(join_runs(range(block, block + 1) for block in blocks))
     return runs_by_file
-
-
-def _runs_of_shard(file: OpenFile, number: int, items: Sequence[ReadItem]) -> Iterator[range]:
-    """Return the blocks of one shard that items need, numbered within the file."""
-    start, stop = file.shards.starts[number : number + 2]
-    first = bisect_left(file.block_starts, start)
-    block_nbytes = file.header.block_nbytes
-    if stop - start <= block_nbytes:
-        yield range(first, first + 1)
-        return
-    for block in requested_blocks(file.shards[number], items, block_nbytes, lambda _: False):
-        yield range(first + block.number, first + block.number + 1)
 
 
 def shared_requests(
@@ -153,12 +149,6 @@ def num_slots(*, between_hosts: bool) -> int:
     return 2 if between_hosts else 1
 
 
-def common_nbytes(files: OpenFiles, *, between_hosts: bool) -> int:
-    """Return the size of a rank's shared memory for a shared read of these files."""
-    slots = num_slots(between_hosts=between_hosts)
-    return slot_nbytes(files) * slots * (2 if between_hosts else 1)
-
-
 @dataclass(frozen=True, slots=True)
 class SharedRangePart:
     """A shared range, and the reads that fill it; this rank needs all its blocks.
@@ -176,11 +166,13 @@ class SharedRangePart:
         """Its bytes in the data section; the reads fill it in order, without a hole."""
         return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
-    def slices(self, data: memoryview) -> Iterator[tuple[PlannedRead, memoryview]]:
-        """Yield each read, and its slice of `data`, the memory of the range."""
+    def for_each_read(
+        self, work: Callable[[OpenFile, PlannedRead, memoryview], None], data: memoryview
+    ) -> None:
+        """Call `work` with each read and its slice of `data`, the memory of the range."""
         begin = self.span.start
         for read in self.reads:
-            yield read, data[read.span.start - begin : read.span.stop - begin]
+            work(self.file, read, data[read.span.start - begin : read.span.stop - begin])
 
 
 class SharedWork:
@@ -198,35 +190,32 @@ class SharedWork:
         self._files = files
         self._targets = targets
         self._shared_ranges = shared_ranges
-        self._tags = _tags_of(self._all())
+        self._all = [r for file in sorted(shared_ranges) for r in shared_ranges[file]]
+        # Number the ranges from each fetcher to each agent, the same on both.
+        tags: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
+        self._tags = {
+            r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents} for r in self._all
+        }
         self._divided: dict[int, tuple[list[PlannedRead], dict[int, SharedRangePart]]] = {}
 
     def own_reads(self) -> Iterator[tuple[OpenFile, PlannedRead]]:
         """Yield the reads of blocks that no other rank needs."""
         for number in self._files.plan:
-            for read in self._of(number)[0]:
+            for read in self._divide(number)[0]:
                 yield self._files.files[number], read
 
     def fetched(self) -> Iterator[SharedRangePart]:
         """Yield the shared ranges that this rank reads, in the order of all ranks."""
-        return (
-            self.part(shared_range.key)
-            for shared_range in self._all()
-            if shared_range.fetcher == self.rank
-        )
+        return (self.part(r.key) for r in self._all if r.fetcher == self.rank)
 
     def relayed(self) -> Iterator[SharedRangePart]:
         """Yield the shared ranges that it receives from other hosts, in the same order."""
-        return (
-            self.part(shared_range.key)
-            for shared_range in self._all()
-            if self.rank in shared_range.agents
-        )
+        return (self.part(r.key) for r in self._all if self.rank in r.agents)
 
     def keys_by_sender(self) -> dict[int, set[RangeKey]]:
         """Return the keys of the ranges that other ranks of this host hand on, by rank."""
         keys: dict[int, set[RangeKey]] = {}
-        for shared_range in self._all():
+        for shared_range in self._all:
             first = shared_range.host_of(self.rank)[0]
             if first != self.rank:
                 keys.setdefault(first, set()).add(shared_range.key)
@@ -235,66 +224,46 @@ class SharedWork:
     def part(self, key: RangeKey) -> SharedRangePart:
         """Return a shared range with its reads."""
         file, block = key
-        return self._of(file)[1][block]
+        return self._divide(file)[1][block]
 
     def nbytes_moved(self) -> tuple[int, int]:
         """Return how many bytes come from storage, and from other ranks, when all is done."""
         own = sum(read.span.nbytes for _, read in self.own_reads())
         fetched = sum(part.span.nbytes for part in self.fetched())
-        shared = sum(self.part(shared_range.key).span.nbytes for shared_range in self._all())
+        shared = sum(self.part(shared_range.key).span.nbytes for shared_range in self._all)
         return own + fetched, shared - fetched
 
-    def _all(self) -> Iterator[SharedBlockRange]:
-        return (
-            shared_range
-            for file in sorted(self._shared_ranges)
-            for shared_range in self._shared_ranges[file]
-        )
-
-    def _of(self, number: int) -> tuple[list[PlannedRead], dict[int, SharedRangePart]]:
-        if number not in self._divided:
-            self._divided[number] = self._divide(number)
-        return self._divided[number]
-
     def _divide(self, number: int) -> tuple[list[PlannedRead], dict[int, SharedRangePart]]:
-        """Divide the needed blocks of a file into reads of its own and shared ranges."""
+        """Divide the needed blocks of a file, once, into reads of its own and shared ranges."""
+        if number in self._divided:
+            return self._divided[number]
         file = self._files.files[number]
         shared_ranges = self._shared_ranges.get(number, ())
-        small_shards, items = divide(file, self._files.plan[number])
-        blocks = (
-            block
+        bounds = [
+            file.block_starts[block]
             for shared_range in shared_ranges
             for block in (shared_range.blocks.start, shared_range.blocks.stop)
-        )
-        bounds = [file.block_starts[block] for block in blocks]
-        contents: defaultdict[int | None, _RangeContents] = defaultdict(_RangeContents)
-        for run in small_shards:
-            for part in _cut(run, file.shards.starts, bounds):
-                contents[_range_at(part.span.start, bounds)].small_shards.append(part)
+        ]
+        # The content of each range, and of no range, in order.
+        small_runs: defaultdict[int | None, list[SmallShardRun]] = defaultdict(list)
+        blocks: defaultdict[int | None, list[NeededBlock]] = defaultdict(list)
+        divided_runs, items = divide(file, self._files.plan[number])
+        for whole in divided_runs:
+            for run in _cut(whole, file.shards.starts, bounds):
+                small_runs[_range_at(run.span.start, bounds)].append(run)
         for block in needed_blocks(file, items, self._targets):
-            contents[_range_at(block.start, bounds)].blocks.append(block)
-        parts = {
-            shared_range.blocks.start: SharedRangePart(
-                shared_range, file, contents[number].all_reads(), self._tags[shared_range.key]
-            )
-            for number, shared_range in enumerate(shared_ranges)
-        }
-        own = contents[None]
-        return [*own.small_shards, *reads_of(own.blocks)], parts
-
-
-@dataclass(frozen=True, slots=True)
-class _RangeContents:
-    """The runs of small shards and the other blocks of a range, or of no range, each in order."""
-
-    small_shards: list[SmallShardRun] = field(default_factory=list)
-    blocks: list[NeededBlock] = field(default_factory=list)
-
-    def all_reads(self) -> tuple[PlannedRead, ...]:
-        """Return the reads of the whole range, in order. It has no hole."""
-        runs = group_successive(self.blocks, lambda run, block: run[-1].stop == block.start)
-        reads = [BlockRead(ByteRange(run[0].start, run[-1].stop), tuple(run)) for run in runs]
-        return tuple(sorted([*self.small_shards, *reads], key=lambda read: read.span.start))
+            blocks[_range_at(block.start, bounds)].append(block)
+        parts = {}
+        for n, shared_range in enumerate(shared_ranges):
+            # A range has no hole: all its adjacent blocks are read at once.
+            groups = group_successive(blocks[n], lambda group, b: group[-1].stop == b.start)
+            reads: list[PlannedRead] = [*small_runs[n]]
+            reads += (BlockRead(ByteRange(g[0].start, g[-1].stop), tuple(g)) for g in groups)
+            reads.sort(key=lambda read: read.span.start)
+            part = SharedRangePart(shared_range, file, tuple(reads), self._tags[shared_range.key])
+            parts[shared_range.blocks.start] = part
+        self._divided[number] = [*small_runs[None], *reads_of(blocks[None])], parts
+        return self._divided[number]
 
 
 def _range_at(start: int, bounds: Sequence[int]) -> int | None:
@@ -313,20 +282,6 @@ def _cut(
     for first, stop in pairwise([*cuts, run.first + len(run.items)]):
         items = run.items[first - run.first : stop - run.first]
         yield SmallShardRun(first, items, ByteRange(starts[first], starts[stop]))
-
-
-def _tags_of(shared_ranges: Iterable[SharedBlockRange]) -> dict[RangeKey, dict[int, int]]:
-    """Return the numbers of the shared ranges between each fetcher and agent, the same on both."""
-    counts: dict[tuple[int, int], int] = {}
-    tags: dict[RangeKey, dict[int, int]] = {}
-    for shared_range in shared_ranges:
-        tags[shared_range.key] = {
-            agent: counts.get((shared_range.fetcher, agent), 0) for agent in shared_range.agents
-        }
-        counts |= {
-            (shared_range.fetcher, agent): tag + 1 for agent, tag in tags[shared_range.key].items()
-        }
-    return tags
 
 
 # --- the ranks that share --------------------------------------------------------------------
@@ -376,12 +331,13 @@ class SharedReadGroup:
         ranges_by_file = _shared_ranges_of(
             session.channel.rank, runs_by_rank, files, between_hosts=between_hosts
         )
-        shared_ranges = [r for ranges in ranges_by_file.values() for r in ranges]
+        shared_ranges = [*chain.from_iterable(ranges_by_file.values())]
         missed: tuple[int, ...] | None = ()
         if shared_ranges:
+            # Slots for what it reads, and between hosts also for what it receives.
+            slots = num_slots(between_hosts=between_hosts) * (2 if between_hosts else 1)
             try:
-                nbytes = common_nbytes(files, between_hosts=between_hosts)
-                memory = stack.enter_context(session.shared_scratch(nbytes))
+                memory = stack.enter_context(session.shared_scratch(slot_nbytes(files) * slots))
             except OSError:
                 links = None
             missed = None
@@ -425,14 +381,12 @@ class SharedReadGroup:
         group = self
         if unreachable.unlinked or unreachable.elsewhere:
             runs_by_rank = {
-                r: rank_runs
-                for r, rank_runs in self.runs_by_rank.items()
-                if r not in unreachable.unlinked
+                rank: structs.replace(rank_runs, host=f"{rank_runs.host} ({rank})")
+                if rank in unreachable.elsewhere
+                else rank_runs
+                for rank, rank_runs in self.runs_by_rank.items()
+                if rank not in unreachable.unlinked
             }
-            for rank in unreachable.elsewhere:
-                runs_by_rank[rank] = structs.replace(
-                    runs_by_rank[rank], host=f"{runs_by_rank[rank].host} ({rank})"
-                )
             own = self.session.channel.rank
             shared_ranges = _shared_ranges_of(
                 own, runs_by_rank, self.files, between_hosts=self.between_hosts
@@ -445,15 +399,13 @@ class SharedReadGroup:
         """The ranks of this host with which it has ranges in common."""
         if self.links is None:
             return []
-        return receivers_of(
-            self.links.rank, (r for ranges in self.shared_ranges.values() for r in ranges)
-        )
+        return receivers_of(self.links.rank, chain.from_iterable(self.shared_ranges.values()))
 
     def give_up(self) -> None:
         """Close the links after an error, so that no rank waits for this one. Never raises."""
         if self.links is not None:
             self.links.close()
-        if any(len(r.hosts) > 1 for ranges in self.shared_ranges.values() for r in ranges):
+        if any(len(r.hosts) > 1 for r in chain.from_iterable(self.shared_ranges.values())):
             self.session.collective.break_off()
 
 
