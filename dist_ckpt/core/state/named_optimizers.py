@@ -113,8 +113,7 @@ def states_branch(
     above = join(fqn, STATE)
     state: dict[PathKey, Tree] = {}
     for parameter in parameters:
-        entries = optimizer.state.get(parameter)
-        if entries:
+        if entries := optimizer.state.get(parameter):
             name = names[id(parameter)]
             under = name.rule, tuple(parameter.shape)
             state[name.stored] = state_branch(entries, join(above, name.stored), under)

@@ -101,8 +101,7 @@ def reported_state(
     In torch's form the keys of `state` are those of the groups' parameters, in their order. With
     `live` the entries of a parameter stay in the reported dict, which may be the optimizer's.
     """
-    parameters = _parameters_by_key(reported, optimizer)
-    if parameters is None:
+    if (parameters := _parameters_by_key(reported, optimizer)) is None:
         return None
     assert isinstance(reported, Mapping)
     state: defaultdict[torch.Tensor | str, Any] = defaultdict(dict)

@@ -90,8 +90,7 @@ class ShardingRules:
 
     def _parameter(self, name: str) -> tuple[str, Shape] | None:
         """Return the parameter above a name, as patterns see it, and its shape."""
-        parameter = parameter_of(name, self._shapes)
-        if parameter is None:
+        if (parameter := parameter_of(name, self._shapes)) is None:
             return None
         rule_name = self._rule_names.get(parameter[0], parameter[0])
         return rule_name, self._shapes[rule_name]

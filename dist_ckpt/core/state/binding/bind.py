@@ -297,8 +297,7 @@ def _per_rank(context: BindContext, name: str, leaf: PerRankLeaf) -> None:
     wrapper = leaf.wrapper
     if not context.is_selected(name):
         return
-    saved = context.per_rank(name, wrapper)
-    if saved is None:
+    if (saved := context.per_rank(name, wrapper)) is None:
         return
     if isinstance(wrapper, RNG):
         # Cached: it is read before anything is set, and a user function may not be pure.

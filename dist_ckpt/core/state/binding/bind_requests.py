@@ -248,8 +248,7 @@ class BindContext:
             value = self.saved.value(name)
         else:
             return
-        entries = entries_of(value)
-        if entries is not None:
+        if (entries := entries_of(value)) is not None:
             self.claim(name)
             self._split.update((join(name, key), item) for key, item in entries.items())
 
@@ -328,8 +327,7 @@ class BindContext:
 
     def per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
         """Request the value of this rank's key, by the policy of the wrapper."""
-        saved = self.saved.keys_of(name)
-        if saved is None:
+        if (saved := self.saved.keys_of(name)) is None:
             self.report_mismatch(name, f"a {type(wrapper).__name__}")
             return None
         key, keys = key_of(wrapper, self.template.rank), dict(saved)

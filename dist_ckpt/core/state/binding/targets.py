@@ -223,8 +223,7 @@ class FillTargets:
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
-        cells = self._find_cells(name, local, leaf, record.shape)
-        if cells is None:
+        if (cells := self._find_cells(name, local, leaf, record.shape)) is None:
             self.problems.append(self._mismatch_text(name, local, leaf))
             return value
         cast_from = record.dtype if cells and local.dtype != record.dtype else None

@@ -118,8 +118,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def dtype_name(dtype: torch.dtype, fqn: str) -> str:
     """Return the name of a torch dtype in checkpoints. TypeError if it cannot be stored."""
-    name = _NAMES.get(dtype)
-    if name is None:
+    if (name := _NAMES.get(dtype)) is None:
         raise TypeError(
             f"{fqn}: dtype {str(dtype).removeprefix('torch.')} cannot be stored: convert it to one "
             "that can"

@@ -391,8 +391,7 @@ def _read_modules(
 ) -> ModuleLeaf | Branch:
     """Read a list of modules: one model in parts, unless they share names."""
     states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(modules)]
-    whole = merge_states(states)
-    if whole is not None:
+    if (whole := merge_states(states)) is not None:
         return _read_module(whole, fqn, above)
     models: dict[PathKey, Tree] = {}
     for number, state in enumerate(states):
@@ -429,12 +428,10 @@ def _read_optimizer(
     )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{fqn}: Named holds a {type(optimizer).__name__}: give it an optimizer")
-    state = direct_state(optimizer, fqn)
-    if state is not None:
+    if (state := direct_state(optimizer, fqn)) is not None:
         return OptimizerLeaf(state, names, {})
     reported = state_of(optimizer, fqn)
-    state = reported_state(optimizer, reported)
-    if state is None:
+    if (state := reported_state(optimizer, reported)) is None:
         check_unnamed(optimizer, fqn)
     try:
         if state is None:

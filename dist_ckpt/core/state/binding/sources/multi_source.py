@@ -114,8 +114,7 @@ class _Allocation:
                 continue
             # The unit of a name is the outermost one that has it.
             unit = next((n for n in reversed([*names_above(name)]) if n in units), name)
-            other = self._key_of(unit)
-            if other is None:
+            if (other := self._key_of(unit)) is None:
                 provided[name] = unit
             elif other != key:
                 self.clashing.setdefault((other, key), []).append(name)

@@ -157,8 +157,7 @@ class SavedTree:
 
     def tensor(self, name: str) -> tuple[str, TensorRecord] | None:
         """Return a tensor's fqn in the index, and its record; None for another name."""
-        fqn = self.leaves.get(name)
-        if fqn is None:
+        if (fqn := self.leaves.get(name)) is None:
             return None
         fqn = self.catalog.aliases.get(fqn, fqn)
         record = self.catalog.tensors.get(fqn)
@@ -283,8 +282,7 @@ def saved_tree_of(
     rules = rename_of(rename)
     names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
     groups = _groups(catalog, main)
-    both = {node.fqn for node in main.tree}.intersection(names)
-    if both:
+    if both := {node.fqn for node in main.tree}.intersection(names):
         raise CorruptError(
             f"{min(both)[:100]}: saved as a container and as a tensor or value: load an older "
             "checkpoint"
@@ -352,8 +350,7 @@ def _rename_groups(
     groups: Mapping[str, Sequence[str]], renamed: Mapping[str, str | None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     for group, params in groups.items():
-        new_group = renamed[group]
-        if new_group is None:
+        if (new_group := renamed[group]) is None:
             continue
         before, after = f"{state_of(group)}.", f"{state_of(new_group)}."
         new = (renamed.get(before + p, before + p) for p in params)
