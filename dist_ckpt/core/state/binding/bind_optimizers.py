@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import signature
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -48,23 +49,6 @@ from dist_ckpt.core.state.tree.state_tree import (
 
 # Options of how a step is computed: torch allows changes of them between two steps.
 _WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
-
-
-def _saved_groups(context: BindContext, groups: str) -> dict[str, str]:
-    """Return the name of the saved group of each parameter."""
-    saved: dict[str, str] = {}
-    number = 0
-    while context.has(name := join(groups, number)):
-        saved.update(dict.fromkeys(context.params(name), name))
-        number += 1
-    return saved
-
-
-def _sources_of(fqn: str, params: Sequence[str], saved: Mapping[str, str]) -> list[str]:
-    """Return the saved groups of these parameters; without names, the group of the same number."""
-    if not params or not saved:
-        return [fqn]
-    return list(dict.fromkeys(saved[name] for name in params if name in saved))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,28 +175,26 @@ class _GroupBinding:
             f"create the optimizer as it was saved, exclude all of it ({optimizer!r}), or load "
             "with strict=False"
         )
+        # Other saved keys may be from a scheduler, or from the first step.
+        foreign = sorted(saved.keys() & _options_of_torch() - self.group.keys() - _WAYS_TO_STEP)
+        on = (key for key, value in live.items() if value is True and key not in _WAYS_TO_STEP)
+        switched = [k for k in on if k in saved and (saved[k] is None or saved[k] is False)]
         if absent:
             self._report(
                 f"saved with {', '.join(sorted(saved))}, but without {', '.join(absent)}, which "
                 f"the optimizer here has: {as_saved}"
             )
-            return
-        # Other saved keys may be from a scheduler, or from the first step.
-        foreign = sorted(saved.keys() & _options_of_torch() - self.group.keys() - _WAYS_TO_STEP)
-        if live and foreign:
+        elif live and foreign:
             self._report(
                 f"saved with {', '.join(foreign)}, which the optimizer here does not have: "
                 f"{as_saved}"
             )
-            return
-        for key, value in live.items():
-            was_off = key in saved and (saved[key] is None or saved[key] is False)
-            if value is True and was_off and key not in _WAYS_TO_STEP:
-                self._report(
-                    f"saved with {key}={saved[key]}, the optimizer here has {key}=True, for which "
-                    f"state may not have been saved: {as_saved} to continue as saved"
-                )
-                return
+        elif switched:
+            key = switched[0]
+            self._report(
+                f"saved with {key}={saved[key]}, the optimizer here has {key}=True, for which "
+                f"state may not have been saved: {as_saved} to continue as saved"
+            )
 
     def _report(self, problem: str) -> None:
         self.context.problems.append(f"{self.fqn}: {problem}")
@@ -253,7 +235,9 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         return
     state, groups = join(fqn, STATE), join(fqn, GROUPS)
     context.split(groups)
-    saved = _saved_groups(context, groups)
+    # The saved group of each parameter.
+    names_of_groups = takewhile(context.has, (join(groups, number) for number in count()))
+    saved = {param: name for name in names_of_groups for param in context.params(name)}
     stored = _stored_names(optimizer, names, saved)
     if saved and all(name.isdecimal() for name in saved):
         stored = _names_by_number(context, fqn, optimizer, saved) or stored
@@ -272,7 +256,11 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
                 _bind_state(context, full, optimizer, hint)
         params = [stored[id(parameter)] for parameter in group["params"]]
         full = join(groups, number)
-        binding = _GroupBinding(context, full, group, _sources_of(full, params, saved))
+        # Without names, the group of the same number.
+        sources = (
+            dict.fromkeys(saved[n] for n in params if n in saved) if params and saved else [full]
+        )
+        binding = _GroupBinding(context, full, group, [*sources])
         binding.bind(defaults, (join(state, name) for name in params))
     _bind_shared(context, state, optimizer, saved)
     if isinstance(optimizer, FlatOptimizer):
@@ -366,9 +354,9 @@ def _bind_state(
             entry := _entry(context, name, key, live.get(key), hint)
         ):
             values[key] = entry
-    absent = live.keys() - {key for key, _ in saved}
-    names = (join(fqn, key) for key in live if key in absent)
-    context.missing.update((name, None) for name in names if context.is_selected(name))
+    present = {key for key, _ in saved}
+    absent = (join(fqn, key) for key in live if key not in present)
+    context.missing.update((name, None) for name in absent if context.is_selected(name))
 
     def assign() -> None:
         entries = {key: value() for key, value in values.items()}
@@ -438,20 +426,16 @@ def _load(
             current = reported_state(
                 optimizer.optimizer, optimizer.optimizer.state_dict(), live=True
             )
-        if current is not None:
-            _undo_casts(current.state, optimizer.state)
+        # Torch's `load_state_dict` casts state, but not that outside parameters. This does not help
+        # if the reported state is a copy.
+        current_state = {} if current is None else current.state
+        for parameter, entries in optimizer.state.items():
+            live = current_state.get(parameter, {})
+            for name, value in entries.items() if isinstance(parameter, torch.Tensor) else ():
+                if name in live and _dtypes(live[name]) != _dtypes(value):
+                    live[name] = value
 
     context.loads.append((fqn, load))
-
-
-def _undo_casts(reported: Mapping[Any, Any], saved: Mapping[Any, Any]) -> None:
-    """Undo the casts of torch's `load_state_dict`; a copy of the state is not affected."""
-    for parameter, entries in saved.items():
-        live = reported.get(parameter, {})
-        # State outside parameters is not cast.
-        for name, value in entries.items() if isinstance(parameter, torch.Tensor) else ():
-            if name in live and _dtypes(live[name]) != _dtypes(value):
-                live[name] = value
 
 
 def _dtypes(value: object) -> list[torch.dtype]:
