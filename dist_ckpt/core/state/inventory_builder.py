@@ -35,7 +35,6 @@ from dist_ckpt.core.state.tree.state_tree import (
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
-    PerRankLeaf,
     PlainLeaf,
     SubclassLeaf,
     TensorLeaf,
@@ -235,9 +234,9 @@ class _InventoryBuilder:
                 self._add(fqn, tree.content)
             case PlainLeaf():
                 self._add_value(fqn, tree.value)
-            case PerRankLeaf():
+            case PerRank() | RNG():
                 self._claim(fqn)
-                self.wrappers[fqn] = tree.wrapper
+                self.wrappers[fqn] = tree
             case _:
                 assert_never(tree)
 

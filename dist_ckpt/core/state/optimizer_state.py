@@ -121,8 +121,8 @@ def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> No
     for name, inner in _unreported(optimizer):
         if id(inner) not in listed:
             raise ValueError(
-                f"{fqn}: {_class(optimizer)} keeps a {_class(inner)} in `{name}`, whose state is "
-                "missing in its state_dict(): add that optimizer to the state too"
+                f"{fqn}: {type(optimizer).__name__} keeps a {type(inner).__name__} in `{name}`, "
+                "whose state is missing in its state_dict(): add that optimizer to the state too"
             )
 
 
@@ -136,10 +136,10 @@ def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
     kind = next((type(p).__name__ for p in parameters if type(p) not in PLAIN), None)
     if kind is not None:
         raise TypeError(
-            f"{fqn}: state_dict() of {_class(optimizer)} is not in torch's form, so its state has "
-            f"no parameter names, and its parameters are {kind}s. Return torch's form there "
-            f"('state' has the numbers in 'param_groups' as keys), or save the inner optimizer "
-            f"instead"
+            f"{fqn}: state_dict() of {type(optimizer).__name__} is not in torch's form, so its "
+            f"state has no parameter names, and its parameters are {kind}s. Return torch's form "
+            "there ('state' has the numbers in 'param_groups' as keys), or save the inner "
+            "optimizer instead"
         )
 
 
@@ -176,15 +176,15 @@ def _read_zero(optimizer: Any, fqn: str) -> OptimizerState:
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
         raise ValueError(
-            f"{fqn}: with overlap_with_ddp=True a {_class(optimizer)} has no optimizer on this "
-            "rank that could be read: create it with overlap_with_ddp=False"
+            f"{fqn}: with overlap_with_ddp=True a {type(optimizer).__name__} has no optimizer on "
+            "this rank that could be read: create it with overlap_with_ddp=False"
         )
     base = sys.modules["torch.distributed.optim"].ZeroRedundancyOptimizer
     for part, expected in ((optimizer, base), (inner, Optimizer)):
         if _has_own_methods(part, expected) or any(_unreported(part)):
             raise ValueError(
-                f"{fqn}: {_class(part)} overrides state_dict or load_state_dict, has hooks, or "
-                "has an inner optimizer, which does not work with a partition. Use "
+                f"{fqn}: {type(part).__name__} overrides state_dict or load_state_dict, has hooks, "
+                "or has an inner optimizer, which does not work with a partition. Use "
                 "ZeroRedundancyOptimizer over an optimizer without them"
             )
     return OptimizerState(
@@ -206,9 +206,8 @@ def _has_own_methods(optimizer: Optimizer, base: type) -> bool:
 
 
 def _overrides(optimizer: Optimizer, base: type, method: str) -> bool:
-    return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(
-        base, method
-    )
+    own = getattr(type(optimizer), method)
+    return method in vars(optimizer) or own is not getattr(base, method)
 
 
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
@@ -243,7 +242,3 @@ def _is_group(group: object) -> TypeGuard[Mapping[str, Any]]:
         and isinstance(group.get(_PARAMS), list)
         and all(type(key) in (int, str) for key in group[_PARAMS])
     )
-
-
-def _class(optimizer: object) -> str:
-    return type(optimizer).__name__

@@ -69,7 +69,10 @@ class ShardingRules:
         None if it is not cut. Raises ValueError if it may be a flat part of any tensor.
         """
         name = self._name(fqn)
-        parameter = leaf.under or self._parameter(name)
+        parameter = leaf.under
+        if parameter is None and (above := parameter_of(name, self._shapes)) is not None:
+            rule_name = self._rule_names.get(above[0], above[0])
+            parameter = rule_name, self._shapes[rule_name]
         if self.sharding.flat:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flat_shape(name, parameter, shape)
@@ -87,13 +90,6 @@ class ShardingRules:
                 f"{fqn}: the ShardingConfig cuts a {class_name(value)}, which is made of other "
                 "tensors: put those into the state as dc.LocalShard, or make it a DTensor"
             )
-
-    def _parameter(self, name: str) -> tuple[str, Shape] | None:
-        """Return the parameter above a name, as patterns see it, and its shape."""
-        if (parameter := parameter_of(name, self._shapes)) is None:
-            return None
-        rule_name = self._rule_names.get(parameter[0], parameter[0])
-        return rule_name, self._shapes[rule_name]
 
     def _name(self, fqn: str) -> str:
         component = next((name for name in names_above(fqn) if name in self._components), "")

@@ -28,7 +28,7 @@ from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.bind_requests import (
     BindContext,
-    ConstantValue,
+    Constant,
     NewContainer,
     Value,
     fill_container,
@@ -46,7 +46,6 @@ from dist_ckpt.core.state.tree.state_tree import (
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
-    PerRankLeaf,
     PlainLeaf,
     SubclassLeaf,
     TensorLeaf,
@@ -56,7 +55,7 @@ from dist_ckpt.core.state.tree.state_tree import (
     read_tensor,
     requires_grad,
 )
-from dist_ckpt.core.state.wrappers import RNG
+from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.data import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 
@@ -161,10 +160,7 @@ class Binding:
             return self._context.targets.allocate()
 
     def settle(self) -> None:
-        """Fill the tensors that share memory, after all reads, and wait for accelerators.
-
-        Raises IncompatibleError if their saved values differ in the shared memory.
-        """
+        """Fill the tensors that share memory, after all reads; see `FillTargets.settle`."""
         self._context.targets.settle()
 
     def assign_values(self) -> None:
@@ -248,7 +244,7 @@ def _bind(context: BindContext, name: str, tree: Tree) -> Value | None:
             context.subclass_tensor(name, tree)
         case PlainLeaf():
             return _plain(context, name, tree.value)
-        case PerRankLeaf():
+        case PerRank() | RNG():
             _per_rank(context, name, tree)
         case ModuleLeaf():
             bind_module(context, name, tree)
@@ -273,18 +269,18 @@ def _tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
     if not context.takes(name):
         return None
     value = context.targets.fill(name, leaf)
-    return None if value is leaf.value else ConstantValue(value)
+    return None if value is leaf.value else Constant(value)
 
 
 def _plain(context: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
         saved = None if context.is_missing(name) else context.subtree(name)
         return None if saved is None else partial(fill_mapping, live, saved)
-    if not context.is_selected(name) and not context.selected_leaves(name):
+    if context.is_selected(name):
+        if (value := context.value(name)) is not None:
+            return value
+    elif not context.selected_leaves(name):
         return None
-    value = context.value(name) if context.is_selected(name) else None
-    if value is not None:
-        return value
     entries = entries_of(live)
     if entries is None or not context.is_container(name):
         context.report_mismatch(name, "a value without tensors")
@@ -293,8 +289,7 @@ def _plain(context: BindContext, name: str, live: object) -> Value | None:
     return _branch(context, name, Branch(kind_of(live) or "dict", live, children))
 
 
-def _per_rank(context: BindContext, name: str, leaf: PerRankLeaf) -> None:
-    wrapper = leaf.wrapper
+def _per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> None:
     if not context.is_selected(name):
         return
     if (saved := context.per_rank(name, wrapper)) is None:

@@ -6,15 +6,7 @@ the state, or assigns it.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    MutableSequence,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,7 +22,6 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, container, entries_of, join
 from dist_ckpt.core.state.tree.state_tree import (
     ObjectLeaf,
-    PerRankLeaf,
     SubclassLeaf,
     TensorLeaf,
     Tree,
@@ -44,7 +35,7 @@ Value = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ConstantValue:
+class Constant:
     """A plain value, or memory of the state."""
 
     value: object
@@ -214,19 +205,19 @@ class BindContext:
 
     # --- values ------------------------------------------------------------------------------
 
-    def value(self, name: str) -> ConstantValue | None:
+    def value(self, name: str) -> Constant | None:
         """Request a value; None if the name is not a value."""
         if (value := self.peek(name)) is not None:
             self.restore(name)
         return value
 
-    def peek(self, name: str) -> ConstantValue | None:
+    def peek(self, name: str) -> Constant | None:
         """Return a value that is only compared, without a request."""
         if name in self._split:
-            return ConstantValue(self._split[name])
-        return ConstantValue(self.saved.value(name)) if self.saved.is_value(name) else None
+            return Constant(self._split[name])
+        return Constant(self.saved.value(name)) if self.saved.is_value(name) else None
 
-    def check_keys(self, name: str, keys: Collection[PathKey]) -> None:
+    def check_keys(self, name: str, keys: Mapping[PathKey, Tree]) -> None:
         """Report keys of a container in the state that were saved as another class."""
         entries = self.saved.entries.get(name, ())
         if {*map(type, keys), *(type(key) for key, _ in entries)} <= {str}:
@@ -274,10 +265,7 @@ class BindContext:
     # --- tensor subclasses -------------------------------------------------------------------
 
     def subclass_tensor(self, name: str, leaf: SubclassLeaf) -> None:
-        """Request the inner tensors of a tensor subclass, to be filled in place.
-
-        The saved tensor must have been made in the same way.
-        """
+        """Request the inner tensors of a tensor subclass that was made in the same way."""
         cls = class_name(leaf.value)
         if is_meta(leaf.value) and self.selected_leaves(name):
             self.problems.append(
@@ -357,17 +345,17 @@ class BindContext:
             return reshard
         return None
 
-    def _without_wrapper(self, name: str, keys: set[Key]) -> ConstantValue | None:
+    def _without_wrapper(self, name: str, keys: set[Key]) -> Constant | None:
         """Request a per-rank value without a wrapper in the state, if the keys are ranks."""
         if keys == {*range(self.template.world_size)} and self._same_mesh(name):
-            return ConstantValue(PerRank(self._keyed(name, self.template.rank).value))
+            return Constant(PerRank(self._keyed(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
         return None
 
-    def _keyed(self, name: str, key: Key) -> ConstantValue:
+    def _keyed(self, name: str, key: Key) -> Constant:
         self.restore(name)
-        return ConstantValue(self.saved.per_rank(name, [key])[key])
+        return Constant(self.saved.per_rank(name, [key])[key])
 
     def _same_mesh(self, name: str) -> bool:
         return self.saved.is_of_mesh(name, self._live_mesh(), self.template.world_size)
@@ -395,7 +383,7 @@ class BindContext:
             tree = tree.content
         if isinstance(tree, SubclassLeaf):
             self.subclass_tensor(name, tree)
-            return ConstantValue(tree.value)
+            return Constant(tree.value)
         if hint is not None and self.saved.is_wrapper_subclass(name):
             return self._new_subclass_tensor(name, hint)
         own = self._leaf(name, tree, hint)
@@ -406,8 +394,8 @@ class BindContext:
                 items[key] = value
         kind = self.saved.kinds.get(name)
         if items:
-            before = (entries_of(own.value) if isinstance(own, ConstantValue) else None) or {}
-            constants = {key: ConstantValue(value) for key, value in before.items()}
+            before = (entries_of(own.value) if isinstance(own, Constant) else None) or {}
+            constants = {key: Constant(value) for key, value in before.items()}
             return NewContainer(kind or "dict", {**constants, **items})
         is_empty = not self.saved.children(name)
         if own is None and kind is not None and is_empty and self.is_selected(name):
@@ -420,12 +408,12 @@ class BindContext:
         if self.saved.tensor(name) is not None:
             self.restore(name)
             if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
-                return ConstantValue(self.targets.fill(name, leaf))
+                return Constant(self.targets.fill(name, leaf))
             return self.targets.whole(name) if hint is None else self.targets.like(name, hint)
         if (keys := self.saved.keys_of(name)) is None:
             return self.value(name)
-        if isinstance(leaf, PerRankLeaf):
-            return self.per_rank(name, leaf.wrapper)
+        if isinstance(leaf, PerRank | RNG):
+            return self.per_rank(name, leaf)
         return self._without_wrapper(name, {key for key, _ in keys})
 
 

@@ -18,13 +18,12 @@ from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ObjectLeaf,
     OptimizerLeaf,
-    PerRankLeaf,
     TensorLeaf,
     choices,
     read_state,
     walk,
 )
-from dist_ckpt.core.state.wrappers import key_of
+from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +103,6 @@ def _check_names(root: Branch, rank: int) -> dict[str, Key]:
                 "dots: rename one of the keys"
             )
         seen.add(fqn)
-        if isinstance(tree, PerRankLeaf):
-            keys[fqn] = key_of(tree.wrapper, rank)
+        if isinstance(tree, PerRank | RNG):
+            keys[fqn] = key_of(tree, rank)
     return keys

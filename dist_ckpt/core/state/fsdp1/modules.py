@@ -14,17 +14,8 @@ import torch
 from torch import nn
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.state.fsdp1.private_names import (
-    FlatParameter,
-    Original,
-    cast_buffers,
-    direct_tensors,
-    find_state_dict_change,
-    flat_parameters,
-    has_fsdp1,
-    is_flattened,
-    plain_names,
-)
+from dist_ckpt.core.state.fsdp1 import private_names
+from dist_ckpt.core.state.fsdp1.private_names import FlatParameter, Original
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.wrappers import FlatShard
 
@@ -96,10 +87,13 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
 
     Raises TypeError or ValueError, with the remedy, for modules that cannot be read so.
     """
-    if not has_fsdp1(module):
+    if not private_names.has_fsdp1(module):
         return None
     try:
-        parameters, dtypes = flat_parameters(module), cast_buffers(module)
+        parameters, dtypes = (
+            private_names.flat_parameters(module),
+            private_names.cast_buffers(module),
+        )
         return _read(module, tuple(parameters), dtypes)
     except AttributeError as error:
         raise TypeError(
@@ -112,7 +106,7 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
 
 def check_whole(value: object, *path: str) -> None:
     """Refuse a flat part of a parameter without the module that has it."""
-    if is_flattened(value):
+    if private_names.is_flattened(value):
         raise ValueError(
             f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: add that "
             "module itself to the state"
@@ -145,20 +139,22 @@ def _read(
     live: dict[str, torch.Tensor | ParameterPart] = {}
     extras: dict[str, nn.Module] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        if change := find_state_dict_change(owner):
+        if change := private_names.find_state_dict_change(owner):
             raise TypeError(
                 f"{type(owner).__name__} has {change}, and running it would gather all parameters "
                 f"on every rank: {_OTHER_WAYS}"
             )
         tensors: Mapping[str, torch.Tensor | ParameterPart] = {
-            **direct_tensors(owner),
+            **private_names.direct_tensors(owner),
             **parts.get(id(owner), {}),
         }
         for key, value in tensors.items():
-            for name in () if id(value) in rows else plain_names(module, join(prefix, key)):
+            for name in (
+                () if id(value) in rows else private_names.plain_names(module, join(prefix, key))
+            ):
                 entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            for name in plain_names(module, join(prefix, EXTRA_STATE)):
+            for name in private_names.plain_names(module, join(prefix, EXTRA_STATE)):
                 extras[name] = owner
                 entries[name] = owner.get_extra_state()
     return FlatModule(entries, live, parameters, tuple(cast.values()), extras)

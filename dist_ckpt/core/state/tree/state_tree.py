@@ -89,13 +89,6 @@ class PlainLeaf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PerRankLeaf:
-    """A value of one rank."""
-
-    wrapper: PerRank | RNG
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ModuleLeaf:
     """A module, and the leaves of its state dict."""
 
@@ -129,7 +122,8 @@ Tree = (
     | TensorLeaf
     | SubclassLeaf
     | PlainLeaf
-    | PerRankLeaf
+    | PerRank
+    | RNG
     | ModuleLeaf
     | OptimizerLeaf
     | ObjectLeaf
@@ -222,9 +216,8 @@ def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
         case Branch() | ModuleLeaf():
             return tree.children
         case SubclassLeaf():
-            children: dict[PathKey, Tree] = {}
-            children.update(tree.inner)
-            return {**children, RECORD: PlainLeaf(tree.record)}
+            children: dict[PathKey, Tree] = {RECORD: PlainLeaf(tree.record)}
+            return dict(tree.inner) | children
         case OptimizerLeaf():
             return tree.further
         case ObjectLeaf():
@@ -351,7 +344,7 @@ def _leaf(value: object, fqn: str) -> Tree | None:
     if is_tensor_leaf(value):
         return read_tensor(value, fqn)
     if isinstance(value, PerRank | RNG):
-        return PerRankLeaf(value)
+        return value
     return None
 
 
@@ -393,10 +386,8 @@ def _read_modules(
     states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(modules)]
     if (whole := merge_states(states)) is not None:
         return _read_module(whole, fqn, above)
-    models: dict[PathKey, Tree] = {}
-    for number, state in enumerate(states):
-        models[number] = _read_module(state, join(fqn, number), above)
-    return Branch(kind_of(modules) or "list", modules, models)
+    models = (_read_module(state, join(fqn, n), above) for n, state in enumerate(states))
+    return Branch(kind_of(modules) or "list", modules, dict(enumerate(models)))
 
 
 def _read_module_state(module: nn.Module, fqn: str) -> ModuleState:

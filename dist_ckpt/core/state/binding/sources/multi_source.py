@@ -68,7 +68,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
         origins=origins,
-        unmatched=(*(text for view in views for text in _unmatched(view)), *_empty_keys(views)),
+        unmatched=tuple(_unmatched(views)),
         left_out=tuple(sorted(name for view in views for name in _left_out(view, leaves))),
         stepless=frozenset(
             state for view in views for state in _states(view.saved) if view.scope.gives(state)
@@ -224,20 +224,15 @@ def _left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
 # --- problems under `strict` -----------------------------------------------------------------
 
 
-def _unmatched(view: SourceView) -> tuple[str, ...]:
-    names = [name for name in view.saved.leaves if view.scope.holds(name)]
-    problems = view.scope.selection.unmatched(names)
-    return tuple(f"{view.scope.path}: {problem}" for problem in problems)
-
-
-def _empty_keys(views: Iterable[SourceView]) -> Iterator[str]:
+def _unmatched(views: Iterable[SourceView]) -> Iterator[str]:
     paths: dict[str, list[str]] = {}
     existing: set[str] = set()
-    for view in views:
-        key = view.scope.key
-        paths.setdefault(key, []).append(view.scope.path)
-        if not key or view.saved.holds(key):
-            existing.add(key)
+    for scope, saved in ((view.scope, view.saved) for view in views):
+        names = [name for name in saved.leaves if scope.holds(name)]
+        yield from (f"{scope.path}: {problem}" for problem in scope.selection.unmatched(names))
+        paths.setdefault(scope.key, []).append(scope.path)
+        if not scope.key or saved.holds(scope.key):
+            existing.add(scope.key)
     for key, here in paths.items():
         if key not in existing:
             yield f"{key}: nothing is saved under this key in {' or '.join(here)}: change the key"
