@@ -28,7 +28,7 @@ from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.bind_requests import (
     BindContext,
-    Constant,
+    FixedValue,
     NewContainer,
     Value,
     fill_container,
@@ -269,7 +269,7 @@ def _tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
     if not context.takes(name):
         return None
     value = context.targets.fill(name, leaf)
-    return None if value is leaf.value else Constant(value)
+    return None if value is leaf.value else FixedValue(value)
 
 
 def _plain(context: BindContext, name: str, live: object) -> Value | None:

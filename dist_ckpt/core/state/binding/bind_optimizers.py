@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.core.state.binding.bind_requests import BindContext, Constant, NewContainer, Value
+from dist_ckpt.core.state.binding.bind_requests import BindContext, FixedValue, NewContainer, Value
 from dist_ckpt.core.state.binding.new_subclasses import subclass_types
 from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer
@@ -74,7 +74,7 @@ class _GroupBinding:
             return
         if len(groups) > 1:
             self._check_agreement(dict(zip(sources, groups, strict=True)))
-        saved = {k: o.value if isinstance(o, Constant) else o for k, o in groups[0].items()}
+        saved = {k: o.value if isinstance(o, FixedValue) else o for k, o in groups[0].items()}
         self._check_options(saved, defaults)
 
         # Without a reference to `context`: a cycle would keep both, and the state, alive.
@@ -115,8 +115,8 @@ class _GroupBinding:
                 return None
             case NewContainer(kind, items) if is_mapping(kind):
                 options = {str(key): item for key, item in items.items()}
-            case Constant(Mapping() as plain):
-                options = {key: Constant(value) for key, value in plain.items()}
+            case FixedValue(Mapping() as plain):
+                options = {key: FixedValue(value) for key, value in plain.items()}
             case values:
                 kind = values.kind if isinstance(values, NewContainer) else type(values()).__name__
                 context.problems.append(
@@ -399,7 +399,7 @@ def _entry(
         return context.subtree(name, live, replace(hint, on_host=False))
     if isinstance(live, TensorLeaf):
         context.restore(name)
-        return Constant(context.targets.fill(name, live))
+        return FixedValue(context.targets.fill(name, live))
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
         context.report_mismatch(name, "something else than a tensor")
         return None

@@ -35,7 +35,7 @@ Value = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constant:
+class FixedValue:
     """A plain value, or memory of the state."""
 
     value: object
@@ -205,17 +205,17 @@ class BindContext:
 
     # --- values ------------------------------------------------------------------------------
 
-    def value(self, name: str) -> Constant | None:
+    def value(self, name: str) -> FixedValue | None:
         """Request a value; None if the name is not a value."""
         if (value := self.peek(name)) is not None:
             self.restore(name)
         return value
 
-    def peek(self, name: str) -> Constant | None:
+    def peek(self, name: str) -> FixedValue | None:
         """Return a value that is only compared, without a request."""
         if name in self._split:
-            return Constant(self._split[name])
-        return Constant(self.saved.value(name)) if self.saved.is_value(name) else None
+            return FixedValue(self._split[name])
+        return FixedValue(self.saved.value(name)) if self.saved.is_value(name) else None
 
     def check_keys(self, name: str, keys: Mapping[PathKey, Tree]) -> None:
         """Report keys of a container in the state that were saved as another class."""
@@ -345,17 +345,17 @@ class BindContext:
             return reshard
         return None
 
-    def _without_wrapper(self, name: str, keys: set[Key]) -> Constant | None:
+    def _without_wrapper(self, name: str, keys: set[Key]) -> FixedValue | None:
         """Request a per-rank value without a wrapper in the state, if the keys are ranks."""
         if keys == {*range(self.template.world_size)} and self._same_mesh(name):
-            return Constant(PerRank(self._keyed(name, self.template.rank).value))
+            return FixedValue(PerRank(self._keyed(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
         return None
 
-    def _keyed(self, name: str, key: Key) -> Constant:
+    def _keyed(self, name: str, key: Key) -> FixedValue:
         self.restore(name)
-        return Constant(self.saved.per_rank(name, [key])[key])
+        return FixedValue(self.saved.per_rank(name, [key])[key])
 
     def _same_mesh(self, name: str) -> bool:
         return self.saved.is_of_mesh(name, self._live_mesh(), self.template.world_size)
@@ -383,7 +383,7 @@ class BindContext:
             tree = tree.content
         if isinstance(tree, SubclassLeaf):
             self.subclass_tensor(name, tree)
-            return Constant(tree.value)
+            return FixedValue(tree.value)
         if hint is not None and self.saved.is_wrapper_subclass(name):
             return self._new_subclass_tensor(name, hint)
         own = self._leaf(name, tree, hint)
@@ -394,8 +394,8 @@ class BindContext:
                 items[key] = value
         kind = self.saved.kinds.get(name)
         if items:
-            before = (entries_of(own.value) if isinstance(own, Constant) else None) or {}
-            constants = {key: Constant(value) for key, value in before.items()}
+            before = (entries_of(own.value) if isinstance(own, FixedValue) else None) or {}
+            constants = {key: FixedValue(value) for key, value in before.items()}
             return NewContainer(kind or "dict", {**constants, **items})
         is_empty = not self.saved.children(name)
         if own is None and kind is not None and is_empty and self.is_selected(name):
@@ -408,7 +408,7 @@ class BindContext:
         if self.saved.tensor(name) is not None:
             self.restore(name)
             if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
-                return Constant(self.targets.fill(name, leaf))
+                return FixedValue(self.targets.fill(name, leaf))
             return self.targets.whole(name) if hint is None else self.targets.like(name, hint)
         if (keys := self.saved.keys_of(name)) is None:
             return self.value(name)
