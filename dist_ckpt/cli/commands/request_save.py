@@ -14,8 +14,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     last_liveness,
     utc,
 )
-from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
-from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.runs import save_requests as asking
 
 # Long enough for steps of minutes and a large save.
@@ -66,7 +65,17 @@ def request_save(
     answer, why = None, ""
     if wait and request is not None:
         waits_s = ANSWER_S if timeout_s is None else timeout_s
-        answer, why = _wait_for_answer((storage, folder), request, before, waits_s)
+        began = time.monotonic()
+        answer = asking.wait_for_answer(storage, folder, request, timeout_s=waits_s)
+        if answer is None:
+            waited_s = min(waits_s, round(time.monotonic() - began, 1))
+            after = last_liveness(storage, folder, request.incarnation)
+            why = (
+                f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
+                f"{_describe_life(before, after, waited_s)}"
+            )
+        elif not answer.saved:
+            why = f"not saved, {answer.outcome}: {answer.why}"
     if as_json:
         saved = None if answer is None else answer.saved
         document = RequestSaveResult(
@@ -87,22 +96,6 @@ def request_save(
     if why:
         click.echo(f"dist-ckpt: {output.printable(why)}", err=True)
         raise click.exceptions.Exit(output.REFUSED if answer is None else output.FINDING)
-
-
-def _wait_for_answer(
-    at: tuple[Storage, str], request: RequestRecord, before: float | None, timeout_s: float
-) -> tuple[AnswerRecord | None, str]:
-    """Return the answer, None without one; and the reason if nothing was saved."""
-    began = time.monotonic()
-    answer = asking.wait_for_answer(*at, request, timeout_s=timeout_s)
-    if answer is not None:
-        return answer, "" if answer.saved else f"not saved, {answer.outcome}: {answer.why}"
-    waited_s = min(timeout_s, round(time.monotonic() - began, 1))
-    after = last_liveness(*at, request.incarnation)
-    return None, (
-        f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
-        f"{_describe_life(before, after, waited_s)}"
-    )
 
 
 def _describe_life(before: float | None, after: float | None, waited_s: float) -> str:

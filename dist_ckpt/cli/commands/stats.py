@@ -46,17 +46,13 @@ def _print_stats(tensors: tuple[TensorStats, ...], num_bad: int) -> None:
         ("NAME", "DTYPE", "MIN", "MAX", "MEAN", "RMS", "ZEROS", "NAN", "INF"),
         [
             (
-                tensor.name,
-                tensor.dtype,
-                *(_number(value) for value in (tensor.min, tensor.max, tensor.mean, tensor.rms)),
-                *("-" if n is None else str(n) for n in (tensor.zeros, tensor.nan, tensor.inf)),
+                row.name,
+                row.dtype,
+                *("-" if x is None else f"{x:.6g}" for x in (row.min, row.max, row.mean, row.rms)),
+                *("-" if n is None else str(n) for n in (row.zeros, row.nan, row.inf)),
             )
-            for tensor in tensors
+            for row in tensors
         ],
         right=frozenset(range(2, 9)),
     )
     click.echo(f"{len(tensors)} tensors, {num_bad} with a nan or an infinity")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"

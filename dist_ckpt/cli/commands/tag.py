@@ -10,7 +10,6 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.commands.pin import checkpoint_to_protect
 from dist_ckpt.cli.results import TagResult
 from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import CheckpointRef
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs.listing import list_run
 
@@ -34,7 +33,9 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
         raise click.UsageError("NAME is empty: give the name of the tag")
     subject = checkpoint_to_protect(path)
     if remove:
-        _check_tagged(subject, name)
+        listing = list_run(subject.storage, subject.path, now=time.time())
+        if not any(name in checkpoint.tags for checkpoint in listing.checkpoints):
+            raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")
     if not dry_run:
         if remove:
             leases.untag(subject, name)
@@ -45,9 +46,3 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
     path, step = subject.path, subject.key[0]
     document = TagResult(path=path, step=step, name=name, removed=remove, dry_run=dry_run)
     output.print_result(document, text, as_json=as_json)
-
-
-def _check_tagged(subject: CheckpointRef, name: str) -> None:
-    listing = list_run(subject.storage, subject.path, now=time.time())
-    if not any(name in checkpoint.tags for checkpoint in listing.checkpoints):
-        raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import click
 
@@ -58,15 +57,6 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
         _verify_all(path, listing, level, as_json=as_json)
 
 
-@dataclass(frozen=True, slots=True)
-class _NotChecked:
-    """A checkpoint of a run that was not checked, and the exit code for it."""
-
-    path: str
-    why: str
-    code: int = output.FINE
-
-
 def _verify_all(
     root: str, listing: Sequence[RunCheckpoint], level: Level, *, as_json: bool
 ) -> None:
@@ -76,9 +66,11 @@ def _verify_all(
     checked. Raise NotFoundError if none is committed.
     """
     reports: list[VerifyReport] = []
-    not_checked: list[_NotChecked] = []
+    not_checked: list[SkippedCheckpoint] = []
+    codes = set[int]()
     for checkpoint in listing:
-        result = _verify(checkpoint, level)
+        result, code = _verify(checkpoint, level)
+        codes |= {code} - {output.FINE}
         if isinstance(result, VerifyReport):
             reports.append(result)
         else:
@@ -86,7 +78,6 @@ def _verify_all(
         if not as_json:
             with suppress(BrokenPipeError):  # the exit code needs the other checks
                 _print(result)
-    codes = {checkpoint.code for checkpoint in not_checked} - {output.FINE}
     if not reports and not codes:
         states = ", ".join(f"{checkpoint.path} is {checkpoint.why}" for checkpoint in not_checked)
         raise NotFoundError(f"no committed checkpoint is in {root}: {states}. Check the path")
@@ -97,7 +88,7 @@ def _verify_all(
                 path=root,
                 ok=not num_damaged and not codes,
                 checkpoints=convert(reports, tuple[VerifiedCheckpoint, ...]),
-                not_checked=convert(not_checked, tuple[SkippedCheckpoint, ...]),
+                not_checked=tuple(not_checked),
             )
             output.print_json(document)
         else:
@@ -106,20 +97,26 @@ def _verify_all(
             click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
 
 
-def _verify(checkpoint: RunCheckpoint, level: Level) -> VerifyReport | _NotChecked:
+def _verify(
+    checkpoint: RunCheckpoint, level: Level
+) -> tuple[VerifyReport | SkippedCheckpoint, int]:
+    """Return the result, and the exit code if the checkpoint could not be checked."""
+    code = output.FINE
     if checkpoint.state in ("open", "abandoned"):
-        return _NotChecked(checkpoint.path, f"not committed ({checkpoint.state})")
-    try:
-        with output.progress(f"verify {checkpoint.name}") as update:
-            return verify_checkpoint(checkpoint.path, level=level, progress=update)
-    except NotFoundError:
-        return _NotChecked(checkpoint.path, "replaced or deleted during the check")
-    except CheckpointError as error:
-        return _NotChecked(checkpoint.path, str(error), output.exit_code(error))
+        why = f"not committed ({checkpoint.state})"
+    else:
+        try:
+            with output.progress(f"verify {checkpoint.name}") as update:
+                return verify_checkpoint(checkpoint.path, level=level, progress=update), code
+        except NotFoundError:
+            why = "replaced or deleted during the check"
+        except CheckpointError as error:
+            why, code = str(error), output.exit_code(error)
+    return SkippedCheckpoint(path=checkpoint.path, why=why), code
 
 
-def _print(report: VerifyReport | _NotChecked) -> None:
-    if isinstance(report, _NotChecked):
+def _print(report: VerifyReport | SkippedCheckpoint) -> None:
+    if isinstance(report, SkippedCheckpoint):
         path, why = output.printable(report.path), output.printable(report.why)
         click.echo(f"note     {path}: {why}: not checked")
         return

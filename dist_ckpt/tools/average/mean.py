@@ -246,18 +246,13 @@ _AT_ONCE = 3
 
 @dataclass(frozen=True, slots=True)
 class _SourcePart:
-    """The part of a window to read from one source. For the newest, the `last`, it is the whole."""
+    """The part of a window to read from one source: for the newest, the `last`, it is the whole."""
 
     window: Window
-    averaged: tuple[TensorRequest, ...]
+    wanted: tuple[TensorRequest, ...]
     ranges: tuple[AveragedRange, ...]
     number: int
     last: bool
-
-    @property
-    def wanted(self) -> tuple[TensorRequest, ...]:
-        """The requests to the source."""
-        return self.window.wanted if self.last else self.averaged
 
 
 # A part, its bytes, and the stack that releases the memory.
@@ -328,7 +323,7 @@ class AveragedTensors:
             ranges = build_ranges(averaged)
             for number in range(newest if averaged else 0):
                 yield _SourcePart(window, averaged, ranges, number, last=False)
-            yield _SourcePart(window, averaged, ranges, newest, last=True)
+            yield _SourcePart(window, window.wanted, ranges, newest, last=True)
 
     def close(self) -> None:
         """Close the files. Never raises."""

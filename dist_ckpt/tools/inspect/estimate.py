@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -176,10 +177,9 @@ def free_nbytes(folder: str) -> int:
         existing = folder
         while not os.path.isdir(existing) and existing != "/":
             existing = os.path.dirname(existing)
-        status = os.statvfs(existing)
+        return shutil.disk_usage(existing).free
     except OSError as error:
         raise StorageError(f"{folder}: its free space is not known: {error.strerror}") from error
-    return status.f_bavail * status.f_frsize
 
 
 def measured_rate(folder: str | os.PathLike[str]) -> float:
