@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 import accelerate
@@ -39,11 +39,6 @@ _log = logging.getLogger("dist_ckpt")
 
 # The files in folders of accelerate.
 _OWN_FILES = re.compile(r"(model|optimizer|pytorch_model).*|random_states_\d+\.pkl")
-
-
-def count_save(project: Any) -> None:
-    """Increase the number of the next folder, as accelerate does."""
-    project.__dict__["iteration"] += 1
 
 
 def make_room(accelerator: Any, folder: str) -> None:
@@ -73,9 +68,8 @@ def numbered_checkpoints(folder: str) -> list[str]:
     """Return the folders named `checkpoint_N`, oldest first."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     matching = [name for name in names if re.fullmatch(r"checkpoint_\d+", name)]
-    return [
-        os.path.join(folder, name) for name in sorted(matching, key=lambda name: int(name[11:]))
-    ]
+    matching.sort(key=lambda name: int(name[11:]))
+    return [os.path.join(folder, name) for name in matching]
 
 
 # Private names, checked before anything is saved, as any release of accelerate may rename them.
@@ -229,35 +223,33 @@ class AcceleratedRun:
             )
         self._has_looped = self._is_in_batches = True
         try:
-            yield from self._yield(loader)
+            batches = self._begin(loader)
+            for number, batch in enumerate(batches, self._batches + 1):
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._count(number)
+                    raise
+                self._count(number)
+                self._report_step()
+                if self.stopped is not None:
+                    return
         finally:
             self._is_in_batches = False
-
-    def _yield(self, loader: Any) -> Iterator[Any]:
-        batches = self._begin(loader)
-        for number, batch in enumerate(batches, self._batches + 1):
-            try:
-                yield batch
-            except GeneratorExit:
-                self._count(number)
-                raise
-            self._count(number)
-            self._report_step()
-            if self.stopped is not None:
-                return
 
     def _begin(self, loader: Any) -> Iterator[Any]:
         """Draw the order of the epoch, or the saved order again, and skip the trained batches."""
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(self._epoch)
-        count = _length(loader)
+        count = None
+        with suppress(TypeError):  # the dataset has no length
+            count = len(loader)
         self._loader = loader
         if self._resumed is None:
             if self._order is not None:  # as after the epochs before
                 set_sources([loader], self._order)
             self._order, self._num_batches = _order_of(loader), count
-            batches: Iterator[Any] = iter(loader)
-            return batches
+            return iter(loader)
         if count != self._num_batches:
             raise IncompatibleError(
                 f"saved after batch {self._batches} of an epoch of {self._num_batches} batches on "
@@ -267,7 +259,7 @@ class AcceleratedRun:
         assert self._order is not None, "saved within an epoch"
         set_sources([loader], self._order)
         RNG().restore(self._order["rng"])
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         for _ in range(self._batches):
             next(batches, None)
         RNG().restore(self._resumed)
@@ -308,12 +300,7 @@ class AcceleratedRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it. After an error, ranks do not wait for others, and snapshots stay in memory."""
         if error is None:
             self.close()
@@ -340,15 +327,11 @@ class AcceleratedRun:
             "world_size": self._accelerator.num_processes,
             "accumulated": self._accelerator.step,
         }
-        return {
-            **self._template(),
-            "position": position,
-            "data": PerRank(self._order_to_save(), on_reshard="drop"),
-        }
-
-    def _order_to_save(self) -> dict[str, Any] | None:
-        between_epochs = None if self._loader is None else _order_of(self._loader)
-        return self._order if self._batches else between_epochs
+        order = self._order
+        if not self._batches:  # between epochs
+            order = None if self._loader is None else _order_of(self._loader)
+        data = PerRank(order, on_reshard="drop")
+        return {**self._template(), "position": position, "data": data}
 
     def _resume_from(self, position: dict[str, Any], order: Any) -> None:
         self._epoch, self._batches = position["epoch"], position["batches"]
@@ -372,14 +355,6 @@ class AcceleratedRun:
 
 def _order_of(loader: Any) -> dict[str, Any]:
     return {"rng": RNG().capture(), **sources_of([loader])}
-
-
-def _length(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None if its dataset has no length."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def attach(accelerator: accelerate.Accelerator) -> None:
@@ -414,7 +389,7 @@ def _save_state(
     save(
         {**state, **_of_ranks(accelerator)}, path, overwrite=not project.automatic_checkpoint_naming
     )
-    count_save(project)
+    project.__dict__["iteration"] += 1  # the number of the next folder, as accelerate does
     if project.automatic_checkpoint_naming:
         make_room(accelerator, os.path.dirname(path))
     return path
@@ -434,19 +409,14 @@ def _load_state(
         input_dir = checkpoints[-1]
     path = os.path.expanduser(os.fspath(input_dir))
     template = {**prepared_objects(accelerator), "position": None, **_of_ranks(accelerator)}
-    _refuse_own_files(path)
-    load(template, path)
-    for loader, state in zip(stateful_loaders(accelerator), template["data"].value, strict=True):
-        loader.load_state_dict(state)
-    accelerator.step = template["position"]["accumulated"]
-
-
-def _refuse_own_files(path: str) -> None:
-    """Raise IncompatibleError for a folder that accelerate wrote itself."""
     if is_accelerates(path):
         raise IncompatibleError(
             f"{path} was written by accelerate itself: load it before attach(accelerator)"
         )
+    load(template, path)
+    for loader, state in zip(stateful_loaders(accelerator), template["data"].value, strict=True):
+        loader.load_state_dict(state)
+    accelerator.step = template["position"]["accumulated"]
 
 
 def _of_ranks(accelerator: Any) -> dict[str, Any]:

@@ -46,9 +46,6 @@ def broadcast_inner_buffers(
             broadcast(buffer, group=group, group_src=0)
 
 
-_INNER = ("batch_sampler", "sampler")
-
-
 def sources_of(loaders: Iterable[Any]) -> dict[str, Any]:
     """Return the generator states and seeds for the next order of loaders, as plain data."""
     loaders = list(loaders)
@@ -85,7 +82,8 @@ def _samplers(loader: Any) -> Iterator[Any]:
     samplers = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     for _ in range(4):  # accelerate wraps samplers
         yield from (sampler for sampler in samplers if sampler is not None)
-        inner = [getattr(sampler, name, None) for sampler in samplers for name in _INNER]
+        names = ("batch_sampler", "sampler")
+        inner = [getattr(sampler, name, None) for sampler in samplers for name in names]
         samplers = [sampler for sampler in inner if sampler is not None]
 
 

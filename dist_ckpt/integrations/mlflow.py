@@ -6,9 +6,11 @@ with dc.Checkpointer("runs/a", on_commit=log_to_mlflow(run.info.run_id)) as ck:
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from mlflow import MlflowClient
 
-from dist_ckpt.integrations.references import Reference, TrackerThread, as_record
+from dist_ckpt.integrations.references import Reference, TrackerThread
 
 
 def log_to_mlflow(run_id: str, *, client: MlflowClient | None = None) -> TrackerThread:
@@ -28,7 +30,7 @@ class _MlflowRun:
         self._run_id, self._client = run_id, client
 
     def put(self, reference: Reference) -> None:
-        record = as_record(reference)
+        record = asdict(reference)
         file = f"checkpoints/step-{reference.step or 0:08}.json"
         self._client.log_dict(self._run_id, record, file)
         for name in ("path", "step", "digest"):

@@ -8,9 +8,8 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
@@ -55,11 +54,6 @@ def reference_of(checkpoint: Checkpoint) -> Reference:
         index=file.as_uri(),
         digest=f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}",
     )
-
-
-def as_record(reference: Reference) -> dict[str, str | int | None]:
-    """Return a reference as a JSON object."""
-    return asdict(reference)
 
 
 class Tracker(Protocol):
@@ -127,12 +121,7 @@ class TrackerThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _work(self) -> None:

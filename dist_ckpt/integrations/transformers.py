@@ -93,7 +93,12 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             )
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
             _log.warning('the Trainer also saves: give TrainingArguments save_strategy="no"')
-        _check_version(trainer)
+        for name in NEEDED:
+            if not hasattr(trainer, name):
+                raise IncompatibleError(
+                    f"transformers {transformers.__version__} has no Trainer.{name}: use the "
+                    f"tested version (5.23), or dc.Checkpointer in your own loop"
+                )
         self._trainer = trainer
         self._follow(trainer)
         if (newest := _newest(self._root)) is None:
@@ -101,10 +106,10 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         self._step, before, text = newest
         if before != (now := _batches_of(args)) and not args.ignore_data_skip:
             raise ValueError(
-                f"{self._root} was trained on {_batch_text(before)}, and now on "
-                f"{_batch_text(now)}. The Trainer counts batches, and would lose or repeat some: "
-                f"restart the epoch with TrainingArguments(ignore_data_skip=True), or train as "
-                f"before"
+                f"{self._root} was trained on {_BATCHES.format(**before)}, and now on "
+                f"{_BATCHES.format(**now)}. The Trainer counts batches, and would lose or repeat "
+                f"some: restart the epoch with TrainingArguments(ignore_data_skip=True), or train "
+                f"as before"
             )
         self._folder = tempfile.mkdtemp(prefix="dist_ckpt-resume-")
         with open(os.path.join(self._folder, _STATE_FILE), "w", encoding="utf-8") as file:
@@ -159,13 +164,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
     # --- the Trainer's callbacks -----------------------------------------------------------------
 
-    def on_train_begin(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fill the model, the optimizer and the rest of the state."""
         del args
         if self._trainer is None:
@@ -225,9 +224,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         del args, kwargs
         self._epoch_has_ended = False
 
-    def _boundary(
-        self, state: transformers.TrainerState, control: transformers.TrainerControl
-    ) -> None:
+    def _boundary(self, state: Any, control: Any) -> None:
         if not self._is_pending:
             return
         assert self._checkpointer is not None, "training has begun"
@@ -237,13 +234,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             self.stopped = self._checkpointer.stopped
             control.should_training_stop = True
 
-    def on_evaluate(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the results of an evaluation as metrics of this step."""
         del args, control
         metrics = {
@@ -254,13 +245,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         if self._checkpointer is not None and metrics:
             self._checkpointer.metrics(state.global_step, metrics)
 
-    def on_train_end(
-        self,
-        args: transformers.TrainingArguments,
-        state: transformers.TrainerState,
-        control: transformers.TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the last step if `save` has `at_end`, and wait until it is durable."""
         del args, kwargs
         self._boundary(state, control)
@@ -301,10 +286,7 @@ def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
     }
 
 
-def _batch_text(batches: Mapping[str, int]) -> str:
-    return "{ranks} ranks by {samples} samples a batch and {batches} batches a step".format(
-        **batches
-    )
+_BATCHES = "{ranks} ranks by {samples} samples a batch and {batches} batches a step"
 
 
 def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
@@ -348,13 +330,3 @@ def _text_of(trainer: Any) -> str:
     by_class = {name: group if len(group) > 1 else group[0] for name, group in states.items()}
     callbacks = {**trainer.state.stateful_callbacks, **by_class}
     return json.dumps({**asdict(trainer.state), "stateful_callbacks": callbacks}, sort_keys=True)
-
-
-def _check_version(trainer: Any) -> None:
-    """Raise IncompatibleError if the Trainer lacks a method that is replaced."""
-    for name in NEEDED:
-        if not hasattr(trainer, name):
-            raise IncompatibleError(
-                f"transformers {transformers.__version__} has no Trainer.{name}: use the tested "
-                f"version (5.23), or dc.Checkpointer in your own loop"
-            )

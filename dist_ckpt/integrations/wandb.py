@@ -6,9 +6,11 @@ with dc.Checkpointer("runs/a", on_commit=log_to_wandb(run)) as ck:
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import wandb
 
-from dist_ckpt.integrations.references import Reference, TrackerThread, as_record
+from dist_ckpt.integrations.references import Reference, TrackerThread
 
 
 def log_to_wandb(run: wandb.Run, *, name: str | None = None) -> TrackerThread:
@@ -29,8 +31,7 @@ class _Artifacts:
         self._run, self._artifact_name = run, name
 
     def put(self, reference: Reference) -> None:
-        artifact = wandb.Artifact(
-            self._artifact_name, type="checkpoint", metadata=as_record(reference)
-        )
+        metadata = asdict(reference)
+        artifact = wandb.Artifact(self._artifact_name, type="checkpoint", metadata=metadata)
         artifact.add_reference(reference.index, name="index.json")
         self._run.log_artifact(artifact, aliases=["latest", f"step-{reference.step}"])

@@ -97,10 +97,8 @@ def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveRep
     values: dict[str, Scalar] = {
         f"{phase.replace(' ', '_')}_s": round(took, 4) for phase, took in report.seconds.items()
     }
-    values[_STALLED] = round(
-        sum(report.seconds[phase] for phase in stalling & report.seconds.keys()), 4
-    )
-    values[_SLOWEST] = round(report.slowest_s, 4)
+    stalled_s = sum(report.seconds[phase] for phase in stalling & report.seconds.keys())
+    values |= {_STALLED: round(stalled_s, 4), _SLOWEST: round(report.slowest_s, 4)}
     values[_SLOWEST_RANK] = report.slowest_rank
     put_annotation(storage, root, new_annotation(*where, SAVED, values))
 
@@ -115,42 +113,33 @@ def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, S
         number = _number(value)
         if number is not None and isfinite(number) and number >= 0:
             values[where][name] = number
-    return {where: _times_of(seconds) for where, seconds in values.items()}
-
-
-def _times_of(values: Mapping[str, float]) -> SaveTimes:
-    rank = values.get(_SLOWEST_RANK)
-    phases = [name for name in values if name.endswith("_s") and name not in (_STALLED, _SLOWEST)]
-    return SaveTimes(
-        {name.removesuffix("_s").replace("_", " "): values[name] for name in phases},
-        values.get(_STALLED),
-        None if rank is None else int(rank),
-        values.get(_SLOWEST),
-    )
+    times = {}
+    for where, saved in values.items():
+        stalled_s, slowest_s = saved.pop(_STALLED, None), saved.pop(_SLOWEST, None)
+        rank = saved.get(_SLOWEST_RANK)
+        phases = [name for name in saved if name.endswith("_s")]
+        seconds = {name.removesuffix("_s").replace("_", " "): saved[name] for name in phases}
+        times[where] = SaveTimes(seconds, stalled_s, None if rank is None else int(rank), slowest_s)
+    return times
 
 
 def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as numbers. TypeError or ValueError for a bad name or number."""
-    return {_name(name): _measured(name, value) for name, value in values.items()}
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"{name!r} is not the name of a metric: give a text")
-    try:
-        name.encode()
-    except UnicodeError as error:
-        raise ValueError(f"{name!r} is not the name of a metric: {error}") from None
-    return name
-
-
-def _measured(name: str, value: object) -> float:
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"metric {name!r} is {value!r}: give a number")
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"metric {name!r}: {error}: give one number") from None
+    numbers = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{name!r} is not the name of a metric: give a text")
+        try:
+            name.encode()
+        except UnicodeError as error:
+            raise ValueError(f"{name!r} is not the name of a metric: {error}") from None
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise TypeError(f"metric {name!r} is {value!r}: give a number")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"metric {name!r}: {error}: give one number") from None
+    return numbers
 
 
 def _number(value: Scalar) -> float | None:

@@ -138,28 +138,29 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     single = _read(storage, folder)
     root = folder if single is None else folder.rpartition("/")[0] or "/"
     if single is None:
-        entries = _entries_of(storage, root)
+        entries = list_folder(storage, root)
         infos, old = _read_all(storage, root, entries), old_folders_in(entries)
     else:
         infos, old = [single], find_old_folders(storage, root)
     warn_of_old(root, old)
     annotations = read_annotations(storage, root, with_old=bool(old))
     by_checkpoint = annotations_of(annotations, now)
-    history, problem = _history(storage, root, with_old=bool(old))
+    history, problem = IncarnationHistory({}), ""
+    try:
+        history = read_history(storage, root, with_old=bool(old))
+    except (CorruptError, IncompatibleError) as error:
+        problem = str(error)
     annotated = [_with_annotations(info, by_checkpoint, history) for info in infos]
-    by_step = tuple(sorted(annotated, key=_by_step))
+    by_step = sorted(annotated, key=lambda info: (info.where or _BEFORE_STEPS, info.name))
     problems = by_checkpoint.problems
-    return Listing(root, by_step, annotations, problems, history.newest, problem, old)
+    return Listing(root, tuple(by_step), annotations, problems, history.newest, problem, old)
 
 
-def _by_step(info: RunCheckpoint) -> tuple[bool, int, CheckpointKey, str]:
-    return info.step is not None, info.step or 0, info.where or (0, _NO_ATTEMPT), info.name
+_BEFORE_STEPS = -1, Attempt(0, "")
 
 
-_NO_ATTEMPT = Attempt(0, "")
-
-
-def _entries_of(storage: Storage, root: str) -> Sequence[Entry]:
+def list_folder(storage: Storage, root: str) -> Sequence[Entry]:
+    """Return the entries of a folder. NotFoundError if it does not exist."""
     try:
         return storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -207,26 +208,19 @@ def _read(storage: Storage, path: str) -> RunCheckpoint | None:
     )
 
 
-def _history(storage: Storage, root: str, *, with_old: bool) -> tuple[IncarnationHistory, str]:
-    try:
-        return read_history(storage, root, with_old=with_old), ""
-    except (CorruptError, IncompatibleError) as error:
-        return IncarnationHistory({}), str(error)
-
-
 def _with_annotations(
     info: RunCheckpoint, annotations: CheckpointAnnotations, history: IncarnationHistory
 ) -> RunCheckpoint:
-    where = info.where
-    if where is None:
+    if (where := info.where) is None:
         return info
+    protections = annotations.protections
     return replace(
         info,
         metrics=annotations.metrics.get(where, {}),
-        tags=tuple(annotations.protections.tags.get(where, ())),
-        pin=annotations.protections.pins.get(where),
-        leases=tuple(annotations.protections.leases.get(where, ())),
-        protected_by=annotations.protections.of(where),
+        tags=tuple(protections.tags.get(where, ())),
+        pin=protections.pins.get(where),
+        leases=tuple(protections.leases.get(where, ())),
+        protected_by=protections.of(where),
         is_verified=where in annotations.verified,
         is_orphaned=history.is_orphaned(*where),
     )

@@ -77,16 +77,13 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         raise _refused(path, protections)
     if where is None:
         removal.delete(storage, path)
-    else:
-        subject = CheckpointRef(storage, root, path, where)
-
-        def remove() -> None:
-            removal.delete(storage, path)
-
-        if late := remove_if_unprotected(
-            subject, remove, other_annotations=annotations, force=force
-        ):
-            raise _refused(path, late)
+    elif late := remove_if_unprotected(
+        CheckpointRef(storage, root, path, where),
+        lambda: removal.delete(storage, path),
+        other_annotations=annotations,
+        force=force,
+    ):
+        raise _refused(path, late)
     paths = [f"{root}/{name}" for name in _folders(storage, root)]
     for step, attempt in {
         (stored.step, stored.attempt) for stored in read_annotations(storage, root)
@@ -251,8 +248,12 @@ def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
     alive = listing.alive
     paths = {info.path for info in alive}
     of_step = {info.step: info for info in alive}  # by step and attempt: the last is the highest
-    reasons_by_rules = keep.reasons([_candidate(info) for info in of_step.values()])
-    of_rules = dict(zip(of_step, reasons_by_rules, strict=True))
+    candidates = [
+        Candidate(*info.where, info.saved_at or 0.0, info.metrics)
+        for info in of_step.values()
+        if info.where
+    ]
+    of_rules = dict(zip(of_step, keep.reasons(candidates), strict=True))
     newest = alive[-1].path if alive else None
     checked = next((info.path for info in reversed(alive) if info.is_verified), None)
     decisions = []
@@ -276,11 +277,6 @@ def _exempt_reasons(info: RunCheckpoint) -> list[str]:
         # A single save, for example of the final model: the run does not resume from it.
         return ["no incarnation of the run has saved it: remove it by dist-ckpt rm"]
     return ["a save over it is in progress, or died"] * info.is_being_replaced
-
-
-def _candidate(info: RunCheckpoint) -> Candidate:
-    assert info.where is not None
-    return Candidate(*info.where, info.saved_at or 0.0, info.metrics)
 
 
 def metrics_of(keep: RetentionPolicy) -> set[str]:
@@ -328,7 +324,11 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
             for info, reasons in decisions
         ]
     if any(not reasons for _, reasons in decisions):
-        decisions = _spare_whole(listing, decisions, is_whole)
+        whole = next((info.path for info in reversed(listing.alive) if is_whole(info)), None)
+        decisions = [
+            (info, (*reasons, NEWEST_WHOLE) if info.path == whole else reasons)
+            for info, reasons in decisions
+        ]
     if not dry_run and any(not reasons for _, reasons in decisions):
         _make_newest_durable(storage, listing)
         decisions = [
@@ -340,23 +340,9 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
 def _spare_newer(decision: Decision, run: Incarnation | None) -> Decision:
     """Keep a checkpoint of a newer incarnation, which may need it."""
     info, reasons = decision
-    if (
-        run is not None
-        and info.where
-        and info.where[1].number >= run.first + ATTEMPTS_PER_INCARNATION
-    ):
+    if run and info.where and info.where[1].number >= run.first + ATTEMPTS_PER_INCARNATION:
         reasons = (*reasons, "a newer incarnation saved it")
     return info, reasons
-
-
-def _spare_whole(
-    listing: Listing, decisions: list[Decision], is_whole: Callable[[RunCheckpoint], bool]
-) -> list[Decision]:
-    whole = next((info.path for info in reversed(listing.alive) if is_whole(info)), None)
-    return [
-        (info, (*reasons, NEWEST_WHOLE) if info.path == whole else reasons)
-        for info, reasons in decisions
-    ]
 
 
 def _make_newest_durable(storage: Storage, listing: Listing) -> None:
@@ -374,8 +360,14 @@ def _remove(
     def check() -> None:
         if run is not None:
             run.check(storage)
-        else:
-            _check_no_incarnation_since(storage, listing)
+            return
+        # After a new incarnation has begun, other checkpoints may be orphaned.
+        newest = newest_incarnation(storage, listing.root)
+        if newest is not None and newest.number > listing.newest_incarnation:
+            raise ConflictError(
+                f"{listing.root}: incarnation {newest.number} of this run, {newest.by}, has begun "
+                f"during the prune, so other checkpoints may be orphaned now: prune it again"
+            )
 
     same = [other.path for other in listing.checkpoints if other.where == info.where]
     copies = [path for path in same if path != info.path]
@@ -384,13 +376,3 @@ def _remove(
     if not reasons:
         _log.info("pruned %s, step %s", info.path, info.step)
     return reasons
-
-
-def _check_no_incarnation_since(storage: Storage, listing: Listing) -> None:
-    """Raise ConflictError if a new incarnation began: other checkpoints may be orphaned now."""
-    newest = newest_incarnation(storage, listing.root)
-    if newest is not None and newest.number > listing.newest_incarnation:
-        raise ConflictError(
-            f"{listing.root}: incarnation {newest.number} of this run, {newest.by}, has begun "
-            f"during the prune, so other checkpoints may be orphaned now: prune it again"
-        )

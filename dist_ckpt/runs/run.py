@@ -17,7 +17,7 @@ from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
-from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
 from dist_ckpt.runs.annotations import annotations_of, put_metrics
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
@@ -80,7 +80,33 @@ class Run:
         """
         if (min is None) == (max is None):
             raise ValueError('give min= or max=, the name of a metric: best(min="val/loss")')
-        return best_measured(self._storage, self._list(), min or max or "", is_max=min is None)
+        kind, metric, sign = ("min", min, 1) if min is not None else ("max", max or "", -1)
+        listing = self._list()
+        alive = {info.where: info for info in listing.alive}
+        metrics = annotations_of(listing.annotations, time.time()).metrics
+        values = {where: of[metric] for where, of in metrics.items() if metric in of}
+        history = read_history(self._storage, listing.root, with_old=bool(listing.old_folders))
+
+        def counts(where: CheckpointKey) -> bool:
+            if where in alive:
+                return True
+            is_replaced = any(other and other[0] == where[0] and other > where for other in alive)
+            return not (is_replaced or history.is_orphaned(*where))
+
+        candidates = [
+            where for where, value in values.items() if not isnan(value) and counts(where)
+        ]
+        if not candidates:
+            return None
+        candidates.sort(key=lambda where: (sign * values[where], where not in alive, where))
+        best = candidates[0]
+        if best not in alive:
+            raise NotFoundError(
+                f"{listing.root}: the best {metric} is {values[best]:g}, of step {best[0]}, whose "
+                f"checkpoint {best[1]} is gone or damaged. The best that exists is "
+                f"@{kind}:{metric}; keep=dc.keep.best(1, {kind}={metric!r}) keeps the best"
+            )
+        return alive[best]
 
     def wait_for_newer(
         self, after: int | None = None, *, timeout_s: float = 3600.0, poll_s: float = _POLL_S
@@ -197,39 +223,3 @@ def _text(value: object, name: str, least: int = 0) -> str:
     if not isinstance(value, str) or len(value) < least:
         raise TypeError(f"{name}={value!r}: give a text")
     return value
-
-
-# --- the best checkpoint ---------------------------------------------------------------------
-
-
-def best_measured(
-    storage: Storage, listing: Listing, metric: str, *, is_max: bool
-) -> RunCheckpoint | None:
-    """Return the best checkpoint of a listing; None if no value exists.
-
-    NotFoundError if the best checkpoint does not exist any more.
-    """
-    alive = {info.where: info for info in listing.alive}
-    metrics = annotations_of(listing.annotations, time.time()).metrics
-    values = {where: of[metric] for where, of in metrics.items() if metric in of}
-    history = read_history(storage, listing.root, with_old=bool(listing.old_folders))
-
-    def counts(where: CheckpointKey) -> bool:
-        if where in alive:
-            return True
-        is_replaced = any(other and other[0] == where[0] and other > where for other in alive)
-        return not (is_replaced or history.is_orphaned(*where))
-
-    candidates = [where for where, value in values.items() if not isnan(value) and counts(where)]
-    if not candidates:
-        return None
-    sign = -1 if is_max else 1
-    best = min(candidates, key=lambda where: (sign * values[where], where not in alive, where))
-    if best not in alive:
-        kind = "max" if is_max else "min"
-        raise NotFoundError(
-            f"{listing.root}: the best {metric} is {values[best]:g}, of step {best[0]}, whose "
-            f"checkpoint {best[1]} is gone or damaged. The best that exists is "
-            f"@{kind}:{metric}; keep=dc.keep.best(1, {kind}={metric!r}) keeps the best"
-        )
-    return alive[best]

@@ -12,14 +12,16 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
-from dist_ckpt.core.commit.attempts import MAX_TRIES, entries_at, new_id, read_document
+from dist_ckpt.core.commit.attempts import MAX_TRIES, entries_at, new_id
 from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
     check_upgraded,
     make_record_folders,
     put_record,
+    read_record,
     this_process,
 )
 from dist_ckpt.core.format.filenames import (
@@ -29,16 +31,11 @@ from dist_ckpt.core.format.filenames import (
     parse_request,
     request_file,
 )
-from dist_ckpt.core.format.run_records import (
-    MAX_NBYTES_OF_RECORD,
-    AnswerRecord,
-    Outcome,
-    RequestRecord,
-    decode_record,
-    encode_record,
-)
+from dist_ckpt.core.format.run_records import AnswerRecord, Outcome, RequestRecord, encode_record
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
+
+_Record = TypeVar("_Record", AnswerRecord, RequestRecord)
 
 # Seconds between two looks for an answer.
 POLL_S = 0.5
@@ -119,15 +116,7 @@ def wait_for_answer(
 
 def read_answer(storage: Storage, root: str, own_id: str) -> AnswerRecord | None:
     """Return the answer to a request, None if there is none. CorruptError, IncompatibleError."""
-    file = f"{root}/{REQUESTS}/{answer_file(own_id)}"
-    try:
-        answer = decode_record(
-            read_document(storage, file, MAX_NBYTES_OF_RECORD), AnswerRecord, file
-        )
-    except FileNotFoundError:
-        return None
-    _check_name(file, answer.id, own_id)
-    return answer
+    return _read(storage, f"{root}/{REQUESTS}/{answer_file(own_id)}", AnswerRecord, own_id)
 
 
 # --- the job ---------------------------------------------------------------------------------
@@ -147,15 +136,17 @@ def list_requests(storage: Storage, root: str) -> RequestNames:
 
 def read_request(storage: Storage, root: str, own_id: str) -> RequestRecord | None:
     """Return a request, None if it was withdrawn. CorruptError, IncompatibleError."""
-    file = f"{root}/{REQUESTS}/{request_file(own_id)}"
+    return _read(storage, f"{root}/{REQUESTS}/{request_file(own_id)}", RequestRecord, own_id)
+
+
+def _read(storage: Storage, file: str, cls: type[_Record], own_id: str) -> _Record | None:
     try:
-        request = decode_record(
-            read_document(storage, file, MAX_NBYTES_OF_RECORD), RequestRecord, file
-        )
+        record = read_record(storage, file, cls)
     except FileNotFoundError:
         return None
-    _check_name(file, request.id, own_id)
-    return request
+    if record.id != own_id:
+        raise CorruptError(f"{file}: it is the record of request {record.id}; remove it")
+    return record
 
 
 def put_answer(
@@ -176,8 +167,3 @@ def remove_file(storage: Storage, root: str, name: str) -> None:
     """Remove a file from the folder of requests; fine if it is gone."""
     with suppress(FileNotFoundError):
         storage.remove(f"{root}/{REQUESTS}/{name}")
-
-
-def _check_name(file: str, recorded: str, own_id: str) -> None:
-    if recorded != own_id:
-        raise CorruptError(f"{file}: it is the record of request {recorded}; remove it")

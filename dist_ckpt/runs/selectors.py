@@ -79,7 +79,8 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
     if kind == "latest":
         return _latest(listing)
     if kind in ("min", "max"):
-        return _best(listing, name, min if kind == "min" else max)
+        sign = 1 if kind == "min" else -1
+        return min(measured(listing, name), key=lambda info: sign * info.metrics[name])
     if kind == "tag":
         return _tagged(listing, name)
     return _of_step(listing, int(kind))
@@ -105,12 +106,6 @@ def _why_not(info: RunCheckpoint) -> str:
     if info.state != "committed":
         return info.state
     return "orphaned" if info.is_orphaned else "without a step"
-
-
-def _best(listing: Listing, name: str, choose: Callable[..., float]) -> RunCheckpoint:
-    checkpoints = measured(listing, name)
-    value = choose(info.metrics[name] for info in checkpoints)
-    return next(info for info in checkpoints if info.metrics[name] == value)
 
 
 def measured(listing: Listing, name: str) -> list[RunCheckpoint]:

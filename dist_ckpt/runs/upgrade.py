@@ -10,7 +10,7 @@ new ones are durable.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -42,13 +42,15 @@ from dist_ckpt.core.format.filenames import (
     incarnation_file,
     is_temporary_record,
     parse_annotation_name,
+    parse_attempt,
     parse_incarnation,
     parse_liveness,
     parse_step,
 )
 from dist_ckpt.core.format.run_records import MAX_NBYTES_OF_RECORD, IncarnationRecord, encode_record
 from dist_ckpt.core.storage import Entry, Storage
-from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
+from dist_ckpt.errors import ConflictError, ExistsError, StorageError
+from dist_ckpt.runs.listing import list_folder
 
 # A job whose last sign of life is older than this has died, or ends soon: nothing proves it.
 ALIVE_S = 4 * LIVENESS_INTERVAL_S
@@ -79,10 +81,7 @@ def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> Upgra
     """
     if list_attempts(storage, root):
         raise ValueError(f"{root} is a checkpoint: give the folder that it is in")
-    try:
-        entries = storage.list(root)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{root} is not a folder; choose another path") from error
+    entries = list_folder(storage, root)
     folders: list[str] = []
     alive: list[str] = []
     num_annotations = num_incarnations = 0
@@ -148,47 +147,38 @@ def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
 
 def _check_names(storage: Storage, root: str) -> None:
     """Raise ExistsError if a folder to empty has files that dist_ckpt did not write."""
-    for folder, names in _contents(storage, root):
-        if foreign := [name for name, is_ours in names if not is_ours]:
-            raise ExistsError(
-                f"{folder} has files that dist_ckpt did not write ({', '.join(foreign[:5])}): move "
-                f"them away, then upgrade again"
-            )
-
-
-def _contents(storage: Storage, root: str) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return the old folders to empty, each with its names and whether dist_ckpt wrote them."""
-    old = f"{root}/{OLD_INCARNATIONS}"
-    contents = [
-        (old, [(entry.name, _is_of_incarnations(entry)) for entry in entries_at(storage, old)])
-    ]
+    _checked(storage, f"{root}/{OLD_INCARNATIONS}", _is_of_incarnations)
     if not entries_at(storage, f"{root}/{ANNOTATIONS}"):
-        return contents  # it is renamed as a whole
-    old_folder = f"{root}/{OLD_ANNOTATIONS}"
-    steps = entries_at(storage, old_folder)
-    contents.append((old_folder, [(entry.name, _is_step(entry)) for entry in steps]))
-    for step in filter(_is_step, steps):
-        inner = entries_at(storage, f"{old_folder}/{step.name}")
-        ours = {attempt.name for attempt in attempts_in(inner)}
-        contents.append(
-            (f"{old_folder}/{step.name}", [(entry.name, entry.name in ours) for entry in inner])
+        return  # the folder of annotations is renamed as a whole
+    old = f"{root}/{OLD_ANNOTATIONS}"
+    for step in _checked(storage, old, _is_step):
+        for attempt in _checked(storage, f"{old}/{step}", _is_attempt):
+            _checked(storage, f"{old}/{step}/{attempt}", _is_annotation)
+
+
+def _checked(storage: Storage, folder: str, is_ours: Callable[[Entry], bool]) -> list[str]:
+    """Return the names in a folder to empty. ExistsError for others than ours."""
+    entries = entries_at(storage, folder)
+    if foreign := [entry.name for entry in entries if not is_ours(entry)]:
+        raise ExistsError(
+            f"{folder} has files that dist_ckpt did not write ({', '.join(foreign[:5])}): move "
+            f"them away, then upgrade again"
         )
-        for name in sorted(ours):
-            files = entries_at(storage, f"{old_folder}/{step.name}/{name}")
-            names = [(entry.name, _is_of_annotations(entry)) for entry in files]
-            contents.append((f"{old_folder}/{step.name}/{name}", names))
-    return contents
+    return [entry.name for entry in entries]
 
 
 def _is_step(entry: Entry) -> bool:
     return entry.kind == "folder" and parse_step(entry.name) is not None
 
 
-def _is_of_annotations(entry: Entry) -> bool:
+def _is_attempt(entry: Entry) -> bool:
+    return entry.kind == "folder" and parse_attempt(entry.name) is not None
+
+
+def _is_annotation(entry: Entry) -> bool:
     name = entry.name
-    return entry.kind == "file" and (
-        is_temporary_record(name) or parse_annotation_name(name) is not None
-    )
+    is_ours = is_temporary_record(name) or parse_annotation_name(name) is not None
+    return entry.kind == "file" and is_ours
 
 
 def _is_of_incarnations(entry: Entry) -> bool:
@@ -276,10 +266,8 @@ def _scope(stored: StoredAnnotation) -> tuple[str, CheckpointKey | None]:
 def _copy(storage: Storage, root: str, stored: StoredAnnotation, name: AnnotationName) -> None:
     """Give an annotation its new name: a link keeps its time, by which a lease ends."""
     inner = f"{stored.step}/{stored.attempt}"
-    source, folder = (
-        f"{root}/{OLD_ANNOTATIONS}/{inner}/{stored.name}",
-        f"{root}/{ANNOTATIONS}/{inner}",
-    )
+    source = f"{root}/{OLD_ANNOTATIONS}/{inner}/{stored.name}"
+    folder = f"{root}/{ANNOTATIONS}/{inner}"
     make_durable_folders(storage, root, folder)
     try:
         storage.link(source, f"{folder}/{name}")

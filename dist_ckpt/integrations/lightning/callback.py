@@ -65,8 +65,10 @@ def check_names(trainer: Any) -> None:
         try:
             attrgetter(name)(owner)
         except AttributeError:
+            package = package_of(trainer)
+            version = getattr(sys.modules[package], "__version__", "of unknown version")
             raise IncompatibleError(
-                f"{_version_of(trainer)} has no {type(owner).__name__}.{name}: use 2.6, the tested "
+                f"{package} {version} has no {type(owner).__name__}.{name}: use 2.6, the tested "
                 f"version, or dc.Checkpointer in your own loop"
             ) from None
 
@@ -74,11 +76,6 @@ def check_names(trainer: Any) -> None:
 def package_of(trainer: Any) -> str:
     """Return the package of a Trainer or subclass: Lightning has two names."""
     return type(trainer).__mro__[-2].__module__.partition(".")[0]
-
-
-def _version_of(trainer: Any) -> str:
-    package = package_of(trainer)
-    return f"{package} {getattr(sys.modules[package], '__version__', 'of unknown version')}"
 
 
 def logged(trainer: Any) -> dict[str, float]:
@@ -110,16 +107,14 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_
 
 def _base() -> Any:
     """Return Lightning's base class of checkpoint callbacks, in the package that is imported."""
-    modules = [sys.modules[name] for name in _NAMES if name in sys.modules] or [_installed()]
+    modules = [sys.modules[name] for name in _NAMES if name in sys.modules]
+    if not modules:
+        try:
+            import lightning.pytorch as library  # noqa: PLC0415  (one of two names of one library)
+        except ModuleNotFoundError:
+            import pytorch_lightning as library  # noqa: PLC0415  (the other of the two names)
+        modules = [library]
     return type("Base", tuple(module.callbacks.Checkpoint for module in modules), {})
-
-
-def _installed() -> Any:
-    try:
-        import lightning.pytorch as library  # noqa: PLC0415  (one of two names of one library)
-    except ModuleNotFoundError:
-        import pytorch_lightning as library  # noqa: PLC0415  (the other of the two names)
-    return library
 
 
 _Base: Any = _base()
@@ -171,15 +166,14 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             return
         _check(trainer, self)
         # A new list: the Trainer is iterating over this one.
-        trainer.callbacks = [
-            _First(self),
-            *(callback for callback in trainer.callbacks if not _is_first(callback)),
-        ]
+        trainer.callbacks = [_First(self), *_without_first(trainer.callbacks)]
 
     def begin(self, trainer: Any) -> None:
         """Fill the module and the optimizers; pass the rest to Lightning. Every rank calls it."""
         self._trainer, self.stopped = trainer, None
-        before = {number: signal.getsignal(number) for number in self._numbers()}
+        names = self._options.get("save", DEFAULT_SAVE).signals
+        numbers = [signal.Signals[f"SIG{name}"] for name in sorted(names)]
+        before = {number: signal.getsignal(number) for number in numbers}
         root = None if trainer.fast_dev_run else self._root
         self._checkpointer = ck = Checkpointer(root, **self._options)
         self._signals = {number: (old, signal.getsignal(number)) for number, old in before.items()}
@@ -190,12 +184,12 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         if step is not None:
             if not trainer.strategy.restore_checkpoint_after_setup:
                 self._refuse_path()
-            if not isinstance(template["trainer"], dict) or "loops" not in template["trainer"]:
+            loaded = template["trainer"]
+            if not isinstance(loaded, dict) or "loops" not in loaded:
                 raise IncompatibleError(
                     f"step {step} of {self._root} was not saved by this callback: give it another "
                     f"root, and this checkpoint as init= with init_strict=False"
                 )
-            loaded = template["trainer"]
             loops = loaded["loops"]["fit_loop"]
             data = template["data"].value
             can_restart = self._on_reshard == "drop"
@@ -293,15 +287,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
     def _unpatch(self) -> None:
         if self._position is not None:
             self._position.unpatch()
-        trainer = self._trainer
-        if trainer is not None:
-            trainer.callbacks = [
-                callback for callback in trainer.callbacks if not _is_first(callback)
-            ]
-
-    def _numbers(self) -> list[int]:
-        names = self._options.get("save", DEFAULT_SAVE).signals
-        return [signal.Signals[f"SIG{name}"] for name in sorted(names)]
+        if (trainer := self._trainer) is not None:
+            trainer.callbacks = _without_first(trainer.callbacks)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -336,7 +323,13 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             **self._more,
         }
         if trainer.is_global_zero:
-            state["trainer"] = {**rest, "ended_by": _ended_by(trainer)}
+            stops = trainer.early_stopping_callbacks if trainer.should_stop else []
+            ended_by = [
+                stop.state_key
+                for stop in stops
+                if stop.stopped_epoch or stop.stopping_reason_message
+            ]
+            state["trainer"] = {**rest, "ended_by": ended_by}
         return state
 
     def _restore_rest(self, loaded: dict[str, Any]) -> None:
@@ -370,8 +363,8 @@ class _First(_Base):  # type: ignore[misc]  # of which library it is shows at ru
         self.owner.begin(trainer)
 
 
-def _is_first(callback: object) -> bool:
-    return isinstance(callback, _First)
+def _without_first(callbacks: list[Any]) -> list[Any]:
+    return [callback for callback in callbacks if not isinstance(callback, _First)]
 
 
 def _stop(trainer: Any) -> None:
@@ -379,12 +372,6 @@ def _stop(trainer: Any) -> None:
     trainer.fit_loop.min_epochs = None
     trainer.fit_loop.epoch_loop.min_steps = None
     trainer.should_stop = True
-
-
-def _ended_by(trainer: Any) -> list[str]:
-    """Return the state keys of the EarlyStopping callbacks that have stopped the Trainer."""
-    stops = trainer.early_stopping_callbacks if trainer.should_stop else []
-    return [stop.state_key for stop in stops if stop.stopped_epoch or stop.stopping_reason_message]
 
 
 def _check(trainer: Any, callback: LightningCheckpoint) -> None:

@@ -47,32 +47,26 @@ class FitPosition:
         Loader states are moved from the loop's state to the rank's part: Lightning would restore
         those of rank 0 on all ranks.
         """
-        loop = self._trainer.fit_loop.epoch_loop
-        batches = 0 if self._is_between_epochs() else loop.batch_progress.current.ready
-        states = fit_loop["state_dict"].pop("combined_loader", None) if batches else None
-        fit_loop["state_dict"].pop("combined_loader", None)
+        loops, num_batches = self._trainer.fit_loop, _num_batches(self._trainer)
+        epoch = loops.epoch_progress.current
+        is_between_epochs = epoch.ready == epoch.completed
+        batches = 0 if is_between_epochs else loops.epoch_loop.batch_progress.current.ready
+        states = fit_loop["state_dict"].pop("combined_loader", None)
         common = {
             "world_size": self._trainer.world_size,
             "batches": batches,
-            "num_batches": _num_batches(self._trainer),
+            "num_batches": num_batches,
         }
-        of_rank = {
-            "loaders": states if self._loaders_have_states() else None,
-            "order": self._order if batches else self._current_order(),
-        }
-        return common, of_rank
-
-    def _is_between_epochs(self) -> bool:
-        epoch = self._trainer.fit_loop.epoch_progress.current
-        return bool(epoch.ready == epoch.completed)
-
-    def _loaders_have_states(self) -> bool:
-        """Return True if each loader has an exact state; one without a length was read ahead."""
-        is_sized = _num_batches(self._trainer) is not None
-        return is_sized and all(
+        # A loader without a length was read ahead: its state is not exact.
+        have_states = num_batches is not None and all(
             hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
             for loader in self._loaders()
         )
+        of_rank = {
+            "loaders": states if batches and have_states else None,
+            "order": self._order if batches else self._current_order(),
+        }
+        return common, of_rank
 
     # --- resume ----------------------------------------------------------------------------------
 
@@ -96,18 +90,16 @@ class FitPosition:
                     f"{num_ranks} ranks"
                 )
             if batches:
-                self._restart_epoch(fit_loop)
+                # Remove the incomplete epoch from the counts; the number of steps stays.
+                self._skip = 0
+                for counts in fit_loop["epoch_progress"].values():
+                    done = counts["completed"]
+                    counts.update(dict.fromkeys(("ready", "started", "processed"), done))
             return
         self._order = of_rank["order"]
         if batches and of_rank["loaders"] is not None:
             self._is_stateful = True
             fit_loop["state_dict"]["combined_loader"] = of_rank["loaders"]
-
-    def _restart_epoch(self, fit_loop: dict[str, Any]) -> None:
-        """Remove the incomplete epoch from the counts of the loops; the number of steps stays."""
-        self._skip = 0
-        for counts in fit_loop["epoch_progress"].values():
-            counts.update(dict.fromkeys(("ready", "started", "processed"), counts["completed"]))
 
     # --- the loops -------------------------------------------------------------------------------
 
@@ -133,10 +125,14 @@ class FitPosition:
         """Set the generators of the saved order, as the order is drawn next."""
         if self._skip is None:
             self._order = self._current_order()
-        elif not self._is_stateful:
-            self._set_order()
+        # With another number of ranks, there is no order.
+        elif not self._is_stateful and self._order is not None:
+            set_sources(self._loaders(), self._order)
+            RNG().restore(self._order["rng"])
         if self._skip == 0:
-            self._clear_restart()
+            # End the restart between epochs; with max_steps, Lightning would skip an epoch.
+            fit = self._trainer.fit_loop
+            fit.epoch_loop.restarting = fit._restarting = False
             RNG().restore(self._at_save)
             self._order, self._skip = self._current_order(), None
         original()
@@ -144,20 +140,9 @@ class FitPosition:
     def _current_order(self) -> dict[str, Any]:
         return {"rng": RNG().capture(), **sources_of(self._loaders())}
 
-    def _set_order(self) -> None:
-        if self._order is not None:  # with another number of ranks, there is none
-            set_sources(self._loaders(), self._order)
-            RNG().restore(self._order["rng"])
-
     def _loaders(self) -> list[Any]:
         loader = self._trainer.fit_loop._combined_loader
         return [] if loader is None else list(loader.flattened)
-
-    def _clear_restart(self) -> None:
-        """End the restart between epochs; with max_steps, Lightning would skip an epoch."""
-        fit = self._trainer.fit_loop
-        fit.epoch_loop.restarting = False
-        fit._restarting = False
 
     def _before_epoch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip:

@@ -33,13 +33,13 @@ from dist_ckpt.core.commit.attempts import (
     is_decided,
     list_attempts,
     new_id,
-    read_document,
     write_small_file,
 )
 from dist_ckpt.core.commit.records.record_store import (
     find_old_folders,
     make_record_folders,
     put_record,
+    read_record,
 )
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,
@@ -52,12 +52,7 @@ from dist_ckpt.core.format.filenames import (
     parse_incarnation,
     parse_liveness,
 )
-from dist_ckpt.core.format.run_records import (
-    MAX_NBYTES_OF_RECORD,
-    IncarnationRecord,
-    decode_record,
-    encode_record,
-)
+from dist_ckpt.core.format.run_records import IncarnationRecord, encode_record
 from dist_ckpt.core.format.strict_json import REMEDY
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
@@ -291,8 +286,7 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
     file = f"{folder}/{incarnation_file(number)}"
     is_old = posixpath.basename(folder) == OLD_INCARNATIONS
     try:
-        data = read_document(storage, file, MAX_NBYTES_OF_RECORD)
-        record = decode_record(data, IncarnationRecord, file, is_old=is_old)
+        record = read_record(storage, file, IncarnationRecord, is_old=is_old)
     except FileNotFoundError:
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:

@@ -55,6 +55,7 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.run_records import (
     MAX_NBYTES_OF_RECORD,
     Annotation,
+    R,
     decode_record,
     encode_record,
 )
@@ -188,6 +189,12 @@ def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def read_record(storage: Storage, file: str, cls: type[R], *, is_old: bool = False) -> R:
+    """Read and decode a record. Raises the errors of `decode_record`, and FileNotFoundError."""
+    data = read_document(storage, file, MAX_NBYTES_OF_RECORD)
+    return decode_record(data, cls, file, is_old=is_old)
+
+
 def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
     """Return the folder of the annotations of an attempt."""
     return f"{root}/{ANNOTATIONS}/{step}/{attempt}"
@@ -196,9 +203,7 @@ def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
 def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> StoredAnnotation:
     """Return an annotation with the values in its file, or with the reason that it has none."""
     try:
-        annotation = decode_record(
-            read_document(storage, file, MAX_NBYTES_OF_RECORD), Annotation, file
-        )
+        annotation = read_record(storage, file, Annotation)
     except (CorruptError, IncompatibleError) as error:
         return replace(unread, problem=str(error))
     if (annotation.step, annotation.attempt, annotation.kind) != (
