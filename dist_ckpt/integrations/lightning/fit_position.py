@@ -125,7 +125,7 @@ class FitPosition:
         """Set the generators of the saved order, as the order is drawn next."""
         if self._skip is None:
             self._order = self._current_order()
-        # With another number of ranks, there is no order.
+        # The order is None with another number of ranks.
         elif not self._is_stateful and self._order is not None:
             set_sources(self._loaders(), self._order)
             RNG().restore(self._order["rng"])
