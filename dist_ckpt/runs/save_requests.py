@@ -35,7 +35,7 @@ from dist_ckpt.core.format.run_records import AnswerRecord, Outcome, RequestReco
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 
-_Record = TypeVar("_Record", AnswerRecord, RequestRecord)
+_R = TypeVar("_R", AnswerRecord, RequestRecord)
 
 # Seconds between two looks for an answer.
 POLL_S = 0.5
@@ -139,7 +139,7 @@ def read_request(storage: Storage, root: str, own_id: str) -> RequestRecord | No
     return _read(storage, f"{root}/{REQUESTS}/{request_file(own_id)}", RequestRecord, own_id)
 
 
-def _read(storage: Storage, file: str, cls: type[_Record], own_id: str) -> _Record | None:
+def _read(storage: Storage, file: str, cls: type[_R], own_id: str) -> _R | None:
     try:
         record = read_record(storage, file, cls)
     except FileNotFoundError:
