@@ -18,6 +18,7 @@ import shrew_writer as w
 from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.commit.user_files import new_file
 from dist_ckpt.core.shard_io.memory.host_array import Array
+from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import (
     CorruptError,
     ExistsError,
@@ -26,7 +27,6 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.interop.shrew import files
-from dist_ckpt.interop.shrew.files import LocalFile
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -495,13 +495,14 @@ def test_a_file_that_shrinks_while_it_is_imported_makes_no_checkpoint(
 ) -> None:
     file = tmp_path / "a.shrew"
     file.write_bytes(w.version_1(("a", "u8", (1 << 20,), bytes(1 << 20))))
-    check_unchanged = LocalFile.check_unchanged
+    open_unchanged = files.UnchangedFile.open
 
-    def shrinking(source: LocalFile, version: tuple[int, ...]) -> None:
-        check_unchanged(source, version)
+    def shrinking(storage: files.UnchangedFile, path: str) -> ReadableFile:
+        opened = open_unchanged(storage, path)
         os.truncate(file, 1000)
+        return opened
 
-    monkeypatch.setattr(LocalFile, "check_unchanged", shrinking)
+    monkeypatch.setattr(files.UnchangedFile, "open", shrinking)
     with pytest.raises(CorruptError, match="byte 1000: the file ends here"):
         files.import_file(file, tmp_path / "ck")
     with pytest.raises(NotFoundError):

@@ -11,11 +11,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
-from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.objects.plain_types import Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -28,7 +28,7 @@ from dist_ckpt.interop.readers.restricted_pickle import (
 )
 from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
-from dist_ckpt.interop.registry import DEEPSPEED_LATEST as LATEST
+from dist_ckpt.interop.registry import DEEPSPEED_LATEST
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened, whole_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -53,12 +53,14 @@ def is_folder(storage: Storage, path: str) -> bool:
 
 def latest(storage: Storage, path: str) -> str:
     """Return the folder of the newest save if a path is that of a run, else the path."""
-    if not is_file(storage, f"{path}/{LATEST}"):
+    if not is_file(storage, f"{path}/{DEEPSPEED_LATEST}"):
         return path
-    name = whole_file(storage, f"{path}/{LATEST}", 4096).decode("utf-8", "replace").strip()
+    name = (
+        whole_file(storage, f"{path}/{DEEPSPEED_LATEST}", 4096).decode("utf-8", "replace").strip()
+    )
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise CorruptError(
-            f"{path}/{LATEST} does not name a folder next to it; give the folder itself"
+            f"{path}/{DEEPSPEED_LATEST} does not name a folder next to it; give the folder itself"
         )
     return f"{path}/{name}"
 
@@ -141,8 +143,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         ]
         files = _ZeroFiles(nested, *([(file, dict_of(file)) for file in kind] for kind in archives))
         files.add_all()
-    step = files.model.get("global_steps")
-    return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+    return nested.state(files.model.get("global_steps"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class _ZeroFiles:
             (file, self._typed(d.get("optimizer_state_dict"), dict)) for file, d in partitions
         ]
         first = self._partitions[0][1] if partitions else {}
+        self._num_ranks = len(partitions)
         self._stage = first.get("zero_stage", 0 if not partitions else 1)
         self._check_count(first)
 
@@ -193,9 +195,8 @@ class _ZeroFiles:
                 raise self._damaged(f"two parameters are {parameter.name}")
         shared = self._typed(self.model.get("shared_params") or {}, dict)
         self._add_rest(parameters.keys(), shared)
-        weights = [self._weights(n) for n in range(self._ranks)]
         for parameter in parameters.values():
-            self._add(("model", parameter.name), parameter, weights)
+            self._add(("model", parameter.name), parameter, self._weights)
         for name, other in shared.items():
             self._nested.add_alias(("model", str(name)), f"model.{other}")
         if self._partitions:
@@ -206,10 +207,6 @@ class _ZeroFiles:
         for key, value in self.model.items():
             if key not in _TENSOR_KEYS:
                 self._nested.add((str(key),), value, self._archive)
-
-    @property
-    def _ranks(self) -> int:
-        return len(self._partitions)
 
     def _add_rest(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
         """Add buffers and frozen parameters; of a model without partitions all of it."""
@@ -232,23 +229,19 @@ class _ZeroFiles:
 
     def _add_frozen(self, name: str, shape: Shape) -> None:
         """Add a frozen parameter of ZeRO-3: each rank has a part, and the last is padded."""
-        flats = []
-        for archive, state in self._models:
+        flats, runs = [], []
+        numel, part = prod(shape), -(-prod(shape) // len(self._models))
+        for rank, (archive, state) in enumerate(self._models):
             fragments = self._typed(state.get("frozen_param_fragments"), dict)
             flats.append([(archive, self._view(fragments.get(name)))])
-        numel, part = prod(shape), -(-prod(shape) // max(len(flats), 1))
-        runs = [
-            _FlatSlice(
-                rank, 0, 0, ElementRange(min(rank * part, numel), min((rank + 1) * part, numel))
-            )
-            for rank in range(len(flats))
-        ]
+            elements = ElementRange(min(rank * part, numel), min((rank + 1) * part, numel))
+            runs.append(_FlatSlice(rank, 0, 0, elements))
         self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the partitioned parameters, each with its parts."""
         groups = [self._typed(g, dict) for g in self._typed(self.model.get("param_shapes"), list)]
-        sizes = [[prod(view.shape) for _, view in self._weights(r)] for r in range(self._ranks)]
+        sizes = [[prod(view.shape) for _, view in vectors] for vectors in self._weights]
         if self._stage == 3:
             yield from self._interleaved(groups, sizes)
             return
@@ -274,7 +267,7 @@ class _ZeroFiles:
             for name, size in group.items():
                 shape = self._shape(size)
                 numel = prod(shape)
-                part = -(-numel // self._ranks)
+                part = -(-numel // self._num_ranks)
                 runs = []
                 for rank, rank_sizes in enumerate(sizes):
                     first = min(rank * part, numel)
@@ -286,11 +279,14 @@ class _ZeroFiles:
                 yield _Parameter(name, shape, number, runs)
                 at += part
 
-    def _weights(self, rank: int) -> list[_Vector]:
-        """Return the vectors of the fp32 weights of a rank."""
-        archive, state = self._partitions[rank]
+    @cached_property
+    def _weights(self) -> list[list[_Vector]]:
+        """The vectors of the fp32 weights, by rank."""
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
-        return [(archive, self._view(tensor)) for tensor in self._typed(state.get(key), list)]
+        return [
+            [(archive, self._view(tensor)) for tensor in self._typed(state.get(key), list)]
+            for archive, state in self._partitions
+        ]
 
     def _base(self, rank: int) -> dict[Any, Any]:
         """Return the state dict of the optimizer that works on the vectors of a rank."""
@@ -308,8 +304,9 @@ class _ZeroFiles:
     def _add_optimizer(self, parameters: list[_Parameter]) -> None:
         if self._nested.leaves_out("optim"):
             return
-        bases = [self._base(rank) for rank in range(self._ranks)]
-        archive = self._partitions[0][0]
+        bases = [self._base(rank) for rank in range(self._num_ranks)]
+        archives = [archive for archive, _ in self._partitions]
+        counts = [len(vectors) for vectors in self._weights]
         for parameter in parameters:
             above = ("optim", "state", f"model.{parameter.name}")
             rank, number = 0, parameter.group
@@ -317,10 +314,16 @@ class _ZeroFiles:
                 rank, number = parameter.runs[0].rank, parameter.runs[0].number
             for key, value in self._entries(bases[rank], number).items():
                 if isinstance(value, TensorView) and value.shape:
-                    flats = [self._vectors(n, base, key) for n, base in enumerate(bases)]
+                    flats = [
+                        [
+                            (archive, self._view(self._entries(base, n).get(key)))
+                            for n in range(count)
+                        ]
+                        for base, archive, count in zip(bases, archives, counts, strict=True)
+                    ]
                     self._add((*above, str(key)), parameter, flats)
                 else:
-                    self._nested.add((*above, str(key)), value, self._partitions[rank][0])
+                    self._nested.add((*above, str(key)), value, archives[rank])
         base_groups = self._typed(bases[0].get("param_groups"), list)
         names: dict[int, list[str]] = {}
         for parameter in parameters:
@@ -330,9 +333,9 @@ class _ZeroFiles:
         groups = [
             {**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(base_groups)
         ]
-        self._nested.add(("optim", "param_groups"), groups, archive)
+        self._nested.add(("optim", "param_groups"), groups, archives[0])
         for key in bases[0].keys() - {"state", "param_groups"}:
-            self._nested.add(("optim", str(key)), bases[0][key], archive)
+            self._nested.add(("optim", str(key)), bases[0][key], archives[0])
 
     def _add_further(self) -> None:
         """Add the other values of the partitions: ZeRO's from the first rank, others per rank."""
@@ -345,11 +348,6 @@ class _ZeroFiles:
                 if isinstance(value, PickledRecord):
                     value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
                 self._nested.add(("zero", str(key)), value, archive)
-
-    def _vectors(self, rank: int, base: dict[Any, Any], key: object) -> list[_Vector]:
-        archive, _ = self._partitions[rank]
-        numbers = range(len(self._weights(rank)))
-        return [(archive, self._view(self._entries(base, n).get(key))) for n in numbers]
 
     def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
         entries: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
@@ -378,17 +376,18 @@ class _ZeroFiles:
         self._nested.add_tensor(path, tensor, self._archive)
 
     def _check_count(self, first: Mapping[str, object]) -> None:
-        count = first.get("partition_count", self._ranks)
+        num_ranks = self._num_ranks
+        count = first.get("partition_count", num_ranks)
         expected = max(count) if isinstance(count, list) and count else count
-        if expected != self._ranks:
+        if expected != num_ranks:
             raise NotFoundError(
-                f"{self._archive.label} has {expected} partitions, but only {self._ranks} of "
-                f"their files exist: copy the others there"
+                f"{self._archive.label} has {expected} partitions, but only {num_ranks} of their "
+                f"files exist: copy the others there"
             )
-        if self._stage == 3 and len(self._models) != self._ranks:
+        if self._stage == 3 and len(self._models) != num_ranks:
             raise NotFoundError(
                 f"{self._archive.label}: {len(self._models)} files of the model exist, but "
-                f"{self._ranks} of the optimizer: copy the others there"
+                f"{num_ranks} of the optimizer: copy the others there"
             )
 
     def _padding(self, paddings: object, group: int, index: int) -> int:

@@ -7,19 +7,15 @@ name. The contents are those of `dump_checkpoint` in lightning/pytorch/trainer/c
 
 from __future__ import annotations
 
-from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, numbered
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.registry import LIGHTNING_META
-from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened
+from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened
 
 VERSION = "pytorch-lightning_version"
-
-_MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
-_IN_FOLDERS = "optimizer_"
 
 
 def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
@@ -38,25 +34,20 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
             )
         if is_folder:
             dcp_files.add_folder(nested, storage, path, _new_path)
-        _add(nested, archive, state)
-    step = state.get("global_step")
-    return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
-
-
-def _add(nested: Nested, archive: Archive, state: dict[object, object]) -> None:
-    for key, value in state.items():
-        if key == _MODEL:
-            nested.add(("model",), value, archive)
-        elif key == _OPTIMIZERS:
-            for number, optimizer in enumerate(value if isinstance(value, list) else [value]):
-                nested.add_optimizer((numbered("optim", number),), optimizer, "model", archive)
-        else:
-            nested.add((str(key),), value, archive)
+        for key, value in state.items():
+            if key == "state_dict":
+                nested.add(("model",), value, archive)
+            elif key == "optimizer_states":
+                for number, optimizer in enumerate(value if isinstance(value, list) else [value]):
+                    nested.add_optimizer((numbered("optim", number),), optimizer, "model", archive)
+            else:
+                nested.add((str(key),), value, archive)
+    return nested.state(state.get("global_step"))
 
 
 def _new_path(path: Path) -> Path:
     top, *rest = path
-    number = str(top).removeprefix(_IN_FOLDERS)
-    if number.isdigit() and str(top) == f"{_IN_FOLDERS}{number}":
+    number = str(top).removeprefix("optimizer_")
+    if number.isdigit() and str(top) == f"optimizer_{number}":
         return (numbered("optim", int(number)), *rest)
-    return ("model", *rest) if top == _MODEL else path
+    return ("model", *rest) if top == "state_dict" else path

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 
 from dist_ckpt.core.format import strict_json
-from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
@@ -21,8 +20,6 @@ from dist_ckpt.interop.readers.torch_pickles import TABLE
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.registry import MEGATRON_ABOUT, MEGATRON_COMMON, MEGATRON_LATEST
 from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened, whole_file
-
-COMMON, ABOUT, LATEST = MEGATRON_COMMON, MEGATRON_ABOUT, MEGATRON_LATEST
 
 _MAX_TEXT_NBYTES = 1 << 20
 _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
@@ -37,7 +34,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
     CorruptError, IncompatibleError for damaged files, or values that cannot be stored.
     """
     folder = latest(storage, path)
-    _check_about(storage, folder)
+    _check_format(storage, folder)
     nested = Nested(folder, interest)
     # `keep_unknown`: the metadata also has the plans of all ranks.
     dcp_files.add_folder(nested, storage, folder, _new_path, keep_unknown=True)
@@ -47,35 +44,36 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
             f"the ranks. Save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out "
             f"(exclude='optim', on the command line --exclude optim)"
         )
-    with opened(storage, f"{folder}/{COMMON}", _TABLE) as archive:
+    with opened(storage, f"{folder}/{MEGATRON_COMMON}", _TABLE) as archive:
         common = dict_of(archive)
         for key, value in common.items():
             plain = value.fields if isinstance(value, PickledRecord) else value
             nested.add((str(key),), plain, archive)
-    step = common.get("iteration")
-    return nested.state(step if type(step) is int and 0 <= step <= MAX_STEP else None)
+    return nested.state(common.get("iteration"))
 
 
 def latest(storage: Storage, path: str) -> str:
     """Return the folder of the latest iteration if a path is that of a run, else the path."""
-    if not is_file(storage, f"{path}/{LATEST}"):
+    if not is_file(storage, f"{path}/{MEGATRON_LATEST}"):
         return path
-    text = whole_file(storage, f"{path}/{LATEST}", _MAX_TEXT_NBYTES).decode("utf-8", "replace")
+    text = whole_file(storage, f"{path}/{MEGATRON_LATEST}", _MAX_TEXT_NBYTES).decode(
+        "utf-8", "replace"
+    )
     folder = f"iter_{text.strip():0>7}" if text.strip().isdigit() else text.strip()
-    if folder not in ("release",) and not re.fullmatch(r"iter_\d+", folder):
-        raise NotFoundError(f"{path}/{LATEST} names no iteration; give the folder of one")
+    if not re.fullmatch(r"iter_\d+|release", folder):
+        raise NotFoundError(f"{path}/{MEGATRON_LATEST} names no iteration; give the folder of one")
     return f"{path}/{folder}"
 
 
-def _check_about(storage: Storage, folder: str) -> None:
+def _check_format(storage: Storage, folder: str) -> None:
     try:
-        text = whole_file(storage, f"{folder}/{ABOUT}", _MAX_TEXT_NBYTES)
+        text = whole_file(storage, f"{folder}/{MEGATRON_ABOUT}", _MAX_TEXT_NBYTES)
     except FileNotFoundError:
         raise NotFoundError(
-            f"{folder}/{ABOUT}: the file does not exist, so {folder} is not a checkpoint of "
-            f"Megatron's dist checkpointing; check the path"
+            f"{folder}/{MEGATRON_ABOUT}: the file does not exist, so {folder} is not a checkpoint "
+            f"of Megatron's dist checkpointing; check the path"
         ) from None
-    about = strict_json.parse(text, f"{folder}/{ABOUT}")
+    about = strict_json.parse(text, f"{folder}/{MEGATRON_ABOUT}")
     backend = about.get("sharded_backend") if isinstance(about, dict) else None
     if backend != "torch_dist":
         raise IncompatibleError(

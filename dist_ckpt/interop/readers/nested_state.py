@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.format.index.index import Node
+from dist_ckpt.core.format.index.index import MAX_STEP, Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
@@ -228,8 +228,12 @@ class Nested:
         plain = self._plain(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled.budget)
         self.per_rank.setdefault(fqn, {})[rank] = plain
 
-    def state(self, step: int | None = None) -> ForeignState:
-        """Return the state. ValueError for an exclude pattern that matched no name."""
+    def state(self, step: object = None) -> ForeignState:
+        """Return the state, with a step if it is one that a checkpoint can have.
+
+        ValueError for an exclude pattern that matched no name.
+        """
+        valid_step = step if type(step) is int and 0 <= step <= MAX_STEP else None
         if problems := self._selection.unmatched(self._left_out):
             raise ValueError("; ".join(problems))
         has_values = any(value not in ({}, []) for value in self._values.values())
@@ -245,7 +249,9 @@ class Nested:
                 raise self._refused(fqn, _TWO_THINGS)
             names.add(fqn)
         tensors = [*self.tensors.values()]
-        return ForeignState(tensors, tree, self._values, {}, self._aliases, self.per_rank, step)
+        return ForeignState(
+            tensors, tree, self._values, {}, self._aliases, self.per_rank, valid_step
+        )
 
     def _reserve(self, path: Path) -> None:
         """Record a path. IncompatibleError if its name is invalid, or already used."""

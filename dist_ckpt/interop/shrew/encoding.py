@@ -102,10 +102,7 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
     version = fields.u32("the version")
     if version not in (1, 2):
         raise IncompatibleError(f"{label}, byte 4: version {version}: only 1 and 2 are supported")
-    if version == 1:
-        state: dict[str, object] = {"model": _tensors(fields)}
-    else:
-        state = _training(fields)
+    state: dict[str, object] = {"model": _tensors(fields)} if version == 1 else _training(fields)
     if left := fields.left:
         raise fields.corrupt(f"{left} bytes after the end of the contents")
     return state
@@ -200,7 +197,11 @@ def _training(fields: _FieldReader) -> dict[str, object]:
         if tag == _MODEL:
             state["model"] = _tensors(fields)
         elif tag == _OPTIMIZER:
-            state["optim"] = _optimizer(fields)
+            state["optim"] = {
+                "type": fields.text("the type of the optimizer"),
+                "scalars": fields.named(12, "scalar", lambda label: fields.floats(1, label)[0]),
+                "buffers": fields.named(12, "buffer", lambda label: _buffer(fields, label)),
+            }
         else:
             state["epoch"] = fields.u64("the epoch")
             state["global_step"] = fields.u64("the global step")
@@ -209,14 +210,6 @@ def _training(fields: _FieldReader) -> dict[str, object]:
             state["loss_history"] = fields.floats(count, f"a history of {count} losses")
     # In the order of a file.
     return {name: state[name] for name in ("model", "optim", *_TRAINING) if name in state}
-
-
-def _optimizer(fields: _FieldReader) -> dict[str, object]:
-    return {
-        "type": fields.text("the type of the optimizer"),
-        "scalars": fields.named(12, "scalar", lambda label: fields.floats(1, label)[0]),
-        "buffers": fields.named(12, "buffer", lambda label: _buffer(fields, label)),
-    }
 
 
 def _buffer(fields: _FieldReader, label: str) -> FileTensor:
@@ -289,31 +282,27 @@ def _encoded(
         assert is_tensor(tensor)
         dims = b"".join(map(_u32, tensor.shape))
         tag = bytes([_TAGS[tensor.dtype]])
-        yield _text(name) + tag + _u32(len(tensor.shape)) + dims + _u64(tensor.nbytes)
+        nbytes = tensor.nbytes.to_bytes(8, "little")
+        yield _text(name) + tag + _u32(len(tensor.shape)) + dims + nbytes
         yield data_of(tensor)
     if version == 1:
         return
     if "optim" in state:
-        yield from _encoded_optimizer(_mapping(state["optim"]), data_of)
+        optimizer = _mapping(state["optim"])
+        scalars, buffers = _mapping(optimizer["scalars"]), _mapping(optimizer["buffers"])
+        yield bytes([_OPTIMIZER]) + _text(str(optimizer["type"])) + _u32(len(scalars))
+        for name, value in scalars.items():
+            yield _text(name) + struct.pack("<d", value)
+        yield _u32(len(buffers))
+        for name, tensor in buffers.items():
+            assert is_tensor(tensor)
+            yield _text(name) + tensor.shape[0].to_bytes(8, "little")
+            yield data_of(tensor)
     losses = state["loss_history"]
     assert isinstance(losses, list)
     numbers = struct.pack("<QQd", state["epoch"], state["global_step"], state["best_loss"])
     yield bytes([_METADATA]) + numbers + _u32(len(losses))
     yield struct.pack(f"<{len(losses)}d", *losses) + bytes([_END])
-
-
-def _encoded_optimizer(
-    optimizer: Mapping[str, object], data_of: Callable[[PlainTensor], Buffer]
-) -> Iterator[Buffer]:
-    scalars, buffers = _mapping(optimizer["scalars"]), _mapping(optimizer["buffers"])
-    yield bytes([_OPTIMIZER]) + _text(str(optimizer["type"])) + _u32(len(scalars))
-    for name, value in scalars.items():
-        yield _text(name) + struct.pack("<d", value)
-    yield _u32(len(buffers))
-    for name, tensor in buffers.items():
-        assert is_tensor(tensor)
-        yield _text(name) + _u64(tensor.shape[0])
-        yield data_of(tensor)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -323,10 +312,6 @@ def _mapping(value: object) -> Mapping[str, object]:
 
 def _u32(number: int) -> bytes:
     return number.to_bytes(4, "little")
-
-
-def _u64(number: int) -> bytes:
-    return number.to_bytes(8, "little")
 
 
 def _text(text: str) -> bytes:

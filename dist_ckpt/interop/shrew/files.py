@@ -112,7 +112,7 @@ def plan_import_file(
     """Return the plan of `import_file`. Raises the errors that it raises before it writes."""
     with closing(LocalFile(file)) as source:
         state = _foreign_state(encoding.parse(source, source.path), source.path)
-        storage = _UnchangedFile(open_storage(source.path)[0], source.version)
+        storage = UnchangedFile(open_storage(source.path)[0], source.version)
     virtual = checkpoint_of(storage, source.path, state, "a .shrew file")
     return plan_rewrite(
         (virtual, source.path), target, even(1), max_memory=MIN_MEMORY, overwrite=overwrite
@@ -184,10 +184,6 @@ def _nbytes_of(state: Mapping[str, object], version: int) -> int:
     return sum(memoryview(part).nbytes for part in parts) + nbytes
 
 
-# The depth of the tensors in "optim", "buffers".
-_MAX_DEPTH = 3
-
-
 class LocalFile:
     """A regular file, open for reading (`ReadableFile`).
 
@@ -229,20 +225,12 @@ class LocalFile:
             done += count
         return done
 
-    def check_unchanged(self, version: tuple[int, ...]) -> None:
-        """Raise CorruptError if the file had another version when it was checked."""
-        if self.version != version:
-            raise CorruptError(
-                f"{self.path} was changed after it was checked: do not write to a file that is "
-                f"being read"
-            )
-
     def close(self) -> None:
         """Close it."""
         os.close(self._descriptor)
 
 
-class _UnchangedFile(ForwardingStorage):
+class UnchangedFile(ForwardingStorage):
     """Opens a file for the import. CorruptError if it has changed since it was parsed."""
 
     def __init__(self, inner: Storage, version: tuple[int, ...]) -> None:
@@ -252,11 +240,12 @@ class _UnchangedFile(ForwardingStorage):
     def open(self, path: str) -> ReadableFile:
         """See `Storage.open`."""
         file = LocalFile(path)
-        try:
-            file.check_unchanged(self._version)
-        except CorruptError:
+        if file.version != self._version:
             file.close()
-            raise
+            raise CorruptError(
+                f"{file.path} was changed after it was checked: do not write to a file that is "
+                f"being read"
+            )
         return file
 
 
@@ -312,7 +301,7 @@ def _with_data(value: object, file: ReadableFile) -> dict[str, object]:
 def _as_arrays(value: object, fqn: str, *, depth: int = 1) -> object:
     """Return a value with an `Array` in place of each tensor of torch or numpy."""
     if isinstance(value, Mapping):
-        if depth == _MAX_DEPTH:  # a deeper value is refused, whatever it is
+        if depth == 3:  # that of the tensors in "optim", "buffers"; a deeper value is refused
             return value
         return {
             key: _as_arrays(child, f"{fqn}.{key}", depth=depth + 1) for key, child in value.items()

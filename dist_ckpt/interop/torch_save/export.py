@@ -13,7 +13,7 @@ import pickle  # noqa: TID251 - torch.load reads pickles; they are only written 
 import struct
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ import torch
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.commit.user_files import check_new_file, check_outside, new_file
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Shape
+from dist_ckpt.core.format.geometry import Shape, row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, saved_tree_of
@@ -118,10 +118,10 @@ def plan_export_file(
     check_outside(real_path(source_path), real_path(path))
     opened = OpenCheckpoint.at(storage, source_path, make=make)
     saved = saved_tree_of(opened.catalog, opened.objects(), opened.objects)
-    state = torch_state(saved, source_path, only, selection)
+    state, contained, not_plain = torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.
-    tensors = sorted(state.tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-    contents = _ArchiveContents(opened, pickled(state), tensors, state.not_plain)
+    tensors = sorted(contained, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    contents = _ArchiveContents(opened, pickled(state), tensors, not_plain)
     return plan_of_file(path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes)
 
 
@@ -175,7 +175,11 @@ def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: CopyProgress) -> None:
     """Write each tensor's data as a record, from windows that are read one by one."""
-    with closing(_parts(contents)) as parts:
+    names = [tensor.fqn for tensor in contents.tensors]
+    windows = contents.source.stream(names, window_nbytes=WINDOW_NBYTES, order="names")
+    with closing(windows):
+        # Each part belongs to one tensor.
+        parts = (data for window in windows for _, data in window.parts)
         for tensor in contents.tensors:
             with _record(archive, tensor.name) as record:
                 left = tensor.nbytes
@@ -184,15 +188,6 @@ def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: Cop
                     record.write(part)
                     tell(part.nbytes)
                     left -= part.nbytes
-
-
-def _parts(contents: _ArchiveContents) -> Generator[memoryview]:
-    """Yield the data of the tensors, in order; each part belongs to one tensor."""
-    names = [tensor.fqn for tensor in contents.tensors]
-    windows = contents.source.stream(names, window_nbytes=WINDOW_NBYTES, order="names")
-    with closing(windows):
-        for window in windows:
-            yield from (data for _, data in window.parts)
 
 
 @contextmanager
@@ -234,23 +229,14 @@ class _PickledTensor:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class TorchState:
-    """The state of a checkpoint for torch.save: the value to pickle, and the tensors by number.
-
-    `not_plain` are the names of values for which `torch.load` needs `weights_only=False`.
-    """
-
-    value: object
-    tensors: tuple[ExportContents, ...]
-    not_plain: tuple[str, ...]
-
-
-def torch_state(saved: SavedTree, path: str, only: str | None, selection: Selection) -> TorchState:
+def torch_state(
+    saved: SavedTree, path: str, only: str | None, selection: Selection
+) -> tuple[object, list[ExportContents], list[str]]:
     """Return the selected state, nested as it was saved, or the container `only` in it.
 
-    IncompatibleError names all that torch.save cannot store. ValueError for a pattern that matches
-    nothing, and for patterns that leave nothing.
+    Also return its tensors by number, and the names of values for which `torch.load` needs
+    `weights_only=False`. IncompatibleError names all that torch.save cannot store. ValueError for a
+    pattern that matches nothing, and for patterns that leave nothing.
     """
     if problems := selection.unmatched(saved.leaves):
         raise ValueError("; ".join(problems))
@@ -269,7 +255,7 @@ def torch_state(saved: SavedTree, path: str, only: str | None, selection: Select
         raise IncompatibleError(
             f"{path}: torch.save cannot store all of it: {listed(walk.problems, '; ')}"
         )
-    return TorchState(value, tuple(walk.tensors), tuple(walk.not_plain))
+    return value, walk.tensors, walk.not_plain
 
 
 class _Walk:
@@ -282,7 +268,10 @@ class _Walk:
         self._saved = saved
         self._selection = selection
         above = {child: name for name, items in saved.entries.items() for _, child in items}
-        self._models = models_of(saved.main, saved.leaves.keys() & _tensors_of(saved), above)
+        tensors = saved.leaves.keys() & (
+            saved.catalog.tensors.keys() | saved.catalog.aliases.keys()
+        )
+        self._models = models_of(saved.main, tensors, above)
         self._storages: dict[str, _DataRecord] = {}
         # The optimizer of each group, and of each list of groups.
         self._optimizers: dict[str, str] = {}
@@ -359,10 +348,6 @@ class _Walk:
         self.problems.append(f"{name} {why}: leave it out ({excluded_names(name)})")
 
 
-def _tensors_of(saved: SavedTree) -> frozenset[str]:
-    return frozenset((*saved.catalog.tensors, *saved.catalog.aliases))
-
-
 @cache
 def can_be_saved(dtype: str) -> bool:
     """Return True if torch.save supports a dtype: none of less than a byte."""
@@ -385,10 +370,10 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN and value != b""  # pickled as a call of bytes
 
 
-def pickled(state: TorchState) -> bytes:
+def pickled(state: object) -> bytes:
     """Return the pickle of a state, as torch.save makes it, without the tensors' data."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(state.value)
+    _Pickler(buffer, protocol=2).dump(state)
     return buffer.getvalue()
 
 
@@ -407,7 +392,8 @@ class _Pickler(pickle.Pickler):
         function, further = _rebuild_call(value.storage.dtype)
         # Copies: torch.load stores the hooks of each loaded tensor in its arguments.
         copies = map(copy, further)
-        return function, (value.storage, 0, value.shape, _strides(value.shape), *copies)
+        strides = row_major_strides(tuple(max(size, 1) for size in value.shape))
+        return function, (value.storage, 0, value.shape, strides, *copies)
 
 
 _KINDS = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
@@ -421,7 +407,3 @@ def _rebuild_call(dtype: str) -> tuple[Any, list[Any]]:
     """
     function, (_, _, _, _, *further) = torch.empty(0, dtype=torch_dtype(dtype)).__reduce_ex__(2)
     return function, further
-
-
-def _strides(shape: Shape) -> Shape:
-    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -104,22 +104,21 @@ class Archive:
         self._path = path
         self._start = start
         self._nbytes = nbytes
+        self._all: bytes | None = None
         self.label = label
         self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
         self._located: set[TensorView] = set()
         self._table = table
-        self._all: bytes | None = None
         if start + nbytes > file.nbytes:
             raise CorruptError(f"{label}: {path} is cut off; restore it from a copy")
-        if nbytes <= _SMALL_NBYTES:
-            self._all = self._pread(0, nbytes)
-        start_of_it = self._read(0, min(nbytes, 4))
-        if start_of_it[:2] == b"\x80\x02":
+        self._all = self._read(0, nbytes) if nbytes <= _SMALL_NBYTES else None
+        first_bytes = self._read(0, min(nbytes, 4))
+        if first_bytes[:2] == b"\x80\x02":
             raise IncompatibleError(
                 f"{label} is one pickle, written by an old torch: load it with "
                 f"torch.load(weights_only=True) and save it again with torch.save"
             )
-        if start_of_it != b"PK\x03\x04":
+        if first_bytes != b"PK\x03\x04":
             raise CorruptError(
                 f"{label} is not a file of torch.save; check the path, or fetch it again"
             )
@@ -156,11 +155,6 @@ class Archive:
                 f"{self.label}: {fqn} is an expanded tensor, whose elements share memory: save it "
                 f"again after contiguous()"
             )
-        self._count(view, fqn)
-        return self._path, self._start + start + first
-
-    def _count(self, view: TensorView, fqn: str) -> None:
-        """Raise CorruptError if the tensors are far larger than the archive."""
         if view not in self._located:
             self._located.add(view)
             self._left -= prod(view.shape) * view.itemsize
@@ -169,6 +163,7 @@ class Archive:
                 f"{self.label}: its tensors up to {fqn} have more than {_MOST_TIMES} times its "
                 f"{self._nbytes} bytes: save clones of them"
             )
+        return self._path, self._start + start + first
 
     def bytes_of(self, view: TensorView, fqn: str) -> bytes:
         """Return the bytes of a small contiguous tensor."""
@@ -181,9 +176,6 @@ class Archive:
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._all is not None:
             return self._all[offset : offset + nbytes]
-        return self._pread(offset, nbytes)
-
-    def _pread(self, offset: int, nbytes: int) -> bytes:
         data = bytearray(nbytes)
         count = self._file.read_into(self._start + offset, memoryview(data))
         return bytes(data[:count])
@@ -222,12 +214,10 @@ def whole_file(storage: Storage, path: str, most: int) -> bytes:
 
 # --- zip records -----------------------------------------------------------------------------
 
-ReadAt = Callable[[int, int], bytes]
-
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
+_ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _BEYOND = 0xFFFFFFFF
 _ENCRYPTED = 1
@@ -262,7 +252,7 @@ class ZipRecords:
     CorruptError for an incomplete archive, IncompatibleError for a compressed record.
     """
 
-    def __init__(self, read: ReadAt, nbytes: int, label: str) -> None:
+    def __init__(self, read: Callable[[int, int], bytes], nbytes: int, label: str) -> None:
         self._read = read
         self._nbytes = nbytes
         self._label = label
@@ -327,11 +317,9 @@ class ZipRecords:
         """Add the record of a directory entry; return the offset of the next entry."""
         if at + _ENTRY.size > len(data):
             raise self._damaged("its directory is cut off")
-        entry = _ENTRY.unpack_from(data, at)
-        sign, flags, method = entry[0], entry[3], entry[4]
-        checksum = entry[7]
-        packed, size, name_nbytes, extra_nbytes, comment_nbytes = entry[8:13]
-        header_at = entry[16]
+        fields = _ENTRY.unpack_from(data, at)
+        sign, flags, method, checksum, packed, size, *lengths, header_at = fields
+        name_nbytes, extra_nbytes, comment_nbytes = lengths
         name_at = at + _ENTRY.size
         extra_at = name_at + name_nbytes
         end: int = extra_at + extra_nbytes + comment_nbytes
