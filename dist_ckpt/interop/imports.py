@@ -27,7 +27,7 @@ from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.planning.selection import selection_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter
+from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import checkpoint_of
 from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, foreign_at, reader_module
 from dist_ckpt.reports import Progress, SaveReport
@@ -45,7 +45,7 @@ __all__ = [
     "from_torch",
 ]
 
-ForeignPath = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 # The memory for tensors; more is not faster.
 _MAX_MEMORY = 256 << 20
@@ -68,9 +68,7 @@ class ImportOptions(TypedDict, total=False):
     progress: Progress | None
 
 
-def from_dcp(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
-) -> SaveReport:
+def from_dcp(source: StrPath, target: StrPath, **options: Unpack[ImportOptions]) -> SaveReport:
     """Make the checkpoint at `target` from a folder of `torch.distributed.checkpoint`.
 
     Names are those that `dc.save` would use for the nested state.
@@ -78,9 +76,7 @@ def from_dcp(
     return _import("dcp", source, target, options)
 
 
-def from_torch(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
-) -> SaveReport:
+def from_torch(source: StrPath, target: StrPath, **options: Unpack[ImportOptions]) -> SaveReport:
     """Make the checkpoint at `target` from a file of `torch.save`.
 
     The file has a dict of tensors and plain data, nested in any way. A dict of only tensors, such
@@ -89,9 +85,7 @@ def from_torch(
     return _import("torch", source, target, options)
 
 
-def from_hf(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
-) -> SaveReport:
+def from_hf(source: StrPath, target: StrPath, **options: Unpack[ImportOptions]) -> SaveReport:
     """Make the checkpoint at `target` from a safetensors file, or a Hugging Face folder of them.
 
     Its state is `{"model": ...}`.
@@ -100,7 +94,7 @@ def from_hf(
 
 
 def from_lightning(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+    source: StrPath, target: StrPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
     """Make the checkpoint at `target` from one of Lightning, with its `global_step` as the step.
 
@@ -111,7 +105,7 @@ def from_lightning(
 
 
 def from_accelerate(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+    source: StrPath, target: StrPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
     """Make the checkpoint at `target` from a folder of accelerate's `save_state`.
 
@@ -123,7 +117,7 @@ def from_accelerate(
 
 
 def from_deepspeed(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
+    source: StrPath, target: StrPath, **options: Unpack[ImportOptions]
 ) -> SaveReport:
     """Make the checkpoint at `target` from a folder of DeepSpeed, with its `global_steps`.
 
@@ -134,9 +128,7 @@ def from_deepspeed(
     return _import("deepspeed", source, target, options)
 
 
-def from_megatron(
-    source: ForeignPath, target: ForeignPath, **options: Unpack[ImportOptions]
-) -> SaveReport:
+def from_megatron(source: StrPath, target: StrPath, **options: Unpack[ImportOptions]) -> SaveReport:
     """Make the checkpoint at `target` from a torch_dist folder of Megatron, with its `iteration`.
 
     Tensors keep the names of their sharded tensors, below `model` or `optim`. Layers of one shape
@@ -146,13 +138,17 @@ def from_megatron(
 
 
 def plan_import(
-    kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
+    kind: str, source: StrPath, target: StrPath, options: ImportOptions
 ) -> WritePlan[SaveReport]:
     """Return the plan of `from_dcp`, or of the import of another `kind`.
 
     Raises the errors that the import raises before it writes.
     """
-    _check(options)
+    if unknown := sorted(options.keys() - ImportOptions.__annotations__.keys()):
+        raise TypeError(f"{unknown[0]!r} is not an option of an import: see ImportOptions")
+    step = options.get("step")
+    if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
+        raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
     include, exclude = options.get("include"), options.get("exclude")
     if kind == "hf":
         opened, selection = _open_safetensors(source), selection_of(include, exclude)
@@ -165,29 +161,25 @@ def plan_import(
         target,
         even(options.get("world_size", 1)),
         max_memory=_MAX_MEMORY,
-        step=options.get("step"),
+        step=step,
         overwrite=options.get("overwrite", False),
         selection=selection,
     )
 
 
-def _import(
-    kind: str, source: ForeignPath, target: ForeignPath, options: ImportOptions
-) -> SaveReport:
+def _import(kind: str, source: StrPath, target: StrPath, options: ImportOptions) -> SaveReport:
     return plan_import(kind, source, target, options).run(progress=options.get("progress"))
 
 
-def open_pickled(
-    kind: str, path: str | os.PathLike[str], interest: ImportFilter = ALL
-) -> tuple[Storage, str]:
+def open_pickled(kind: str, path: StrPath, import_filter: ImportFilter) -> tuple[Storage, str]:
     """Return a storage that presents the files of a format as a checkpoint, and its path."""
     storage, text = open_storage(path)
     foreign_format = FORMATS[kind]
-    state = reader_module(foreign_format.reader).read(storage, text, interest)
+    state = reader_module(foreign_format.reader).read(storage, text, import_filter)
     return checkpoint_of(storage, text, state, foreign_format.name), text
 
 
-def _open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+def _open_safetensors(path: StrPath) -> tuple[Storage, str]:
     """Return a storage that presents safetensors files as a checkpoint, and its path."""
     storage, text = open_storage(path)
     if (files := foreign_at(storage, text)) is None:
@@ -198,11 +190,3 @@ def _open_safetensors(path: str | os.PathLike[str]) -> tuple[Storage, str]:
             f"{HF_INDEX} or {HF_FILE}; check the path"
         )
     return files, text
-
-
-def _check(options: ImportOptions) -> None:
-    if unknown := sorted(options.keys() - ImportOptions.__annotations__.keys()):
-        raise TypeError(f"{unknown[0]!r} is not an option of an import: see ImportOptions")
-    step = options.get("step")
-    if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
-        raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
 
 from dist_ckpt.core.commit.attempts import attempts_in
 from dist_ckpt.core.storage import Storage, real_path
@@ -73,7 +72,11 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
     files that must be imported. CorruptError, NotFoundError for damaged or missing files.
     """
     if (start := _start_of(storage, path)) is not None:
-        return _in_file(storage, path, start)
+        if path.endswith(SAFETENSORS):
+            return _open_safetensors(storage, path, path)
+        if start.startswith(_PICKLED):
+            raise _to_import("lightning" if path.endswith(".ckpt") else "torch", path)
+        return None
     try:
         entries = storage.list(path)
         is_ours = any(attempts_in(entries))
@@ -82,21 +85,13 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
     return None if is_ours else _in_folder(storage, path, [entry.name for entry in entries])
 
 
-def _in_file(storage: Storage, path: str, start: bytes) -> Storage | None:
-    if path.endswith(SAFETENSORS):
-        return _safetensors().open_file(storage, path, path)
-    if start.startswith(_PICKLED):
-        raise _to_import("lightning" if path.endswith(".ckpt") else "torch", path)
-    return None
-
-
 def _in_folder(storage: Storage, path: str, names: Collection[str]) -> Storage | None:
     if (kind := _pickled_kind(storage, path, names)) is not None:
         raise _to_import(kind, path)
     if _has(storage, path, HF_INDEX):
-        return _safetensors().open_folder(storage, path)
+        return _open_safetensors(storage, path, None)
     if _has(storage, path, HF_FILE):
-        return _safetensors().open_file(storage, path, f"{path}/{HF_FILE}")
+        return _open_safetensors(storage, path, f"{path}/{HF_FILE}")
     if _has(storage, path, DCP_METADATA):
         raise IncompatibleError(
             f"{path} is {FORMATS['dcp'].name}: load it with "
@@ -106,24 +101,17 @@ def _in_folder(storage: Storage, path: str, names: Collection[str]) -> Storage |
     return None
 
 
-class _SafetensorsReader(Protocol):
-    def open_file(self, storage: Storage, path: str, file: str) -> Storage: ...
-
-    def open_folder(self, storage: Storage, path: str) -> Storage: ...
-
-
-def _safetensors() -> _SafetensorsReader:
-    return reader_module("hf.read")
+def _open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
+    """Present a file as a checkpoint at `path`, or the folder there if `file` is None."""
+    opened: Storage = reader_module("hf.read").open_safetensors(storage, path, file)
+    return opened
 
 
 def _pickled_kind(storage: Storage, path: str, names: Collection[str]) -> str | None:
     """Return the system that wrote a folder, if its marker files identify one."""
-    first, *rest = _FOLDERS
-    if _has(storage, path, *first[0]):
-        return first[1]
     if _has(storage, path, DCP_METADATA_OF_RANK) and not _has(storage, path, DCP_METADATA):
         raise reader_module("dcp.read").no_metadata(storage, path)
-    for markers, kind in rest:
+    for markers, kind in _FOLDERS:
         if _has(storage, path, *markers):
             return kind
     if any(name == DEEPSPEED_LATEST or name.endswith(DEEPSPEED_STATES) for name in names):

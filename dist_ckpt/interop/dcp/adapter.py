@@ -44,7 +44,7 @@ from dist_ckpt.core.comm.process_group import session_of, single_process_session
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
 from dist_ckpt.core.loading.shared_read import CollectiveReader
-from dist_ckpt.core.planning.selection import Cast, Selection, names_above, selection_of
+from dist_ckpt.core.planning.selection import SELECT_ALL, Cast, Selection, names_above, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
@@ -55,14 +55,12 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import ConflictError, RankError
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, local_state_of
-from dist_ckpt.interop.imports import open_pickled
+from dist_ckpt.interop.imports import StrPath, open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
 
 _log = logging.getLogger("dist_ckpt")
-
-StrPath = str | os.PathLike[str]
 
 
 @refuse_old_parameters(frozen="include_frozen")
@@ -99,7 +97,7 @@ def load(
         cast=cast,
         record_verified=False,
     )
-    needed = ImportFilter(needs=RequiredValues(state, path, options))
+    needed = ImportFilter(SELECT_ALL, RequiredValues(state, path, options))
 
     def open_folder(path: StrPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
         del direct_reads

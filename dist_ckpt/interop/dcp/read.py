@@ -18,7 +18,7 @@ from dist_ckpt.core.format.objects.plain_types import DTypeValue, Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers import restricted_pickle
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, joined
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, joined
 from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
@@ -93,13 +93,13 @@ class _Item:
     region: Region | None = None
 
 
-def read(storage: Storage, folder: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, folder: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a folder, with the names that `dc.save` would use.
 
     NotFoundError if the metadata, or a file that it names, is missing. CorruptError,
     IncompatibleError for damaged files, or values that cannot be stored.
     """
-    nested = Nested(folder, interest)
+    nested = Nested(folder, import_filter)
     add_folder(nested, storage, folder)
     return nested.state()
 

@@ -15,7 +15,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.hf import read as safetensors_files
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, numbered
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, numbered
 from dist_ckpt.interop.readers.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
@@ -28,7 +28,7 @@ _GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_
 _Add = Callable[["_Folder", str, str, re.Match[str]], None]
 
 
-def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a folder. NotFoundError if accelerate wrote none of its files.
 
     CorruptError, IncompatibleError for damaged or unknown files, or values that cannot be stored.
@@ -37,7 +37,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         entries = sorted(storage.list(path, follow=True), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path}: the folder does not exist; check the path") from None
-    folder = _Folder(storage, path, interest)
+    folder = _Folder(storage, path, import_filter)
     for entry in entries:
         if not entry.name.endswith(_NO_STATE):
             folder.add(entry.name)
@@ -64,8 +64,8 @@ def _check_parts(names: Set[str], path: str) -> None:
 class _Folder:
     """Collects the state of a folder, file by file."""
 
-    def __init__(self, storage: Storage, path: str, interest: ImportFilter) -> None:
-        self.nested = Nested(path, interest)
+    def __init__(self, storage: Storage, path: str, import_filter: ImportFilter) -> None:
+        self.nested = Nested(path, import_filter)
         self.num_known = 0
         self._storage = storage
         self._path = path

@@ -19,7 +19,7 @@ from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
 from dist_ckpt.core.format.objects.plain_types import Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested
 from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
@@ -55,9 +55,8 @@ def latest(storage: Storage, path: str) -> str:
     """Return the folder of the newest save if a path is that of a run, else the path."""
     if not is_file(storage, f"{path}/{DEEPSPEED_LATEST}"):
         return path
-    name = (
-        whole_file(storage, f"{path}/{DEEPSPEED_LATEST}", 4096).decode("utf-8", "replace").strip()
-    )
+    text = whole_file(storage, f"{path}/{DEEPSPEED_LATEST}", 4096)
+    name = text.decode("utf-8", "replace").strip()
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise CorruptError(
             f"{path}/{DEEPSPEED_LATEST} does not name a folder next to it; give the folder itself"
@@ -128,14 +127,14 @@ _LAYOUT_KEYS = frozenset(
 _Vector = tuple[Archive, TensorView]
 
 
-def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a folder, with its step; with a `latest` file, that of the newest save.
 
     CorruptError, IncompatibleError for damaged files, or partitions that are not ZeRO's.
     """
     folder = latest(storage, path)
     models, partitions = files_of(storage, folder)
-    nested = Nested(folder, interest)
+    nested = Nested(folder, import_filter)
     with ExitStack() as stack:
         archives = [
             [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]

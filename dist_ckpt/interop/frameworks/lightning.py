@@ -10,7 +10,7 @@ from __future__ import annotations
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path, numbered
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, numbered
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.registry import LIGHTNING_META
 from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened
@@ -18,12 +18,12 @@ from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened
 VERSION = "pytorch-lightning_version"
 
 
-def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a checkpoint, with its step.
 
     CorruptError, IncompatibleError for other files, or values that cannot be stored.
     """
-    nested = Nested(path, interest)
+    nested = Nested(path, import_filter)
     is_folder = is_file(storage, f"{path}/{LIGHTNING_META}")
     with opened(storage, f"{path}/{LIGHTNING_META}" if is_folder else path) as archive:
         state = dict_of(archive)

@@ -14,7 +14,7 @@ from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested, Path
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path
 from dist_ckpt.interop.readers.restricted_pickle import PickledRecord, record_maker
 from dist_ckpt.interop.readers.torch_pickles import TABLE
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
@@ -28,14 +28,14 @@ _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
 _BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
 
 
-def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a folder, with its iteration; for a run's folder, the latest one.
 
     CorruptError, IncompatibleError for damaged files, or values that cannot be stored.
     """
     folder = latest(storage, path)
     _check_format(storage, folder)
-    nested = Nested(folder, interest)
+    nested = Nested(folder, import_filter)
     # `keep_unknown`: the metadata also has the plans of all ranks.
     dcp_files.add_folder(nested, storage, folder, _new_path, keep_unknown=True)
     if buffer := next((name for name in nested.tensors if _BUFFERS.search(name)), None):
@@ -56,10 +56,9 @@ def latest(storage: Storage, path: str) -> str:
     """Return the folder of the latest iteration if a path is that of a run, else the path."""
     if not is_file(storage, f"{path}/{MEGATRON_LATEST}"):
         return path
-    text = whole_file(storage, f"{path}/{MEGATRON_LATEST}", _MAX_TEXT_NBYTES).decode(
-        "utf-8", "replace"
-    )
-    folder = f"iter_{text.strip():0>7}" if text.strip().isdigit() else text.strip()
+    text = whole_file(storage, f"{path}/{MEGATRON_LATEST}", _MAX_TEXT_NBYTES)
+    name = text.decode("utf-8", "replace").strip()
+    folder = f"iter_{name:0>7}" if name.isdigit() else name
     if not re.fullmatch(r"iter_\d+|release", folder):
         raise NotFoundError(f"{path}/{MEGATRON_LATEST} names no iteration; give the folder of one")
     return f"{path}/{folder}"

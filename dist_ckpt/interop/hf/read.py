@@ -37,15 +37,17 @@ _MAX_NDIM = 64
 MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
 
 
-def open_file(storage: Storage, path: str, file: str) -> Storage:
-    """Return a storage that presents a file, or a folder's only file, as a checkpoint at `path`."""
-    label = "a safetensors file" if file == path else "a folder with a safetensors file"
-    return checkpoint_of(storage, path, read_file(storage, file), label)
+def open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
+    """Return a storage that presents a file, or a folder's only file, as a checkpoint at `path`.
 
-
-def open_folder(storage: Storage, path: str) -> Storage:
-    """Return a storage that presents a folder with an index as a checkpoint."""
-    return checkpoint_of(storage, path, read_folder(storage, path), "a folder of safetensors files")
+    `file` is None for a folder with an index.
+    """
+    if file is None:
+        state, label = read_folder(storage, path), "a folder of safetensors files"
+    else:
+        state = read_file(storage, file)
+        label = "a safetensors file" if file == path else "a folder with a safetensors file"
+    return checkpoint_of(storage, path, state, label)
 
 
 def read_file(storage: Storage, path: str) -> ForeignState:

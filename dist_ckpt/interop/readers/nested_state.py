@@ -18,7 +18,7 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, excluded_names
+from dist_ckpt.core.planning.selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     PathKey,
@@ -34,16 +34,11 @@ from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignSt
 
 
 class ImportFilter(NamedTuple):
-    """The names to read: all that `looked_into` selects.
+    """The names to read. A value that no checkpoint can store is an error only if it is needed."""
 
-    A value that a checkpoint cannot store is an error only if `needs(name)` is true.
-    """
+    selection: Selection
+    needs: Callable[[str], bool]
 
-    looked_into: Selection = SELECT_ALL
-    needs: Callable[[str], bool] = lambda _: True
-
-
-ALL = ImportFilter()
 
 Path = tuple[PathKey, ...]
 
@@ -128,7 +123,7 @@ class Nested:
     is not needed, None is stored instead.
     """
 
-    def __init__(self, label: str, interest: ImportFilter = ALL) -> None:
+    def __init__(self, label: str, import_filter: ImportFilter) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
         self.per_rank: dict[str, dict[int, object]] = {}
         self._aliases: dict[str, str] = {}
@@ -136,8 +131,8 @@ class Nested:
         self._nodes: list[Node] = []
         self._paths: dict[str, Path] = {}
         self._label = label
-        self._selection = interest.looked_into
-        self._needs = interest.needs
+        self._selection = import_filter.selection
+        self._needs = import_filter.needs
         self._left_out: list[str] = []
         self._first: dict[object, str] = {}
         self._has_tensors: dict[int, bool] = {}

@@ -23,7 +23,7 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.interop.readers import restricted_pickle
-from dist_ckpt.interop.readers.nested_state import ALL, ImportFilter, Nested
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, remedied
 from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView, storage_of
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
@@ -41,7 +41,7 @@ _FREE_NBYTES = 1 << 20
 _SMALL_NBYTES = 64 << 10
 
 
-def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignState:
+def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a file; a state dict of tensors alone becomes `{"model": ...}`.
 
     CorruptError, IncompatibleError for another kind of file, or values that cannot be stored.
@@ -50,7 +50,7 @@ def read(storage: Storage, path: str, interest: ImportFilter = ALL) -> ForeignSt
         state = dict_of(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
-        nested = Nested(path, interest)
+        nested = Nested(path, import_filter)
         nested.add_top(state, archive)
     return nested.state()
 
