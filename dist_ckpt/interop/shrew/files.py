@@ -281,21 +281,17 @@ def _contains_tensors(value: object) -> bool:
     return isinstance(value, FileTensor)
 
 
-def _with_data(value: object, file: ReadableFile) -> dict[str, object]:
+def _with_data(state: Mapping[str, object], file: ReadableFile) -> dict[str, object]:
     """Return a state with the data of its tensors."""
-
-    def filled(value: object) -> object:
+    filled = dict(state)
+    for name, value in state.items():
         if isinstance(value, FileTensor):
             data = memoryview(bytearray(value.nbytes))
             file.read_into(value.start, data)
-            return Array(value.dtype, value.shape, data)
-        if isinstance(value, dict):
-            return {name: filled(child) for name, child in value.items()}
-        return value
-
-    state = filled(value)
-    assert isinstance(state, dict)
-    return state
+            filled[name] = Array(value.dtype, value.shape, data)
+        elif isinstance(value, Mapping):
+            filled[name] = _with_data(value, file)
+    return filled
 
 
 def _as_arrays(value: object, fqn: str, *, depth: int = 1) -> object:
@@ -333,11 +329,10 @@ def _state_of(checkpoint: Checkpoint, selection: Selection) -> dict[str, object]
         **checkpoint.objects,
         **dict.fromkeys(checkpoint.per_rank, "a value of each rank"),
     }
-    model: dict[str, object] = {}
-    buffers: dict[str, object] = {}
-    optimizer: dict[str, object] = {}
-    state: dict[str, object] = {}
-    by_prefix = {"model.": model, "optim.buffers.": buffers, "optim.": optimizer, "": state}
+    by_prefix: dict[str, dict[str, object]] = {
+        prefix: {} for prefix in ("model.", "optim.buffers.", "optim.", "")
+    }
+    model, buffers, optimizer, state = by_prefix.values()
     for fqn, value in contents.items():
         if fqn in selection:
             prefix = next(prefix for prefix in by_prefix if fqn.startswith(prefix))
@@ -346,8 +341,5 @@ def _state_of(checkpoint: Checkpoint, selection: Selection) -> dict[str, object]
         raise ValueError("; ".join(problems))
     if buffers:
         optimizer["buffers"] = buffers
-    if model:
-        state["model"] = model
-    if optimizer:
-        state["optim"] = optimizer
-    return state
+    parts = {"model": model, "optim": optimizer}
+    return state | {name: part for name, part in parts.items() if part}

@@ -26,7 +26,7 @@ import torch
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.commit.user_files import check_new_file, check_outside, new_file
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Shape, row_major_strides
+from dist_ckpt.core.format.geometry import row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, saved_tree_of
@@ -47,8 +47,8 @@ __all__ = ["export_file"]
 
 _log = logging.getLogger("dist_ckpt")
 
-# The folder in an archive of torch.save that is not written to a path.
-_FOLDER = "archive"
+# The folder in an archive of torch.save that is not written to a path, and that of the data in it.
+_FOLDER, _DATA_FOLDER = "archive", "data/"
 
 # Torch writes tensors at multiples of this offset, so that they can be mapped into memory.
 _ALIGNMENT = 64
@@ -213,20 +213,10 @@ _MAX_BITS = 8 * 255
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _DataRecord:
-    """The data of a tensor: the number of its record, its dtype and its number of elements."""
-
-    number: int
-    dtype: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _PickledTensor:
-    """A tensor in the state that is pickled."""
+    """A tensor in the state that is pickled. Tied tensors have the same `data`."""
 
-    storage: _DataRecord
-    shape: Shape
+    data: ExportContents
 
 
 def torch_state(
@@ -255,14 +245,14 @@ def torch_state(
         raise IncompatibleError(
             f"{path}: torch.save cannot store all of it: {listed(walk.problems, '; ')}"
         )
-    return value, walk.tensors, walk.not_plain
+    return value, [*walk.tensors.values()], walk.not_plain
 
 
 class _Walk:
     """A walk through a state, which collects its values and tensors."""
 
     def __init__(self, saved: SavedTree, selection: Selection) -> None:
-        self.tensors: list[ExportContents] = []
+        self.tensors: dict[str, ExportContents] = {}  # by the name in the index
         self.not_plain: list[str] = []
         self.problems: list[str] = []
         self._saved = saved
@@ -272,7 +262,6 @@ class _Walk:
             saved.catalog.tensors.keys() | saved.catalog.aliases.keys()
         )
         self._models = models_of(saved.main, tensors, above)
-        self._storages: dict[str, _DataRecord] = {}
         # The optimizer of each group, and of each list of groups.
         self._optimizers: dict[str, str] = {}
         for group in saved.params:
@@ -309,19 +298,16 @@ class _Walk:
         if model is not None:
             items = [(str(key).removeprefix(f"{model}."), child) for key, child in items]
         if name in self._saved.params:
-            items = [*self._of_group(name).items(), *items]
+            group = self._plain(name, self._saved.value(name))
+            if not isinstance(group, dict):
+                raise CorruptError(
+                    f"{name}: a group of parameters is not a dict: load an older checkpoint"
+                )
+            params = relative(f"{name}.params", group["params"], self._models)
+            items = [*{**group, "params": params}.items(), *items]
         if kind not in ("dict", "OrderedDict", "list", "tuple"):
             self.not_plain.append(name)
         return container(kind, items)
-
-    def _of_group(self, name: str) -> dict[str, object]:
-        """Return the values of a group of parameters, with the names that torch uses."""
-        value = self._plain(name, self._saved.value(name))
-        if not isinstance(value, dict):
-            raise CorruptError(
-                f"{name}: a group of parameters is not a dict: load an older checkpoint"
-            )
-        return {**value, "params": relative(f"{name}.params", value["params"], self._models)}
 
     def _is_chosen(self, name: str) -> bool:
         """Return True if something at or below a name is selected, or if it is empty.
@@ -338,11 +324,9 @@ class _Walk:
     def _tensor(self, name: str, fqn: str, record: TensorRecord) -> _PickledTensor:
         if not can_be_saved(record.dtype):
             self._refuse(name, f"is {record.dtype}, which torch.save does not support")
-        if fqn not in self._storages:
-            number, shape, dtype = len(self.tensors), record.shape, record.dtype
-            self.tensors.append(ExportContents(f"data/{number}", fqn, dtype, dtype, shape))
-            self._storages[fqn] = _DataRecord(number, dtype, prod(shape))
-        return _PickledTensor(self._storages[fqn], record.shape)
+        path, dtype = f"{_DATA_FOLDER}{len(self.tensors)}", record.dtype
+        new = ExportContents(path, fqn, dtype, dtype, record.shape)
+        return _PickledTensor(self.tensors.setdefault(fqn, new))
 
     def _refuse(self, name: str, why: str) -> None:
         self.problems.append(f"{name} {why}: leave it out ({excluded_names(name)})")
@@ -379,21 +363,22 @@ def pickled(state: object) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        if type(value) is not _DataRecord:
+        if type(value) is not ExportContents:
             return None
+        key = value.name.removeprefix(_DATA_FOLDER)
         if (kind := _KINDS.get(value.dtype)) is not None:
-            return "storage", kind, str(value.number), "cpu", value.numel
-        nbytes = value.numel * DTYPES[value.dtype].itemsize
-        return "storage", torch.UntypedStorage, str(value.number), "cpu", nbytes
+            return "storage", kind, key, "cpu", prod(value.shape)
+        return "storage", torch.UntypedStorage, key, "cpu", value.nbytes
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not _PickledTensor:
             return NotImplemented
-        function, further = _rebuild_call(value.storage.dtype)
+        function, further = _rebuild_call(value.data.dtype)
         # Copies: torch.load stores the hooks of each loaded tensor in its arguments.
         copies = map(copy, further)
-        strides = row_major_strides(tuple(max(size, 1) for size in value.shape))
-        return function, (value.storage, 0, value.shape, strides, *copies)
+        shape = value.data.shape
+        strides = row_major_strides(tuple(max(size, 1) for size in shape))
+        return function, (value.data, 0, shape, strides, *copies)
 
 
 _KINDS = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
