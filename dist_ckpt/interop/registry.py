@@ -86,8 +86,14 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
 
 
 def _in_folder(storage: Storage, path: str, names: Collection[str]) -> Storage | None:
-    if (kind := _pickled_kind(storage, path, names)) is not None:
-        raise _to_import(kind, path)
+    if _has(storage, path, DCP_METADATA_OF_RANK) and not _has(storage, path, DCP_METADATA):
+        raise reader_module("dcp.read").no_metadata(storage, path)
+    for markers, kind in _FOLDERS:
+        if _has(storage, path, *markers):
+            raise _to_import(kind, path)
+    has_marker = any(n == DEEPSPEED_LATEST or n.endswith(DEEPSPEED_STATES) for n in names)
+    if has_marker and reader_module("frameworks.deepspeed").is_folder(storage, path):
+        raise _to_import("deepspeed", path)
     if _has(storage, path, HF_INDEX):
         return _open_safetensors(storage, path, None)
     if _has(storage, path, HF_FILE):
@@ -105,19 +111,6 @@ def _open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
     """Present a file as a checkpoint at `path`, or the folder there if `file` is None."""
     opened: Storage = reader_module("hf.read").open_safetensors(storage, path, file)
     return opened
-
-
-def _pickled_kind(storage: Storage, path: str, names: Collection[str]) -> str | None:
-    """Return the system that wrote a folder, if its marker files identify one."""
-    if _has(storage, path, DCP_METADATA_OF_RANK) and not _has(storage, path, DCP_METADATA):
-        raise reader_module("dcp.read").no_metadata(storage, path)
-    for markers, kind in _FOLDERS:
-        if _has(storage, path, *markers):
-            return kind
-    if any(name == DEEPSPEED_LATEST or name.endswith(DEEPSPEED_STATES) for name in names):
-        reader = reader_module("frameworks.deepspeed")
-        return "deepspeed" if reader.is_folder(storage, path) else None
-    return None
 
 
 def _to_import(kind: str, path: str) -> IncompatibleError:

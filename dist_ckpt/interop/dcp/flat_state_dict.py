@@ -105,10 +105,7 @@ class DcpKeys:
         return Metadata(entries, planner_data=self._paths, storage_meta=storage_meta)
 
     def chosen(self, selection: Selection) -> set[str]:
-        """Return the selected names.
-
-        As in a save, an optimizer's groups are included if any part of the optimizer is.
-        """
+        """Return the selected names. As in a save, a part of an optimizer selects its groups."""
         chosen_names = {name for name in self.names.values() if name in selection}
         within = {above for name in chosen_names for above in names_above(name)}
         groups = (name for name in self.names.values() if _PARAMS.fullmatch(name))

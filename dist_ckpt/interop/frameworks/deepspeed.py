@@ -254,7 +254,7 @@ class _ZeroFiles:
                 vectors = [
                     (rank, number, rank_sizes[number]) for rank, rank_sizes in enumerate(sizes)
                 ]
-                yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape))])
+                yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape), 0)])
                 at += prod(shape) + (self._padding(paddings, number, index) if paddings else 0)
 
     def _interleaved(
@@ -267,14 +267,11 @@ class _ZeroFiles:
                 shape = self._shape(size)
                 numel = prod(shape)
                 part = -(-numel // self._num_ranks)
-                runs = []
+                runs: list[_FlatSlice] = []
                 for rank, rank_sizes in enumerate(sizes):
                     first = min(rank * part, numel)
                     vectors = [(rank, index, size) for index, size in enumerate(rank_sizes)]
-                    for run in _runs(vectors, at, min(part, numel - first)):
-                        start = first + run.elements.start
-                        elements = ElementRange(start, first + run.elements.stop)
-                        runs.append(_FlatSlice(rank, run.number, run.at, elements))
+                    runs += _runs(vectors, at, min(part, numel - first), first)
                 yield _Parameter(name, shape, number, runs)
                 at += part
 
@@ -414,15 +411,20 @@ class _ZeroFiles:
         return CorruptError(f"{self._models[0][0].label}: {why}; use another checkpoint")
 
 
-def _runs(vectors: Sequence[tuple[int, int, int]], at: int, numel: int) -> Iterator[_FlatSlice]:
-    """Yield the locations of elements in consecutive vectors (rank, number, size)."""
+def _runs(
+    vectors: Sequence[tuple[int, int, int]], at: int, numel: int, start: int
+) -> Iterator[_FlatSlice]:
+    """Yield the locations of a tensor's elements, from `start` on, in vectors (rank, number, size).
+
+    The vectors are consecutive, and the first of the elements is their element `at`.
+    """
     if not numel:  # an empty tensor has no location, but it needs a vector's dtype
-        yield from (
-            _FlatSlice(rank, number, 0, ElementRange(0, 0)) for rank, number, _ in vectors[:1]
-        )
+        for rank, number, _ in vectors[:1]:
+            yield _FlatSlice(rank, number, 0, ElementRange(start, start))
     begin = 0
     for rank, number, size in vectors:
         first, end = max(at, begin), min(at + numel, begin + size)
         if first < end:
-            yield _FlatSlice(rank, number, first - begin, ElementRange(first - at, end - at))
+            elements = ElementRange(start + first - at, start + end - at)
+            yield _FlatSlice(rank, number, first - begin, elements)
         begin += size

@@ -242,19 +242,16 @@ class _NumpyDType:
     def __init__(self, code: object, *_: object) -> None:
         if type(code) is not str or len(code) > 16:
             raise TypeError("an invalid numpy dtype")
-        self._code = code
-        self._order = "|"
+        self._name = code
+        self.code = f"|{code}"
 
     def set_state(self, state: object) -> None:
         """Set the byte order from the second field; the next fields are of structs and units."""
         if not isinstance(state, tuple) or len(state) < 5 or type(state[1]) is not str:
             raise TypeError("a numpy dtype without a state")
         # A dtype with fields, or a big-endian one, has no name here.
-        self._order = state[1] if all(part is None for part in state[2:5]) else ">"
-
-    @property
-    def code(self) -> str:
-        return f"{self._order}{self._code}"
+        order = state[1] if all(part is None for part in state[2:5]) else ">"
+        self.code = f"{order}{self._name}"
 
 
 # The numpy codes of dtypes that are stored as tensors.

@@ -108,24 +108,24 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
     return state
 
 
+@dataclass
 class _FieldReader:
     """Reads values in their order. Every error gives the byte, and the value expected there."""
 
-    def __init__(self, file: ReadableFile, label: str) -> None:
-        self.at = 0
-        self._file = file
-        self._label = label
+    file: ReadableFile
+    label: str
+    at: int = 0
 
     @property
     def left(self) -> int:
-        return self._file.nbytes - self.at
+        return self.file.nbytes - self.at
 
     def corrupt(self, fact: str, at: int | None = None) -> CorruptError:
         offset = self.at if at is None else at
-        return CorruptError(f"{self._label}, byte {offset}: {fact}: {_REMEDY}")
+        return CorruptError(f"{self.label}, byte {offset}: {fact}: {_REMEDY}")
 
     def incompatible(self, fact: str, at: int) -> IncompatibleError:
-        return IncompatibleError(f"{self._label}, byte {at}: {fact}")
+        return IncompatibleError(f"{self.label}, byte {at}: {fact}")
 
     def check(self, nbytes: int, thing: str) -> None:
         if nbytes > self.left:
@@ -140,7 +140,7 @@ class _FieldReader:
     def take(self, nbytes: int, thing: str) -> bytes:
         start = self.skip(nbytes, thing)
         data = memoryview(bytearray(nbytes))
-        self._file.read_into(start, data)
+        self.file.read_into(start, data)
         return bytes(data)
 
     def u8(self, thing: str) -> int:
