@@ -22,7 +22,7 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import files_of_rank
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
-from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedPart, write_or_link
+from dist_ckpt.core.shard_io.write.link_files import LinkableSaves, SavedPart, write_or_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError

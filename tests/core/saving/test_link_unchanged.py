@@ -14,8 +14,8 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.saving.save import SaveOptions, save_together
-from dist_ckpt.core.shard_io.write import link_unchanged as reusing
-from dist_ckpt.core.shard_io.write.link_unchanged import (
+from dist_ckpt.core.shard_io.write import link_files as reusing
+from dist_ckpt.core.shard_io.write.link_files import (
     MAX_SHARED,
     READ_BACK_EVERY,
     LinkableSaves,
