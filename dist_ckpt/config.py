@@ -95,20 +95,16 @@ class Config:
                     f"{_variable(old)} is called {_variable(new)} since dist_ckpt 0.2.0: set "
                     f"{_variable(new)}, and unset {_variable(old)}"
                 )
-        options: dict[str, float | str] = {}
-        for field in fields(Config):
+        defaults, options = Config(), {}
+        for field in fields(defaults):
             text = environ.get(_variable(field.name))
             if text is None:
                 continue
             try:
-                options[field.name] = _FIELD_TYPES.get(field.name, float)(text)
+                options[field.name] = type(getattr(defaults, field.name))(text)
             except ValueError:
                 raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
-        return Config(**options)  # type: ignore[arg-type]
-
-
-# The types of the fields that are not float.
-_FIELD_TYPES: Mapping[str, type[int] | type[str]] = {"threads": int, "host": str}
+        return Config(**options)
 
 
 def _variable(name: str) -> str:

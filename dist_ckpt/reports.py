@@ -191,9 +191,11 @@ class LoadReport:
         return _rate(self.job_nbytes_read, self.slowest_s) / 1e9
 
     def __str__(self) -> str:
-        memory = self.nbytes_from_memory
+        memory, source = self.nbytes_from_memory, _label(self.path, self.step)
+        if len(self.sources) > 1:
+            source = " and ".join(each.path for each in self.sources)
         return (
-            f"loaded {_sources(self)}: {format_size(self.job_nbytes_placed)} on "
+            f"loaded {source}: {format_size(self.job_nbytes_placed)} on "
             f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
             f"({format_size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
             f"read {format_size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
@@ -216,12 +218,6 @@ def _rate(nbytes: int, seconds: float) -> float:
 
 def _label(path: str, step: int | None) -> str:
     return path if step is None else f"step {step}"
-
-
-def _sources(report: LoadReport) -> str:
-    if len(report.sources) < 2:
-        return _label(report.path, report.step)
-    return " and ".join(source.path for source in report.sources)
 
 
 def _ranks(world_size: int) -> str:

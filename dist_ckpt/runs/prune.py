@@ -123,35 +123,6 @@ def _refused(path: str, protections: Iterable[str]) -> ConflictError:
     )
 
 
-def remove_at(
-    subject: CheckpointRef,
-    *,
-    annotations: Sequence[StoredAnnotation],
-    copies: Sequence[str] = (),
-    check: Callable[[], None],
-) -> tuple[str, ...]:
-    """Remove one checkpoint of a run, unless it is protected; return why it stays, or ().
-
-    `annotations` are those of the root, as they were listed; `copies` are paths of copies of this
-    checkpoint in the root; `check` raises what forbids the removal.
-    """
-    storage, path, attempt = subject.storage, subject.path, subject.key[1]
-    removal.collect(storage, path, grace_s=inf)  # the attempts that it has superseded
-    existing = attempts.list_attempts(storage, path)
-    if attempt in existing and existing != [attempt]:
-        return (_IN_PROGRESS,)
-    reasons = remove_if_unprotected(
-        subject,
-        lambda: removal.remove(storage, path, attempt),
-        other_annotations=annotations,
-        check=check,
-    )
-    if not reasons:
-        _clear(storage, subject.root, path)
-        _forget(subject, annotations, copies)
-    return reasons
-
-
 _IN_PROGRESS = (
     "another attempt exists: a replaced one that is protected, or a save over it that is in "
     'progress or has died ("dist-ckpt gc" removes its files then)'
@@ -316,7 +287,14 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:
         finish(storage, root, listing.annotations)
-    decisions = [_spare_newer(decision, run) for decision in plan_prune(listing, keep)]
+    # The first attempt of newer incarnations, which may need their checkpoints.
+    limit = inf if run is None else run.first + ATTEMPTS_PER_INCARNATION
+    decisions = [
+        (info, (*reasons, "a newer incarnation saved it"))
+        if info.where and info.where[1].number >= limit
+        else (info, reasons)
+        for info, reasons in plan_prune(listing, keep)
+    ]
     if among is not None:
         shown = {(info.path, info.where) for info in among}
         decisions = [
@@ -330,49 +308,49 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
             for info, reasons in decisions
         ]
     if not dry_run and any(not reasons for _, reasons in decisions):
-        _make_newest_durable(storage, listing)
+        # Sync the newest before an older one is removed: its saver may have died before the sync.
+        for newest in listing.alive[-1:]:
+            for folder in (f"{newest.path}/{newest.attempt}", newest.path, root):
+                storage.sync(folder)
         decisions = [
             (info, reasons or _remove(storage, listing, info, run)) for info, reasons in decisions
         ]
     return decisions
 
 
-def _spare_newer(decision: Decision, run: Incarnation | None) -> Decision:
-    """Keep a checkpoint of a newer incarnation, which may need it."""
-    info, reasons = decision
-    if run and info.where and info.where[1].number >= run.first + ATTEMPTS_PER_INCARNATION:
-        reasons = (*reasons, "a newer incarnation saved it")
-    return info, reasons
-
-
-def _make_newest_durable(storage: Storage, listing: Listing) -> None:
-    """Sync the newest before an older one is removed: its saver may have died before the sync."""
-    for newest in listing.alive[-1:]:
-        for folder in (f"{newest.path}/{newest.attempt}", newest.path, listing.root):
-            storage.sync(folder)
-
-
 def _remove(
     storage: Storage, listing: Listing, info: RunCheckpoint, run: Incarnation | None
 ) -> tuple[str, ...]:
+    """Remove one checkpoint of a run, unless it is protected; return why it stays, or ()."""
     assert info.where is not None
+    root, path, (_, attempt) = listing.root, info.path, info.where
 
     def check() -> None:
         if run is not None:
             run.check(storage)
             return
         # After a new incarnation has begun, other checkpoints may be orphaned.
-        newest = newest_incarnation(storage, listing.root)
+        newest = newest_incarnation(storage, root)
         if newest is not None and newest.number > listing.newest_incarnation:
             raise ConflictError(
-                f"{listing.root}: incarnation {newest.number} of this run, {newest.by}, has begun "
+                f"{root}: incarnation {newest.number} of this run, {newest.by}, has begun "
                 f"during the prune, so other checkpoints may be orphaned now: prune it again"
             )
 
-    same = [other.path for other in listing.checkpoints if other.where == info.where]
-    copies = [path for path in same if path != info.path]
-    subject = CheckpointRef(storage, listing.root, info.path, info.where)
-    reasons = remove_at(subject, annotations=listing.annotations, copies=copies, check=check)
+    removal.collect(storage, path, grace_s=inf)  # the attempts that it has superseded
+    existing = attempts.list_attempts(storage, path)
+    if attempt in existing and existing != [attempt]:
+        return (_IN_PROGRESS,)
+    subject = CheckpointRef(storage, root, path, info.where)
+    reasons = remove_if_unprotected(
+        subject,
+        lambda: removal.remove(storage, path, attempt),
+        other_annotations=listing.annotations,
+        check=check,
+    )
     if not reasons:
-        _log.info("pruned %s, step %s", info.path, info.step)
+        _clear(storage, root, path)
+        same = [other.path for other in listing.checkpoints if other.where == info.where]
+        _forget(subject, listing.annotations, [other for other in same if other != path])
+        _log.info("pruned %s, step %s", path, info.step)
     return reasons

@@ -185,12 +185,6 @@ class Run:
         for info in among or ():
             if not isinstance(info, RunCheckpoint):
                 raise TypeError(f"among has {info!r}: give checkpoints that a dry run returned")
-        self._check_metrics(keep)
-        return prune(
-            self._storage, self._root, keep, is_whole=is_complete, among=among, dry_run=dry_run
-        )
-
-    def _check_metrics(self, keep: RetentionPolicy) -> None:
         listing = self._list()
         known = {name for info in listing.checkpoints for name in info.metrics}
         unknown = sorted(metrics_of(keep) - known)
@@ -200,6 +194,9 @@ class Run:
                 f"{self._root}: no checkpoint has the metric {unknown[0]!r}, so nothing is "
                 f"removed; {metrics}"
             )
+        return prune(
+            self._storage, self._root, keep, is_whole=is_complete, among=among, dry_run=dry_run
+        )
 
     def _list(self) -> Listing:
         return list_run(self._storage, self._root, now=time.time())

@@ -82,7 +82,13 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
         sign = 1 if kind == "min" else -1
         return min(measured(listing, name), key=lambda info: sign * info.metrics[name])
     if kind == "tag":
-        return _tagged(listing, name)
+        tagged = next((info for info in listing.checkpoints if name in info.tags), None)
+        if tagged is not None:
+            return tagged
+        tags = sorted(tag for info in listing.checkpoints for tag in info.tags)
+        raise NotFoundError(
+            f"{listing.root}: no checkpoint has the tag {name!r}; {_list_text('tags', tags)}"
+        )
     return _of_step(listing, int(kind))
 
 
@@ -120,16 +126,6 @@ def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
             f"{_list_text('metrics', sorted(names))}"
         )
     return checkpoints
-
-
-def _tagged(listing: Listing, name: str) -> RunCheckpoint:
-    for info in listing.checkpoints:
-        if name in info.tags:
-            return info
-    tags = sorted(tag for info in listing.checkpoints for tag in info.tags)
-    raise NotFoundError(
-        f"{listing.root}: no checkpoint has the tag {name!r}; {_list_text('tags', tags)}"
-    )
 
 
 def _of_step(listing: Listing, step: int) -> RunCheckpoint:

@@ -116,7 +116,14 @@ def upgrade(storage: Storage, root: str, *, force: bool = False) -> UpgradePlan:
         # A file with the name of an old folder is not of dist_ckpt, and stays.
         folders = find_old_folders(storage, above)
         if OLD_ANNOTATIONS in folders:
-            _move_annotations(storage, above)
+            old = f"{above}/{OLD_ANNOTATIONS}"
+            try:
+                storage.rename(old, f"{above}/{ANNOTATIONS}")
+            except FileExistsError:
+                _merge_annotations(storage, above)
+                _remove(storage, old)
+            except FileNotFoundError:
+                pass
         if OLD_INCARNATIONS in folders:
             _convert_incarnations(storage, above)
         storage.sync(above)
@@ -217,18 +224,6 @@ def _alive(
 
 
 # --- conversion ------------------------------------------------------------------------------
-
-
-def _move_annotations(storage: Storage, root: str) -> None:
-    """Move all annotations, with the times at which they were made."""
-    old, new = f"{root}/{OLD_ANNOTATIONS}", f"{root}/{ANNOTATIONS}"
-    try:
-        storage.rename(old, new)
-    except FileNotFoundError:
-        return
-    except FileExistsError:
-        _merge_annotations(storage, root)
-        _remove(storage, old)
 
 
 def _merge_annotations(storage: Storage, root: str) -> None:
