@@ -199,7 +199,7 @@ class MaintenanceThread:
 
     def _after_commit(self, report: SaveReport) -> None:
         assert report.step is not None
-        attempt = Attempt.named(report.attempt)
+        attempt = Attempt.from_name(report.attempt)
         self._saved[report.step] = (report.step, attempt)
         self._newest_saved = max(self._newest_saved, report.step)
         try:

@@ -100,7 +100,7 @@ class _RestorePoint(Message, frozen=True):
     @property
     def key(self) -> CheckpointKey:
         """The key of its annotations."""
-        return self.step, Attempt.named(self.attempt)
+        return self.step, Attempt.from_name(self.attempt)
 
 
 class _RunListing(Message, frozen=True):

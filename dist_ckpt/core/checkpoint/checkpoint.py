@@ -172,8 +172,6 @@ class Checkpoint:
     def _counts(self) -> ParameterCounts | None:
         return count_parameters(self.index.catalog, lambda fqn: self.objects[fqn])
 
-    # --- attached files ---
-
     @property
     def attached(self) -> Mapping[str, int]:
         """The files that were attached to it, by name, and their sizes in bytes."""
@@ -182,7 +180,7 @@ class Checkpoint:
     def read_attached(self, name: str) -> bytes:
         """Read and check an attached file. KeyError if there is none, CorruptError if damaged."""
         if name in self.attached:
-            return self._opened.attached(name)
+            return self._opened.read_attached(name)
         names = f"there are {listed(list(self.attached))}" if self.attached else "there is nothing"
         raise KeyError(f"{self.path} has no attached {name!r}; {names}")
 
@@ -248,8 +246,6 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # --- reading ---
 
     def read(self, fqn: str, region: Region) -> Array:
         """Read and check the blocks of a region of a tensor, and return the region."""
@@ -367,10 +363,8 @@ def count_parameters(
             wholes[whole] = _numel_of(whole, value_of(join(whole, RECORD))), trainable
     if not wholes:
         return None
-    counts = list(wholes.values())
-    return ParameterCounts(
-        sum(numel for numel, _ in counts), sum(numel for numel, trains in counts if trains)
-    )
+    num_trainable = sum(numel for numel, is_trainable in wholes.values() if is_trainable)
+    return ParameterCounts(sum(numel for numel, _ in wholes.values()), num_trainable)
 
 
 def _numel_of(whole: str, record: object) -> int:

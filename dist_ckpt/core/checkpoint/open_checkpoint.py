@@ -65,12 +65,13 @@ class MemorySource:
 NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
 
 
+UserPath = str | os.PathLike[str]
+
+
 class PathOpener(Protocol):
     """Opens a path without a selector: returns its storage, and its path there."""
 
-    def __call__(
-        self, path: str | os.PathLike[str], *, direct_reads: bool = False
-    ) -> tuple[Storage, str]:
+    def __call__(self, path: UserPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
         """Open the path. Raises the errors of `open_storage`."""
 
 
@@ -89,16 +90,14 @@ class Opener:
     resolve: Callable[[Storage, str, ExitStack | None], str]
     memory: MemorySource = NOTHING_IN_MEMORY
 
-    def without_selector(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    def without_selector(self, path: UserPath) -> UserPath:
         """Return the path of the checkpoint that a selector names, or the unchanged path."""
         text = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(text, str) or "@" not in text:
             return path
         return self.resolve(*open_storage(text), None)
 
-    def find(
-        self, path: str | os.PathLike[str], *, direct_reads: bool = False
-    ) -> tuple[Storage, str]:
+    def find(self, path: UserPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
         """Return the storage and the path of the checkpoint that `path` names."""
         return self.open(self.without_selector(path), direct_reads=direct_reads)
 
@@ -171,7 +170,7 @@ class OpenCheckpoint:
     @classmethod
     def open(
         cls,
-        path: str | os.PathLike[str],
+        path: UserPath,
         *,
         opener: Opener = NATIVE,
         direct_reads: bool = False,
@@ -256,7 +255,7 @@ class OpenCheckpoint:
         """
         files, contents = self.all_objects(), objects_file.contents_of(self.catalog)
         for name, file in files.items():
-            for value in objects_file.missing_error(file, name, self.catalog, contents):
+            for value in objects_file.missing_in(file, name, self.catalog, contents):
                 raise CorruptError(f"{self.folder}/{name} lacks {value}; use another checkpoint")
         values = {fqn: value for file in files.values() for fqn, value in file.values.items()}
         return replace(self.objects(), values=values, per_rank={})
@@ -288,7 +287,7 @@ class OpenCheckpoint:
             f"load an older checkpoint"
         )
 
-    def attached(self, name: str) -> bytes:
+    def read_attached(self, name: str) -> bytes:
         """Read and check an attached file. KeyError if there is none of this name."""
         record = {record.name: record for record in self.index.attached}[name]
         with self.not_found_if_removed():
@@ -399,8 +398,6 @@ class OpenCheckpoint:
             plans = [file for file in chosen if file.items]
             yield from (window.wanted for window in windows_of(plans, window_nbytes))
 
-    # --- files ---
-
     def link_or_copy(
         self,
         target: str,
@@ -426,8 +423,6 @@ class OpenCheckpoint:
             links=links,
             report=CopyProgress(sum(record.nbytes for record in files.values()), progress),
         )
-
-    # --- closing ---
 
     @property
     def has_open_files(self) -> bool:

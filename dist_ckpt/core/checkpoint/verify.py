@@ -240,7 +240,7 @@ class _Verifying:
             return
         self._count(record.nbytes)
         catalog, contents = self._index.catalog, self._contents
-        for value in objects_file.missing_error(file, record.name, catalog, contents):
+        for value in objects_file.missing_in(file, record.name, catalog, contents):
             text = f"{path} lacks {value}, which the checkpoint should hold"
             self._add_problem(record.name, rank, text)
 

@@ -81,7 +81,7 @@ class Attempt:
         return self.number // ATTEMPTS_PER_INCARNATION
 
     @staticmethod
-    def named(name: str) -> Attempt:
+    def from_name(name: str) -> Attempt:
         """Return the attempt with this folder name. ValueError if no attempt has it."""
         if (attempt := parse_attempt(name)) is None:
             raise ValueError(f"{name!r} is not the name of an attempt")

@@ -275,10 +275,9 @@ class Layout:
     holders: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if len(self.holders) != self.cut.num_cells or not all(self.holders):
-            raise ValueError(
-                f"{self.cut.num_cells} cells need as many lists of holders, none of them empty"
-            )
+        num_cells = self.cut.num_cells
+        if len(self.holders) != num_cells or not all(self.holders):
+            raise ValueError(f"{num_cells} cells need as many lists of holders, none of them empty")
 
     def cell(self, number: int) -> Cell:
         """Return the region or element range of a cell."""

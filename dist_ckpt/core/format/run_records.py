@@ -25,7 +25,7 @@ from dist_ckpt.core.format.strict_json import (
     integer,
     mapping,
     number,
-    quoted,
+    quote,
     row,
     string,
 )
@@ -111,7 +111,7 @@ def encode_record(record: RootRecord) -> bytes:
     values = (_encode(getattr(record, field.name)) for field in dataclasses.fields(record))
     doc = dict(zip(_NAMES[type(record)], values, strict=True))
     body = strict_json.dump({"format": {"version": VERSION, "requires": []}, **doc})
-    data = strict_json.sealed(body.removesuffix(b"}"))
+    data = strict_json.seal(body.removesuffix(b"}"))
     if len(data) > MAX_NBYTES_OF_RECORD:
         raise ValueError(f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")
     return data
@@ -133,7 +133,7 @@ def decode_record(data: bytes, cls: type[R], label: str, *, is_old: bool = False
     """
     record = cls(*_decode(data, _OLD_NAMES_OF_INCARNATION if is_old else _NAMES[cls], label))
     if isinstance(record, AnswerRecord) and (record.outcome == "saved") != bool(record.saved):
-        saved = quoted(_encode(record.saved))
+        saved = quote(_encode(record.saved))
         raise corrupt_error(label, f"the outcome is {record.outcome!r}, and saved is {saved}")
     return record
 
@@ -158,7 +158,7 @@ def _decode_step(value: Json, label: str) -> int:
 def _decode_attempt(value: Json, label: str) -> Attempt:
     attempt = parse_attempt(string(value, label))
     if attempt is None:
-        raise corrupt_error(label, f"{quoted(value)} is not an attempt's name")
+        raise corrupt_error(label, f"{quote(value)} is not an attempt's name")
     return attempt
 
 
@@ -173,21 +173,21 @@ def _decode_values(value: Json, label: str) -> dict[str, Scalar]:
     values: dict[str, Scalar] = {}
     for name, scalar in mapping(value, label).items():
         if isinstance(scalar, dict | list):
-            raise corrupt_error(label, f"{quoted(scalar)} is neither a number nor a text")
+            raise corrupt_error(label, f"{quote(scalar)} is neither a number nor a text")
         values[name] = scalar
     return values
 
 
 def _decode_outcome(value: Json, label: str) -> str:
     if value not in ("saved", "failed", "ended"):
-        raise corrupt_error(label, f"{quoted(value)} is not an outcome")
+        raise corrupt_error(label, f"{quote(value)} is not an outcome")
     return string(value, label)
 
 
 def _decode_time(value: Json, label: str) -> float:
     at = number(value, label)
     if not 0 <= at < _END_OF_TIME:
-        raise corrupt_error(label, f"{quoted(value)} is not a time with a date")
+        raise corrupt_error(label, f"{quote(value)} is not a time with a date")
     return at
 
 

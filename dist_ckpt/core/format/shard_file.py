@@ -127,14 +127,13 @@ class DecodedShards(Sequence[StoredShard]):
         name, fqn = self._names[number], self._fqns[number]
         return StoredShard(name, fqn, kind.dtype, kind.shape, kind.cell, span, digests)
 
-    @property
-    def can_be_entries(self) -> bool:
-        """True if safetensors can tell the shards apart, and from the metadata."""
-        names = set(self._names)
-        return len(names) == len(self) and "__metadata__" not in names
+    def entries(self) -> bytes | None:
+        """Return the end of the header, after the metadata, as `HeaderText` writes it.
 
-    def entries(self) -> bytes:
-        """Return the end of the header, after the metadata, as `HeaderText` writes it."""
+        None if safetensors could not tell the shards apart, or from the metadata.
+        """
+        if len({*self._names, "__metadata__"}) <= len(self):
+            return None
         # Encode all names in one call: JSON strings contain no line breaks.
         lines = JSONEncoder(ensure_ascii=False, separators=("\n", ":"))
         names = lines.encode(self._names)[1:-1].split("\n")
@@ -300,9 +299,8 @@ def decode_header(data: bytes, *, nbytes: int, label: str = "shard file") -> Sha
     if header_nbytes > min(nbytes, 8 + MAX_HEADER_NBYTES):
         raise corrupt_error(label, f"header length {header_nbytes - 8} in a file of {nbytes} bytes")
     if header_nbytes % ALIGNMENT:
-        raise corrupt_error(
-            label, f"it begins with a header of {header_nbytes} bytes, not a multiple of 4096"
-        )
+        fact = f"it begins with a header of {header_nbytes} bytes, not a multiple of 4096"
+        raise corrupt_error(label, fact)
     if header_nbytes != len(data):
         raise corrupt_error(label, f"its header does not end at byte {len(data)}")
     text = data[8:].rstrip(b" ")
@@ -374,8 +372,7 @@ def _decode_own(text: bytes, header: int, label: str) -> ShardFile | None:
         file = _decode_metadata(strict_json.parse(text[start:end], label), header, label)
     except CheckpointError:
         return None  # `_decode_any` reports the error
-    shards = file.shards
-    return file if shards.can_be_entries and shards.entries() == text[end:] else None
+    return file if file.shards.entries() == text[end:] else None
 
 
 def _decode_any(text: bytes, header: int, label: str) -> ShardFile:
@@ -387,28 +384,25 @@ def _decode_any(text: bytes, header: int, label: str) -> ShardFile:
 
 
 def _decode_metadata(value: Json, header: int, label: str) -> ShardFile:
-    metadata = strict_json.mapping(value, f"{label}, __metadata__")
+    here = f"{label}, __metadata__"
+    metadata = strict_json.mapping(value, here)
     if "dist_ckpt" not in metadata:
         raise IncompatibleError(
             f"{label}: a safetensors file that dist_ckpt did not write; open it with safetensors"
         )
-    ours = strict_json.string(metadata["dist_ckpt"], f"{label}, dist_ckpt")
-    facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", f"{label}, dist_ckpt")
-    strict_json.check_version(facts, f"{label}, dist_ckpt")
+    ours_label = f"{label}, dist_ckpt"
+    ours = strict_json.string(metadata["dist_ckpt"], ours_label)
+    facts, rows = strict_json.parse_apart(ours.encode("utf-8"), "shards", ours_label)
+    strict_json.check_version(facts, ours_label)
     # Before 2026-12 there was no `format`.
-    tools, _, digests = strict_json.fields(
-        {"format": _FORMAT, **metadata},
-        ("format", "dist_ckpt", "digests"),
-        f"{label}, __metadata__",
-    )
+    names = ("format", "dist_ckpt", "digests")
+    tools, _, digests = strict_json.fields({"format": _FORMAT, **metadata}, names, here)
     if tools != _FORMAT:
-        raise corrupt_error(
-            f"{label}, __metadata__", f"format {strict_json.quoted(tools)} is not 'pt'"
-        )
+        raise corrupt_error(here, f"format {strict_json.quote(tools)} is not 'pt'")
     hexes = strict_json.string(digests, label)
     if len(hexes) % BLOCK_DIGEST_CHARS or not _HEX.fullmatch(hexes):
         raise corrupt_error(label, f"{len(hexes)} characters of digests, not all of them hex")
-    label = f"{label}, dist_ckpt"
+    label = ours_label
     _, component, rank, world_size, step, block_nbytes, _ = strict_json.fields(facts, _FACTS, label)
     world_size = strict_json.integer(world_size, 1, MAX_RANK + 1, f"{label}, world_size")
     block_nbytes = strict_json.integer(block_nbytes, 1, 1 << 40, f"{label}, block_nbytes")
@@ -439,10 +433,9 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, label: str) -> 
     names, fqns = [name for name, *_ in rows], [fqn for _, fqn, *_ in rows]
     shards = DecodedShards(names, fqns, list(map(by_kind.__getitem__, kinds)), digests)
     if shards.num_blocks * BLOCK_DIGEST_CHARS != len(digests):
-        count = len(digests) // BLOCK_DIGEST_CHARS
-        raise corrupt_error(
-            label, f"{count} digests, but its shards have {shards.num_blocks} blocks"
-        )
+        num_digests = len(digests) // BLOCK_DIGEST_CHARS
+        fact = f"{num_digests} digests, but its shards have {shards.num_blocks} blocks"
+        raise corrupt_error(label, fact)
     return shards
 
 
@@ -474,19 +467,15 @@ def _decode_cell(value: Json, shape: Shape, label: str) -> Cell:
 def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], label: str) -> None:
     """Check that the safetensors entries agree with our table."""
     if len(entries) != len(shards) or len({shard.name for shard in shards}) != len(shards):
-        raise corrupt_error(
-            label, f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt"
-        )
+        fact = f"{len(entries)} tensors in the header, {len(shards)} in dist_ckpt"
+        raise corrupt_error(label, fact)
     for shard in shards:
         here = f"{label}, {shard.name!r}"
-        entry = strict_json.fields(
-            entries.get(shard.name), ("dtype", "shape", "data_offsets"), here
-        )
+        names = ("dtype", "shape", "data_offsets")
+        entry = strict_json.fields(entries.get(shard.name), names, here)
         dtype, shape, offsets = entry
         stored = {"dtype": dtype, "shape": [*strict_json.integers(shape, here)]}
+        is_same = stored == entry_of(shard.dtype, shard.cell)
         span = shard.span.start, shard.span.stop
-        if (
-            stored != entry_of(shard.dtype, shard.cell)
-            or strict_json.integers(offsets, here) != span
-        ):
-            raise corrupt_error(here, f"{strict_json.quoted(entry)} is not what dist_ckpt says")
+        if not is_same or strict_json.integers(offsets, here) != span:
+            raise corrupt_error(here, f"{strict_json.quote(entry)} is not what dist_ckpt says")

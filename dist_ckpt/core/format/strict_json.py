@@ -137,23 +137,23 @@ def parse_each(texts: Iterable[bytes], label: str) -> dict[bytes, Json]:
 
 def dump(doc: Json) -> bytes:
     """Encode a document compactly. Raises ValueError if `parse` would refuse it."""
-    return checked(_ENCODER.encode(doc).encode())
+    return check_encoded(_ENCODER.encode(doc).encode())
 
 
-def checked(data: bytes) -> bytes:
+def check_encoded(data: bytes) -> bytes:
     """Return an encoded document. Raises ValueError if `parse` would refuse its size."""
     if (problem := _size_problem(data)) is not None:
         raise ValueError(problem)
     return data
 
 
-def sealed(body: bytes) -> bytes:
+def seal(body: bytes) -> bytes:
     """Return a complete document: an object without its last brace, then its digest."""
     return body + b',"digest":"%s"}\n' % document_digest(body).encode("ascii")
 
 
 def check_seal(data: bytes, label: str) -> bool:
-    """Return True if a document has the end of `sealed`. Raises CorruptError for a wrong digest."""
+    """Return True if a document has the end of `seal`. Raises CorruptError for a wrong digest."""
     end = _END.fullmatch(data, max(0, len(data) - _END_NBYTES))
     if end and document_digest(memoryview(data)[:-_END_NBYTES]) != end[1].decode("ascii"):
         raise corrupt_error(label, "its digest is wrong, so it is damaged")
@@ -217,28 +217,28 @@ def fields(doc: Json, names: Sequence[str], label: str) -> list[Json]:
 def integer(value: Json, low: int, high: int, label: str) -> int:
     """Return an integer of a range, both ends included."""
     if type(value) is not int or not low <= value <= high:
-        raise corrupt_error(label, f"{quoted(value)} is not an integer from {low} to {high}")
+        raise corrupt_error(label, f"{quote(value)} is not an integer from {low} to {high}")
     return value
 
 
 def number(value: Json, label: str) -> float:
     """Return a number, which may be an integer."""
     if type(value) is not float and type(value) is not int:
-        raise corrupt_error(label, f"{quoted(value)} is not a number")
+        raise corrupt_error(label, f"{quote(value)} is not a number")
     return float(value)
 
 
 def boolean(value: Json, label: str) -> bool:
     """Return true or false."""
     if type(value) is not bool:
-        raise corrupt_error(label, f"{quoted(value)} is not true or false")
+        raise corrupt_error(label, f"{quote(value)} is not true or false")
     return value
 
 
 def string(value: Json, label: str) -> str:
     """Return a string."""
     if type(value) is not str:
-        raise corrupt_error(label, f"{quoted(value)} is not a string")
+        raise corrupt_error(label, f"{quote(value)} is not a string")
     return value
 
 
@@ -246,32 +246,32 @@ def hex_digits(value: Json, count: int, label: str) -> str:
     """Return a string of `count` lower-case hexadecimal digits."""
     text = string(value, label)
     if len(text) != count or not _HEX.fullmatch(text):
-        raise corrupt_error(label, f"{quoted(value)} is not {count} hex digits")
+        raise corrupt_error(label, f"{quote(value)} is not {count} hex digits")
     return text
 
 
 def array(value: Json, label: str) -> list[Json]:
     """Return an array."""
     if type(value) is not list:
-        raise corrupt_error(label, f"{quoted(value)} is not an array")
+        raise corrupt_error(label, f"{quote(value)} is not an array")
     return value
 
 
 def mapping(value: Json, label: str) -> dict[str, Json]:
     """Return an object."""
     if type(value) is not dict:
-        raise corrupt_error(label, f"{quoted(value)} is not an object")
+        raise corrupt_error(label, f"{quote(value)} is not an object")
     return value
 
 
 def row(value: Json, length: int, label: str) -> list[Json]:
     """Return an array of this length."""
     if type(value) is not list or len(value) != length:
-        raise corrupt_error(label, f"{quoted(value)} is not an array of {length}")
+        raise corrupt_error(label, f"{quote(value)} is not an array of {length}")
     return value
 
 
-def quoted(value: Json) -> str:
+def quote(value: Json) -> str:
     """Return a value for a message: short, on one line."""
     short = repr(value)
     return short if len(short) <= 60 else f"{short[:57]}..."
@@ -293,7 +293,7 @@ def check_version(doc: Json, label: str) -> None:
     _, requires = fields(format_, ("version", "requires"), f"{label}, format")
     if needs := array(requires, f"{label}, requires"):
         raise IncompatibleError(
-            f"{label}: it requires {quoted(needs)}, which this dist_ckpt lacks; {_REMEDY}"
+            f"{label}: it requires {quote(needs)}, which this dist_ckpt lacks; {_REMEDY}"
         )
 
 
@@ -301,7 +301,7 @@ def decode_dtype(code: Json, label: str) -> DType:
     """Return the dtype of a code. Raises IncompatibleError for an unknown one."""
     dtype = DTYPES.get(string(code, f"{label}, dtype"))
     if dtype is None:
-        raise IncompatibleError(f"{label}: dtype {quoted(code)} is unknown; {_REMEDY}")
+        raise IncompatibleError(f"{label}: dtype {quote(code)} is unknown; {_REMEDY}")
     return dtype
 
 
@@ -321,7 +321,7 @@ def integers(value: Json, label: str) -> Shape:
     integers = cast("list[int]", numbers)
     # Not number by number in Python: there are as many cuts as ranks.
     if not _INTEGERS.issuperset(map(type, numbers)) or min(integers, default=0) < 0:
-        raise corrupt_error(label, f"{quoted(value)} is not a list of integers from 0 on")
+        raise corrupt_error(label, f"{quote(value)} is not a list of integers from 0 on")
     return tuple(integers)
 
 

@@ -201,7 +201,7 @@ def _load(call: LoadCall) -> LoadReport:
             is_whole = not is_partial and arguments.selection == SELECT_ALL
             # The load has read and checked the whole checkpoint: record that in its run.
             if call.options.verify and is_whole and report.step is not None:
-                checkpoint = report.step, Attempt.named(report.attempt)
+                checkpoint = report.step, Attempt.from_name(report.attempt)
                 note_verified(arguments.counting[0], report.path, checkpoint, "load")
         phases.done(report)
         return report

@@ -35,8 +35,6 @@ class ForwardingStorage:
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
 
-    # --- for wrappers ---
-
     def make_call(
         self,
         label: str,
@@ -64,8 +62,6 @@ class ForwardingStorage:
     def close(self, act: Callable[[], None]) -> None:
         """Close or discard a file; never raises."""
         act()
-
-    # --- the protocol ---
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         return self.make_call(f"list {folder}", lambda: self.inner.list(folder, follow=follow))
@@ -100,7 +96,7 @@ class ForwardingStorage:
         self.make_call(f"sync {folder}", lambda: self.inner.sync(folder))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _WrappedWritableFile:
     storage: ForwardingStorage
     path: str
@@ -121,7 +117,7 @@ class _WrappedWritableFile:
         self.storage.close(self.inner.discard)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _WrappedReadableFile:
     storage: ForwardingStorage
     path: str

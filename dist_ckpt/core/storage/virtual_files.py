@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from dist_ckpt.core.format.checksums import Buffer
@@ -69,36 +70,30 @@ class OverlayStorage(ForwardingStorage):
             self.from_memory = self.from_memory.plus(nbytes)
 
 
+@dataclass(slots=True, eq=False)
 class _File:
-    def __init__(
-        self,
-        served: ServedFile,
-        open_stored: Callable[[], ReadableFile],
-        count: Callable[[int], None],
-    ) -> None:
-        self._served = served
-        self._open_stored = open_stored
-        self._count = count
-        self._lock = threading.Lock()
-        self._stored: ReadableFile | None = None
-        self._is_closed = False
-
-    num_links = 1  # unknown: the file itself is not opened
+    served: ServedFile
+    open_stored: Callable[[], ReadableFile]
+    count: Callable[[int], None]
+    num_links: int = 1  # unknown: the file itself is not opened
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stored: ReadableFile | None = None
+    _is_closed: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self._served.nbytes
+        return self.served.nbytes
 
     def read_into(self, offset: int, target: memoryview) -> int:
         start = min(offset, self.nbytes)
         count = min(target.nbytes, self.nbytes - start)
         if self._stored is None:
             try:
-                self._served.read_into(start, target[:count])
+                self.served.read_into(start, target[:count])
             except CorruptError as error:
                 self._open(instead_of=error)
             else:
-                self._count(count)
+                self.count(count)
                 return count
         assert self._stored is not None
         return self._stored.read_into(offset, target)
@@ -117,45 +112,43 @@ class _File:
                 raise StorageError(f"{instead_of}, and is closed") from instead_of
             if self._stored is None:
                 try:
-                    self._stored = self._open_stored()
+                    self._stored = self.open_stored()
                 except FileNotFoundError:
                     raise instead_of from None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ReadOnlyFiles:
     """A `Storage` with the files of one attempt's folder; changes raise the `remedy`.
 
     `files` has a function that opens each file, by name.
     """
 
-    def __init__(
-        self, folder: str, files: Mapping[str, Callable[[], ReadableFile]], remedy: str
-    ) -> None:
-        self._folder = folder
-        self._files = files
-        self._remedy = remedy
+    folder: str
+    files: Mapping[str, Callable[[], ReadableFile]]
+    remedy: str
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         del follow
-        parent, _, name = self._folder.rpartition("/")
+        parent, _, name = self.folder.rpartition("/")
         if folder == parent:
             return [Entry(name, "folder", 0, 0.0)]
-        if folder != self._folder:
+        if folder != self.folder:
             raise FileNotFoundError(folder)
         entries = []
-        for name in sorted(self._files):
-            with closing(self._files[name]()) as file:
+        for name in sorted(self.files):
+            with closing(self.files[name]()) as file:
                 entries.append(Entry(name, "file", file.nbytes, 0.0))
         return entries
 
     def open(self, path: str) -> ReadableFile:
         folder, _, name = path.rpartition("/")
-        if folder != self._folder or name not in self._files:
+        if folder != self.folder or name not in self.files:
             raise FileNotFoundError(path)
-        return self._files[name]()
+        return self.files[name]()
 
     def _refuse(self, path: str, *_: object) -> NoReturn:
-        raise StorageError(f"{path}: {self._remedy}")
+        raise StorageError(f"{path}: {self.remedy}")
 
     make_folder = create = link = rename = remove = sync = _refuse
 

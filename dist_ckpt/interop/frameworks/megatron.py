@@ -76,7 +76,7 @@ def _check_format(storage: Storage, folder: str) -> None:
     backend = about.get("sharded_backend") if isinstance(about, dict) else None
     if backend != "torch_dist":
         raise IncompatibleError(
-            f"{folder} has the format {strict_json.quoted(backend)}, but only torch_dist is "
+            f"{folder} has the format {strict_json.quote(backend)}, but only torch_dist is "
             f"supported: convert it with Megatron (--ckpt-convert-format torch_dist)"
         )
 

@@ -136,20 +136,20 @@ def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
     for start, nbytes, name in sorted(spans):
         if nbytes and start < end:
             raise CorruptError(
-                f"{path}: {strict_json.quoted(last)} and {strict_json.quoted(name)} have common "
+                f"{path}: {strict_json.quote(last)} and {strict_json.quote(name)} have common "
                 f"bytes; fetch the file again"
             )
         end, last = max(end, start + nbytes), name
 
 
 def _tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:
-    label = f"{path}, {strict_json.quoted(name)}"
+    label = f"{path}, {strict_json.quote(name)}"
     entry = _object(value, label)
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     dtype = _BY_CODE.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise IncompatibleError(
-            f"{label}: the dtype {strict_json.quoted(code)} is not supported "
+            f"{label}: the dtype {strict_json.quote(code)} is not supported "
             f"({', '.join(sorted(_BY_CODE))}): convert it with the library that wrote it"
         )
     sizes = tuple(_numbers(shape, f"{label}, shape"))
@@ -168,17 +168,17 @@ def _tensor(name: str, value: Json, path: str, start: int, total: int) -> Foreig
 
 def _numbers(value: Json, label: str) -> Iterator[int]:
     if not isinstance(value, list):
-        raise CorruptError(f"{label}: {strict_json.quoted(value)} is not a list of numbers")
+        raise CorruptError(f"{label}: {strict_json.quote(value)} is not a list of numbers")
     for number in value:
         if type(number) is not int or not 0 <= number < 1 << 63:
-            raise CorruptError(f"{label}: {strict_json.quoted(number)} is not a size")
+            raise CorruptError(f"{label}: {strict_json.quote(number)} is not a size")
         yield number
 
 
 def _file_name(value: Json, path: str) -> str:
     if not isinstance(value, str) or not value or {"/", "\0"} & {*value} or value in (".", ".."):
         raise CorruptError(
-            f"{path} names the file {strict_json.quoted(value)}, which is not in the same folder"
+            f"{path} names the file {strict_json.quote(value)}, which is not in the same folder"
         )
     return value
 
@@ -201,5 +201,5 @@ def _read_index(storage: Storage, path: str) -> dict[str, Json]:
 
 def _object(value: Json, label: str) -> dict[str, Json]:
     if not isinstance(value, dict):
-        raise CorruptError(f"{label}: {strict_json.quoted(value)} is not a JSON object")
+        raise CorruptError(f"{label}: {strict_json.quote(value)} is not a JSON object")
     return value

@@ -243,7 +243,7 @@ class _Reshard:
             file = ObjectsFile(per_rank=values)
             documents[filenames.objects_file(rank)] = objects_file.encode(file)
         for record in self.index.attached if rank == 0 else ():
-            documents[record.file_name] = self.source.attached(record.name)
+            documents[record.file_name] = self.source.read_attached(record.name)
         return documents
 
 

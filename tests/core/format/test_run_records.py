@@ -97,7 +97,7 @@ def changed(encoded: bytes, **fields: Any) -> bytes:
     doc = strict_json.mapping(strict_json.parse(encoded, "it"), "it")
     del doc["digest"]
     body = strict_json.dump({**doc, **fields})
-    return strict_json.sealed(body.removesuffix(b"}"))
+    return strict_json.seal(body.removesuffix(b"}"))
 
 
 @pytest.mark.parametrize(

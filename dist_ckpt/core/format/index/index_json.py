@@ -57,7 +57,7 @@ from dist_ckpt.core.format.strict_json import (
     integer,
     integers,
     mapping,
-    quoted,
+    quote,
     row,
     string,
 )
@@ -123,7 +123,7 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
             f"the index cannot be written: {error}; use names of valid Unicode, finite numbers "
             "in metadata, and fewer tensors and per-rank values"
         ) from None
-    data = strict_json.sealed(body)
+    data = strict_json.seal(body)
     if len(data) > MAX_NBYTES_OF_INDEX:
         raise ValueError(
             f"the index cannot be written: {len(data)} bytes, the limit is "
@@ -154,7 +154,7 @@ def _index_body(index: Index, text: EncodedCatalog) -> bytes:
         "saved_at": index.saved_at,
     }
     parts = (strict_json.dump(before)[:-1], text.fields, strict_json.dump(after)[1:-1])
-    return strict_json.checked(b",".join(parts))
+    return strict_json.check_encoded(b",".join(parts))
 
 
 def encode_catalog(catalog: Catalog) -> dict[str, Json]:
@@ -253,7 +253,7 @@ def decode(
         _, _, attempt, by, reason, _ = fields(doc, _ABANDONED_FIELDS, label)
         return Abandoned(_attempt(attempt, label), string(by, label), string(reason, label))
     if state != "committed":
-        raise corrupt_error(label, f"state {quoted(state)} is neither committed nor abandoned")
+        raise corrupt_error(label, f"state {quote(state)} is neither committed nor abandoned")
     # Before 2026-12 there was no `save` and no `parameters`; `attached` is optional.
     fields({"save": None, "parameters": [], "attached": [], **doc}, _INDEX_FIELDS, label)
     catalog = cached.catalog if cached and around else decode_catalog(doc, tensors, label)
@@ -303,7 +303,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, label: str) -> Inde
 def _attempt(value: Json, label: str) -> str:
     name = string(value, f"{label}, attempt")
     if filenames.parse_attempt(name) is None:
-        raise corrupt_error(label, f"{quoted(name)} is not an attempt's name")
+        raise corrupt_error(label, f"{quote(name)} is not an attempt's name")
     return name
 
 
@@ -339,7 +339,7 @@ def _decode_documents(value: Json, cls: type[D], max_nbytes: int, label: str) ->
 def _decode_attached(value: Json, label: str) -> tuple[AttachedFileRecord, ...]:
     files = _decode_documents(value, AttachedFileRecord, MAX_ATTACHED_NBYTES, label)
     if bad := [file.name for file in files if not filenames.is_attached_name(file.name)]:
-        raise corrupt_error(label, f"{quoted(bad[0])} is not the name of an attached file")
+        raise corrupt_error(label, f"{quote(bad[0])} is not the name of an attached file")
     # Some file systems ignore case in names.
     if len({file.name.lower() for file in files}) != len(files):
         raise corrupt_error(label, "a name is listed twice, or in upper and lower case")
@@ -366,10 +366,8 @@ def _check_shard_files(index: Index, label: str) -> None:
         stored[file.component] += file.nbytes - file.header_nbytes
     for tensor, count in counts:
         stored[tensor.component] -= count * prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-    if any(stored):
-        raise corrupt_error(
-            label, f"its files are {max(stored, key=abs)} bytes too large for its tensors"
-        )
+    if excess := max(stored, key=abs, default=0):
+        raise corrupt_error(label, f"its files are {excess} bytes too large for its tensors")
 
 
 def _files_of(
@@ -403,7 +401,7 @@ def _check_objects_files(index: Index, label: str) -> None:
     if missing := sorted(needed - names):
         raise corrupt_error(label, f"{missing[0]} holds values but is not listed")
     if extra := sorted(names - needed - {filenames.OBJECTS}):
-        raise corrupt_error(label, f"{quoted(extra[0])} holds nothing")
+        raise corrupt_error(label, f"{quote(extra[0])} holds nothing")
 
 
 # --- catalog ----------------------------------------------------------------------------------
@@ -413,9 +411,8 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, label: str) -> 
     """Decode the fields of a catalog, and its tensors from text. Raises CorruptError."""
     world_size = integer(doc["world_size"], 1, MAX_WORLD_SIZE, f"{label}, world_size")
     components = _decode_components(doc["components"], f"{label}, components")
-    layouts = _decode_layouts(
-        doc["layouts"], _decode_holders(doc["holders"], world_size, label), label
-    )
+    holders = _decode_holders(doc["holders"], world_size, label)
+    layouts = _decode_layouts(doc["layouts"], holders, label)
     tensors = _decode_tensors(tensors_text, layouts, len(components), label)
     aliases = {
         fqn: string(target, f"{label}, aliases")
@@ -442,9 +439,7 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, label: str) -> 
         aliases=aliases,
         values=values,
         per_rank=per_rank,
-        parameters=_decode_parameters(
-            doc.get("parameters", []), [*tensors], f"{label}, parameters"
-        ),
+        parameters=_decode_parameters(doc.get("parameters", []), [*tensors], label),
     )
 
 
@@ -459,9 +454,7 @@ def _check_names(tables: Sequence[Mapping[str, object]], label: str) -> None:
 def _decode_mesh(value: Json, label: str) -> tuple[tuple[str, int], ...]:
     # After a reshard the mesh is that of the original job, which may have had more ranks.
     axes = [row(axis, 2, label) for axis in array(value, label)]
-    return tuple(
-        (string(name, label), integer(size, 1, MAX_WORLD_SIZE, label)) for name, size in axes
-    )
+    return tuple((string(n, label), integer(size, 1, MAX_WORLD_SIZE, label)) for n, size in axes)
 
 
 def _decode_components(value: Json, label: str) -> tuple[Component, ...]:
@@ -469,7 +462,7 @@ def _decode_components(value: Json, label: str) -> tuple[Component, ...]:
     components = tuple(Component(string(name, label), string(stem, label)) for name, stem in rows)
     for component in components:
         if not filenames.is_stem(component.stem):
-            raise corrupt_error(label, f"{quoted(component.stem)} cannot begin a file's name")
+            raise corrupt_error(label, f"{quote(component.stem)} cannot begin a file's name")
     if len({component.stem for component in components}) != len(components):
         raise corrupt_error(label, "two components with one stem")
     return components
@@ -491,9 +484,8 @@ def _decode_holders(value: Json, world_size: int, label: str) -> list[HolderTabl
             holders = tuple(integers(ranks, label) for ranks in array(table, label))
             for ranks in holders:
                 if not ranks or ranks[-1] >= world_size or any(a >= b for a, b in pairwise(ranks)):
-                    raise corrupt_error(
-                        label, f"{quoted([*ranks])} is not an ascending list of ranks"
-                    )
+                    fact = f"{quote([*ranks])} is not an ascending list of ranks"
+                    raise corrupt_error(label, fact)
         tables.append(holders)
         num_cells += len(holders)
         if num_cells > MAX_CELLS:
@@ -529,6 +521,7 @@ def _decode_cut(kind: str, value: list[Json], label: str) -> Cut:
 
 
 def _decode_parameters(value: Json, names: Sequence[str], label: str) -> dict[str, bool]:
+    label = f"{label}, parameters"
     parameters: dict[str, bool] = {}
     free = 0
     for run in array(value, label):
@@ -554,7 +547,7 @@ def _decode_key(value: Json, label: str, depth: int) -> Key:
         return tuple(_decode_key(part, label, depth + 1) for part in value)
     if type(value) is int or type(value) is str:
         return value
-    raise corrupt_error(label, f"{quoted(value)} is not a key")
+    raise corrupt_error(label, f"{quote(value)} is not a key")
 
 
 def _decode_tensors(

@@ -45,7 +45,7 @@ def check_description(
         raise ValueError(f"kind={kind[:250]!r}: give a text of 1 to {MAX_KIND_CHARS} characters")
 
 
-def described(
+def with_description(
     metadata: Mapping[str, object] | None, config: Mapping[str, object] | None, kind: str | None
 ) -> dict[str, object]:
     """Return metadata with the configuration and the kind, if they are given."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
-from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value, typed
+from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value, expect
 from dist_ckpt.core.format.objects.plain_types import Placeholder, cost_of
 from dist_ckpt.core.format.strict_json import (
     MAX_INTEGER,
@@ -112,10 +112,10 @@ def decode(
         _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, label)
         return ObjectsFile(
             tree=_tree(tree),
-            values=_named(values),
-            per_rank={fqn: _keyed(rows) for fqn, rows in _named(per_rank).items()},
-            numpy=tuple(typed(fqn, str) for fqn in typed(numpy, list)),
-            metadata=typed(metadata, dict),
+            values=_decode_named(values),
+            per_rank={fqn: _decode_keyed(rows) for fqn, rows in _decode_named(per_rank).items()},
+            numpy=tuple(expect(fqn, str) for fqn in expect(numpy, list)),
+            metadata=expect(metadata, dict),
         )
     except ValueError as error:
         raise corrupt_error(label, str(error)) from None
@@ -137,9 +137,7 @@ def contents_of(catalog: Catalog) -> Contents:
     return contents
 
 
-def missing_error(
-    file: ObjectsFile, name: str, catalog: Catalog, contents: Contents
-) -> Iterator[str]:
+def missing_in(file: ObjectsFile, name: str, catalog: Catalog, contents: Contents) -> Iterator[str]:
     """Yield names that the catalog, or a container of the tree, expects and that the file lacks."""
     for fqn, key in contents.get(name, ()):
         if key is None and fqn not in file.values:
@@ -155,8 +153,8 @@ def missing_error(
                 yield f"{fqn}, a child of {node.fqn or 'the state'}"
 
 
-def _named(value: Any) -> dict[str, Any]:
-    return {typed(fqn, str): item for fqn, item in typed(value, dict).items()}
+def _decode_named(value: Any) -> dict[str, Any]:
+    return {expect(fqn, str): item for fqn, item in expect(value, dict).items()}
 
 
 def _tree(rows: Any) -> tuple[Node, ...]:
@@ -165,7 +163,7 @@ def _tree(rows: Any) -> tuple[Node, ...]:
     Ranks may reach one name on several paths, as "b.c" in "a" and "c" in "a.b". A walk follows them
     all, and in a hostile file of some kilobytes they double at each level.
     """
-    nodes = tuple(map(_node, typed(rows, list)))
+    nodes = tuple(map(_node, expect(rows, list)))
     if len({node.fqn for node in nodes}) < len(nodes):
         raise ValueError("a container twice in its tree")
     paths = Counter({"": 1})
@@ -183,17 +181,17 @@ def _child(node: Node, key: str | int) -> str:
 
 
 def _node(entry: Any) -> Node:
-    fqn, kind, keys = typed(entry, list)
-    for key in typed(keys, list):
+    fqn, kind, keys = expect(entry, list)
+    for key in expect(keys, list):
         if type(key) is not str and type(key) is not int:
             raise ValueError(f"a key that is a {type(key).__name__}")
-    return Node(typed(fqn, str), typed(kind, str), tuple(keys))
+    return Node(expect(fqn, str), expect(kind, str), tuple(keys))
 
 
-def _keyed(rows: Any) -> dict[Key, object]:
+def _decode_keyed(rows: Any) -> dict[Key, object]:
     values: dict[Key, object] = {}
-    for entry in typed(rows, list):
-        key, value = typed(entry, list)
+    for entry in expect(rows, list):
+        key, value = expect(entry, list)
         key = _key(key)
         if key in values:
             raise ValueError(f"the key {key!r} twice")

@@ -85,17 +85,15 @@ def _pack(wire: object) -> bytes:
     try:
         packed: bytes = msgpack.packb(wire, use_bin_type=True)
     except (ValueError, OverflowError) as error:
-        raise _RefusedError(
-            f"is too large for msgpack ({error}): store it as tensors", ValueError
-        ) from None
+        fact = f"is too large for msgpack ({error}): store it as tensors"
+        raise _RefusedError(fact, ValueError) from None
     return packed
 
 
 def _wire(value: Any, depth: int) -> object:
     if depth > MAX_DEPTH:
-        raise _RefusedError(
-            f"is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it", ValueError
-        )
+        fact = f"is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it"
+        raise _RefusedError(fact, ValueError)
     cls = type(value)
     encode = _ENCODERS.get(cls) or _ENCODERS_BY_NAME.get((cls.__module__, cls.__qualname__))
     if encode is not None:
@@ -136,7 +134,7 @@ def _ext(code: int, payload: object) -> object:
     return msgpack.ExtType(code, _pack(payload))
 
 
-def _unchanged(value: object, depth: int) -> object:
+def _as_is(value: object, depth: int) -> object:
     return value
 
 
@@ -169,9 +167,8 @@ def _check_hashes(members: Collection[object]) -> None:
     try:
         check_hashes(members)
     except ValueError as error:
-        raise _RefusedError(
-            f"cannot be stored: {error}: store a list, or a tensor", ValueError
-        ) from None
+        fact = f"cannot be stored: {error}: store a list, or a tensor"
+        raise _RefusedError(fact, ValueError) from None
 
 
 def _wire_map(value: Mapping[object, object], depth: int) -> dict[object, object]:
@@ -179,9 +176,8 @@ def _wire_map(value: Mapping[object, object], depth: int) -> dict[object, object
     wires = {}
     for key, item in value.items():
         if type(key) is not str and type(key) is not int:
-            raise _RefusedError(
-                f"has the key {key!r} of class {type(key).__name__}: use str or int keys"
-            )
+            fact = f"has the key {key!r} of class {type(key).__name__}: use str or int keys"
+            raise _RefusedError(fact)
         try:
             wires[_wire(key, depth)] = _wire(item, depth + 1)
         except _RefusedError as refused:
@@ -211,9 +207,8 @@ def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
             raise
     # Sorted by their bytes: a set's own order differs between processes.
     header: bytes = msgpack.Packer().pack_array_header(len(members))
-    return msgpack.ExtType(
-        Ext.SET if type(value) is set else Ext.FROZENSET, header + b"".join(sorted(members))
-    )
+    kind = Ext.SET if type(value) is set else Ext.FROZENSET
+    return msgpack.ExtType(kind, header + b"".join(sorted(members)))
 
 
 def _wire_datetime(value: datetime) -> object:
@@ -221,8 +216,7 @@ def _wire_datetime(value: datetime) -> object:
     if zone is None:
         offset = None
     elif type(zone) is timezone:
-        delta = zone.utcoffset(None)
-        name = zone.tzname(None)
+        delta, name = zone.utcoffset(None), zone.tzname(None)
         named = name != timezone(delta).tzname(None)
         offset = [delta.days, delta.seconds, delta.microseconds, name if named else None]
     else:
@@ -251,9 +245,8 @@ def _wire_array(value: ArrayValue) -> object:
     try:
         check_shape(value.shape, DTYPES[value.dtype].itemsize)
     except ValueError as error:
-        raise _RefusedError(
-            f"is an array that cannot be stored ({error}): store it in another shape", ValueError
-        ) from None
+        fact = f"is an array that cannot be stored ({error}): store it in another shape"
+        raise _RefusedError(fact, ValueError) from None
     return _ext(Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind])
 
 
@@ -271,12 +264,12 @@ _REMEDIES: Mapping[type, str] = {
 _Encoder = Callable[[Any, int], object]
 
 _ENCODERS: Mapping[type, _Encoder] = {
-    type(None): _unchanged,
-    bool: _unchanged,
+    type(None): _as_is,
+    bool: _as_is,
     int: _wire_int,
-    float: _unchanged,
+    float: _as_is,
     str: _wire_str,
-    bytes: _unchanged,
+    bytes: _as_is,
     list: _wire_all,
     dict: _wire_map,
     tuple: lambda value, depth: _ext(Ext.TUPLE, _wire_all(value, depth)),
@@ -292,15 +285,10 @@ _ENCODERS: Mapping[type, _Encoder] = {
     ),
     datetime: lambda value, _: _wire_datetime(value),
     date: lambda value, _: _ext(Ext.DATE, [value.year, value.month, value.day]),
-    timedelta: lambda value, _: _ext(
-        Ext.TIMEDELTA, [value.days, value.seconds, value.microseconds]
+    timedelta: lambda span, _: _ext(Ext.TIMEDELTA, [span.days, span.seconds, span.microseconds]),
+    **dict.fromkeys(
+        PATHS, lambda path, _: _ext(Ext.PATH, [type(path).__name__, _wire_str(str(path), 0)])
     ),
-    **{
-        cls: lambda value, depth: _ext(
-            Ext.PATH, [type(value).__name__, _wire_str(str(value), depth)]
-        )
-        for cls in PATHS
-    },
     Size: lambda value, _: _ext(Ext.SIZE, list(value.shape)),
     DTypeValue: lambda value, _: _ext(Ext.DTYPE, value.name),
     NumpyScalar: lambda value, _: _ext(Ext.NUMPY_SCALAR, [value.dtype, value.data]),
@@ -410,7 +398,7 @@ def _unpack_map(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
     return value
 
 
-def typed(value: Any, cls: type) -> Any:
+def expect(value: Any, cls: type) -> Any:
     """Return the value if it has this class. Raises ValueError."""
     if type(value) is not cls:
         raise ValueError(f"{type(value).__name__} in place of {cls.__name__}")
@@ -418,7 +406,7 @@ def typed(value: Any, cls: type) -> Any:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    return tuple(typed(number, int) for number in typed(value, list))
+    return tuple(expect(number, int) for number in expect(value, list))
 
 
 def _unpack_complex(data: bytes) -> complex:
@@ -428,7 +416,7 @@ def _unpack_complex(data: bytes) -> complex:
 
 
 def _unpack_set(payload: Any) -> set[object]:
-    check_hashes(typed(payload, list))
+    check_hashes(expect(payload, list))
     members = set(payload)
     if len(members) != len(payload):
         raise ValueError("a set with the same member twice")
@@ -436,61 +424,61 @@ def _unpack_set(payload: Any) -> set[object]:
 
 
 def _unpack_defaultdict(payload: Any) -> defaultdict[object, object]:
-    name, items = typed(payload, list)
-    if typed(name, str) not in FACTORIES:
+    name, items = expect(payload, list)
+    if expect(name, str) not in FACTORIES:
         raise ValueError(f"a defaultdict of {name[:100]!r}")
-    return defaultdict(FACTORIES[name], typed(items, dict))
+    return defaultdict(FACTORIES[name], expect(items, dict))
 
 
 def _unpack_deque(payload: Any) -> deque[object]:
-    maxlen, items = typed(payload, list)
-    if len(typed(items, list)) > typed(len(items) if maxlen is None else maxlen, int):
+    maxlen, items = expect(payload, list)
+    if len(expect(items, list)) > expect(len(items) if maxlen is None else maxlen, int):
         raise ValueError(f"a deque of {len(items)} items, where {maxlen} is its limit")
     return deque(items, maxlen)
 
 
 def _unpack_datetime(payload: Any) -> datetime:
-    *numbers, fold, offset = typed(payload, list)
+    *numbers, fold, offset = expect(payload, list)
     zone = None
     if offset is not None:
-        *delta, name = typed(offset, list)
-        names = () if name is None else (typed(name, str),)
+        *delta, name = expect(offset, list)
+        names = () if name is None else (expect(name, str),)
         zone = timezone(timedelta(*_integers(delta)), *names)
     year, month, day, hour, minute, second, microsecond = _integers(numbers)
     return datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
 
 
 def _unpack_path(payload: Any) -> pathlib.PurePath:
-    name, text = typed(payload, list)
+    name, text = expect(payload, list)
     classes = {cls.__name__: cls for cls in PATHS}
     # Paths of the other system cannot be built here, only pure ones.
     foreign = "PosixPath" if os.name == "nt" else "WindowsPath"
-    return classes[f"Pure{name}" if name == foreign else _member(name, classes)](typed(text, str))
+    return classes[f"Pure{name}" if name == foreign else _member(name, classes)](expect(text, str))
 
 
 def _unpack_numpy(payload: Any) -> NumpyScalar:
-    code, data = typed(payload, list)
-    if (itemsize := numpy_itemsize(typed(code, str))) is None:
+    code, data = expect(payload, list)
+    if (itemsize := numpy_itemsize(expect(code, str))) is None:
         raise ValueError(f"a numpy scalar of dtype {code[:100]!r}")
-    if len(typed(data, bytes)) != itemsize:
+    if len(expect(data, bytes)) != itemsize:
         raise ValueError(f"{len(data)} bytes for a numpy scalar of dtype {code}")
     return NumpyScalar(code, data)
 
 
 def _unpack_array(payload: Any) -> ArrayValue:
-    dtype, sizes, data, kind = typed(payload, list)
+    dtype, sizes, data, kind = expect(payload, list)
     shape = _integers(sizes)
     itemsize = DTYPES[_member(dtype, DTYPES)].itemsize
     if min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape}")
     check_shape(shape, itemsize)
-    if len(typed(data, bytes)) != prod(shape) * itemsize:
+    if len(expect(data, bytes)) != prod(shape) * itemsize:
         raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
     return ArrayValue(dtype, shape, data, _member(kind, ("tensor", "numpy")))
 
 
 def _member(value: Any, names: Iterable[str]) -> Any:
-    if typed(value, str) not in names:
+    if expect(value, str) not in names:
         raise ValueError(f"{value[:100]!r} is unknown")
     return value
 
@@ -502,18 +490,18 @@ _RAW_DECODERS: Mapping[int, Callable[[bytes], object]] = {
 }
 
 _DECODERS: Mapping[int, Callable[[Any], object]] = {
-    Ext.TUPLE: lambda payload: tuple(typed(payload, list)),
+    Ext.TUPLE: lambda payload: tuple(expect(payload, list)),
     Ext.SET: _unpack_set,
     Ext.FROZENSET: lambda payload: frozenset(_unpack_set(payload)),
-    Ext.ORDERED_DICT: lambda payload: OrderedDict(typed(payload, dict)),
-    Ext.COUNTER: lambda payload: Counter(typed(payload, dict)),
+    Ext.ORDERED_DICT: lambda payload: OrderedDict(expect(payload, dict)),
+    Ext.COUNTER: lambda payload: Counter(expect(payload, dict)),
     Ext.DEFAULTDICT: _unpack_defaultdict,
     Ext.DEQUE: _unpack_deque,
     Ext.RANGE: lambda payload: range(*_integers(payload)),
     Ext.SIZE: lambda payload: Size(_integers(payload)),
-    Ext.DTYPE: lambda payload: DTypeValue(typed(payload, str)),
+    Ext.DTYPE: lambda payload: DTypeValue(expect(payload, str)),
     Ext.NUMPY_SCALAR: _unpack_numpy,
-    Ext.DEVICE: lambda payload: Device(typed(payload, str)),
+    Ext.DEVICE: lambda payload: Device(expect(payload, str)),
     Ext.DATETIME: _unpack_datetime,
     Ext.DATE: lambda payload: date(*_integers(payload)),
     Ext.TIMEDELTA: lambda payload: timedelta(*_integers(payload)),
