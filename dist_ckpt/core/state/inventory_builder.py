@@ -145,8 +145,7 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
 class _InventoryBuilder:
     """Adds the leaves of a state one after another.
 
-    `names` are those of each optimizer's parameters, by id(); `last` are the tensors of the last
-    inventory.
+    `names` are those of each optimizer's parameters, by id(); `last` the last inventory's tensors.
     """
 
     rules: ShardingRules | None

@@ -1,9 +1,8 @@
 """The tensors of an nn.Module, under names without the prefixes of wrappers.
 
 The names are those of the module's own `state_dict`, without the prefixes of DDP, DataParallel,
-torch.compile and activation checkpoints, as `get_model_state_dict` returns them. Tensors are also
-found by their memory. So one that a class or a hook renames (Lightning Fabric's wrapper does) is
-filled in place too.
+torch.compile and activation checkpoints, as `get_model_state_dict` returns them. Tensors that a
+class or a hook renames (Lightning Fabric's wrapper does) are found by their memory.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class ModuleState:
 
     `entries` are stored by a save. `live` are the parameters and persistent buffers behind them,
     which a load fills. An entry that is not in `live` (extra state, or made by a hook) goes back
-    through `load_state_dict`. `left_out` are the parameters behind no entry, by their names in the
-    module.
+    through `load_state_dict`. `left_out` are parameters behind no entry, by names in the module.
     """
 
     parts: Sequence[ModulePart]

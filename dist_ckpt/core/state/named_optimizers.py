@@ -1,12 +1,10 @@
 """The state of an optimizer, under the names of its parameters.
 
-Torch's helpers are not used. They take a real step on an optimizer without state, and cast fp32
-moments to the parameter's dtype. They fail on state that only some parameters have. Reading here
-creates nothing.
+Torch's helpers are not used. They take a real step on an optimizer without state, cast fp32 moments
+to the parameter's dtype, and fail on state that only some parameters have.
 
-Names come from the modules of the same state, by the identity of the parameter. They are the names
-in the checkpoint: `model.layers.0.weight`, whatever other modules the state has. A tied parameter
-has its first name.
+Names come from the modules of the same state, by the identity of the parameter: its first name in
+the checkpoint, such as `model.layers.0.weight`, whatever other modules the state has.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class ParameterName:
 def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    Raises ValueError for a parameter without a name or with two. So does an inner optimizer that is
+    Raises ValueError for a parameter without a name or with two, and for an inner optimizer that is
     neither reported nor in the state.
     """
     optimizers: dict[str, OptimizerLeaf] = {}

@@ -129,8 +129,7 @@ def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> No
 def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
     """Raise TypeError if state in the class's own form could not be loaded back.
 
-    Such state returns as a whole. Without a parameter's name it cannot be sharded like the
-    parameter.
+    Such state returns as a whole. Without a parameter's name it cannot be sharded like it.
     """
     parameters = (p for group in getattr(optimizer, GROUPS, ()) for p in group[_PARAMS])
     kind = next((type(p).__name__ for p in parameters if type(p) not in PLAIN), None)

@@ -8,8 +8,7 @@
     binding.assign_values()             plain values and new tensors are assigned
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
-`bind` changes no object of the user. Optimizer state is created by `allocate`, and assigned by
-`assign_values`.
+`bind` changes no object of the user. `allocate` creates optimizer state, `assign_values` sets it.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ def bind(
 ) -> Binding:
     """Decide where everything goes. Problems are not raised, but listed in `Binding.problems`.
 
-    `cast` are the names whose values may be converted to another dtype; None for none. `keys` are
-    the keys of all ranks' per-rank templates; None for a single process. Raises CorruptError if a
-    value is in none of the files.
+    `cast` are the names whose dtype may be converted; None for none. `keys` are the keys of all
+    ranks' per-rank templates; None for a single process. CorruptError if no file has a value.
     """
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
@@ -98,8 +96,7 @@ class Binding:
     - `dropped`: names that a policy or a rename left out.
     - `unmatched`: the problems of patterns that match no name.
     - `makes_memory`: True if `allocate` makes tensors, not only returns those of the state.
-    - `assigns_values`, `loads_objects`: True if the methods `assign_values` and `load_objects` have
-      work.
+    - `assigns_values`, `loads_objects`: True if `assign_values` and `load_objects` have work.
     """
 
     def __init__(self, context: BindContext) -> None:
@@ -164,10 +161,7 @@ class Binding:
         self._context.targets.settle()
 
     def assign_values(self) -> None:
-        """Assign plain values and new tensors; those of modules first.
-
-        Modules in the order of their names, as in `load_objects`: a class may load in its own way.
-        """
+        """Assign plain values and new tensors; modules first, in the order of `load_objects`."""
         for _, assign in sorted(self._context.assigns, key=itemgetter(0)):
             assign()
         for effect in self._context.effects:
@@ -176,8 +170,7 @@ class Binding:
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; set generators last.
 
-        In the order of their names: user code may have collectives, and the order of ranks' keys
-        may differ.
+        In the order of their names: user code may have collectives, and ranks' keys any order.
         """
         for _, load in sorted(self._context.loads, key=itemgetter(0)):
             load()

@@ -58,8 +58,7 @@ class _GroupBinding:
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
         """Request the hyperparameters, and check them against `defaults`.
 
-        A group that is left out is checked too if the load has some of `states`, the names of the
-        state of its parameters.
+        A group that is left out is checked too if the load has some of its parameters' `states`.
         """
         context = self.context
         stored = filter(context.has, self.sources)

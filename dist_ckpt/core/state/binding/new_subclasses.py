@@ -74,8 +74,7 @@ def _package_of(cls: type) -> str:
 class NewSubclassTensor:
     """A tensor subclass that is created after its inner tensors are filled.
 
-    `like` is one without memory, and `context` the argument for its class. It becomes a DTensor if
-    its parameter is one.
+    `like` is one without memory, `context` the argument for its class. Under a DTensor it is one.
     """
 
     name: str

@@ -153,8 +153,7 @@ class PlacementHint:
 class _Fill(NamedTuple):
     """Requested cells of a stored tensor, from number `first` on, and the memory of each.
 
-    The memory of a new tensor is allocated later. `cast_from` is the saved dtype, if the memory has
-    another one.
+    The memory of a new tensor is allocated later. `cast_from` is the saved dtype if it differs.
     """
 
     name: str
@@ -197,8 +196,7 @@ class FillTargets:
     def fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
         """Request a tensor in the memory of a leaf; return the leaf's value, or its replacement.
 
-        Meta tensors and read-only arrays are replaced. The name must be a tensor of the checkpoint.
-        With `as_bits` it is never cast.
+        Meta tensors and read-only arrays are replaced. With `as_bits` it is never cast.
         """
         value = leaf.value
         fqn, record = self._tensor(name)

@@ -260,8 +260,7 @@ def inner_shards(
 def inner_cut(cut: LocalBox, shape: Shape, *, is_table: bool | None) -> LocalBox | None:
     """Return the box of an inner tensor of a local `shape`, or None if it is unknown.
 
-    `is_table` is True if every rank has all of it, where the shape leaves that open; None if
-    unknown.
+    `is_table`: every rank has all of it, where the shape leaves that open; None if unknown.
     """
     if not cut.dims or is_table:
         return LocalBox(shape, Region.whole(shape))

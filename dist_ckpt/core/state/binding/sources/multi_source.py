@@ -39,8 +39,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     """Return several sources as one tree. `paths` are those of the checkpoints.
 
     Among the sources of one key the first that has a name provides it. A name in the sources of two
-    keys is in `problems`, as are the problems of each source. Names that sources leave out are in
-    `left_out`.
+    keys is in `problems`, as are those of each source. `left_out` are names that sources leave out.
     """
     catalogs = {view.number: view.saved.catalog for view in views}
     origins = tuple(SourceCatalog(path, catalogs[number]) for number, path in enumerate(paths))
@@ -219,9 +218,6 @@ def _number_of(group: str) -> int:
 def _left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
     scope, names = view.scope, view.saved.leaves.keys() - leaves.keys()
     return (name for name in names if scope.holds(name) and name not in scope.selection)
-
-
-# --- problems under `strict` -----------------------------------------------------------------
 
 
 def _unmatched(views: Iterable[SourceView]) -> Iterator[str]:

@@ -75,9 +75,8 @@ class Scope:
 class Scopes:
     """The names of a load from several sources, in place of a `Selection`.
 
-    `selection` is that of the load itself. A name is left out by this selection, or by the
-    selections of all sources that may have it. A name that no source may have is missing, not left
-    out.
+    `selection` is that of the load itself. It leaves a name out, or the selections of all sources
+    that may have it do. A name that no source may have is missing, not left out.
     """
 
     selection: Selection
