@@ -80,18 +80,6 @@ def read_template(
     root = with_original_params(read_state(state))
     if not isinstance(state, MutableMapping):
         raise TypeError(f"the state is a {type(state).__name__}, which is read-only: give a dict")
-    return Template(
-        root=root,
-        keys=_check_names(root, rank),
-        parameters=name_parameters(root),
-        rules=ShardingRules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
-        rank=rank,
-        world_size=world_size,
-        group_ranks=tuple(group_ranks),
-    )
-
-
-def _check_names(root: Branch, rank: int) -> dict[str, Key]:
     seen: set[str] = set()
     keys: dict[str, Key] = {}
     for fqn, tree in walk(root):
@@ -105,4 +93,12 @@ def _check_names(root: Branch, rank: int) -> dict[str, Key]:
         seen.add(fqn)
         if isinstance(tree, PerRank | RNG):
             keys[fqn] = key_of(tree, rank)
-    return keys
+    return Template(
+        root=root,
+        keys=keys,
+        parameters=name_parameters(root),
+        rules=ShardingRules(sharding, root, rank=rank, world_size=world_size) if sharding else None,
+        rank=rank,
+        world_size=world_size,
+        group_ranks=tuple(group_ranks),
+    )

@@ -55,7 +55,7 @@ def unwrap(value: Any) -> Any:
     It has the same shape and dtype, is stored under its name, and loads without the subclass.
     """
     while type(value) not in PLAIN and is_wrapper_subclass(value):
-        names = list(_flattened(value)[0])
+        names = list(_flatten(value)[0])
         inner = ((name, getattr(value, name, None)) for name in names)
         alike = [
             name
@@ -72,7 +72,7 @@ def unwrap(value: Any) -> Any:
 def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
     """Return the inner tensors by attribute. Raises TypeError if one is not a tensor."""
     inner = {}
-    for name in _flattened(value)[0]:
+    for name in _flatten(value)[0]:
         tensor = getattr(value, name, None)
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
@@ -91,7 +91,7 @@ def flatten_context_of(
     `shape` is that of the whole, if the value is a part. `exact` is True if `context` is the
     context itself, so that a tensor can be created from it.
     """
-    context = _flattened(value)[1]
+    context = _flatten(value)[1]
     described = _describe(context, f"{fqn}: the context of {class_name(value)}")
     whole = tuple(value.shape) if shape is None else shape
     return {
@@ -118,11 +118,9 @@ def resize_context(context: object, shape: Shape, new: Shape) -> object:
 def difference(saved: object, own: object, name: str = "") -> str | None:
     """Return the difference of a saved record and the state's own, or None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        for key in {**own, **saved}:
-            problem = difference(saved.get(key), own.get(key), join(name, key))
-            if problem is not None:
-                return problem
-        return None
+        both = {key: (saved.get(key), own.get(key)) for key in {**own, **saved}}
+        problems = (difference(*pair, join(name, key)) for key, pair in both.items())
+        return next(filter(None, problems), None)
     return None if _are_alike(saved, own) else f"saved with {name} {saved!r}, the state has {own!r}"
 
 
@@ -139,7 +137,7 @@ def _are_alike(saved: object, own: object) -> bool:
     return saved is own or saved == own
 
 
-def _flattened(value: torch.Tensor) -> tuple[Sequence[str], object]:
+def _flatten(value: torch.Tensor) -> tuple[Sequence[str], object]:
     flattened: tuple[Sequence[str], object] = value.__tensor_flatten__()  # type: ignore[attr-defined]
     return flattened
 
@@ -147,7 +145,7 @@ def _flattened(value: torch.Tensor) -> tuple[Sequence[str], object]:
 def _stored_names(value: torch.Tensor) -> list[str]:
     """Return the inner tensors that a state dict would have: `detach` drops a cache."""
     detached = value.detach()
-    return list(_flattened(detached)[0]) if is_wrapper_subclass(detached) else []
+    return list(_flatten(detached)[0]) if is_wrapper_subclass(detached) else []
 
 
 def _describe(value: object, label: str) -> object:

@@ -248,17 +248,12 @@ class SavedTree:
             return self.entries[name]
         if name in self.leaves:
             return ()
-        tops = dict.fromkeys(self._top(leaf, name) for leaf in self.below(name))
+        tops: dict[str, None] = {}
+        for leaf in self.below(name):
+            # The highest container of the leaf that is still below `name`.
+            above = [up for up in names_above(leaf) if len(up) > len(name) and up in self.kinds]
+            tops[above[-1] if above else leaf] = None
         return tuple((top[len(name) + 1 :] if name else top, top) for top in tops)
-
-    def _top(self, leaf: str, name: str) -> str:
-        """Return the highest container of a leaf that is still below `name`."""
-        cut = len(name) + 1 if name else 0
-        while (cut := leaf.find(".", cut)) >= 0:
-            if leaf[:cut] in self.kinds:
-                return leaf[:cut]
-            cut += 1
-        return leaf
 
 
 def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
