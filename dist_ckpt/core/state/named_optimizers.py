@@ -1,10 +1,10 @@
 """The state of an optimizer, under the names of its parameters.
 
-Torch's helpers are not used. They take a real step on an optimizer without state, cast fp32 moments
-to the parameter's dtype, and fail on state that only some parameters have.
+Torch's helpers are not used. They take a real step on an optimizer without state, and cast fp32
+moments to the parameter's dtype. They fail on state that only some parameters have.
 
-Names come from the modules of the same state, by the identity of the parameter: its first name in
-the checkpoint, such as `model.layers.0.weight`, whatever other modules the state has.
+Names come from the modules of the same state, by the identity of the parameter. Each has its first
+name in the checkpoint, such as `model.layers.0.weight`, whatever other modules the state has.
 """
 
 from __future__ import annotations
