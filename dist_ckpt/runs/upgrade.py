@@ -49,7 +49,7 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.format.run_records import MAX_NBYTES_OF_RECORD, IncarnationRecord, encode_record
 from dist_ckpt.core.storage import Entry, Storage
-from dist_ckpt.errors import ConflictError, ExistsError, StorageError
+from dist_ckpt.errors import ExistsError, StorageError
 from dist_ckpt.runs.listing import list_folder
 
 # A job whose last sign of life is older than this has died, or ends soon: nothing proves it.
@@ -98,20 +98,15 @@ def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> Upgra
     return UpgradePlan(root, tuple(folders), num_annotations, num_incarnations, tuple(alive))
 
 
-def upgrade(storage: Storage, root: str, *, force: bool = False) -> UpgradePlan:
+def upgrade(storage: Storage, root: str) -> UpgradePlan:
     """Convert the old folders of a root; return what was converted. One process calls it.
 
     On return it is durable. If it is killed, or raises a StorageError, call it again. Raises what
-    `plan_upgrade` does before anything is changed, and ConflictError if a job of dist_ckpt 0.1.0
-    may be alive there, unless `force`: such a job makes the old folders again with its next record,
-    and all newer jobs are refused again.
+    `plan_upgrade` does before anything is changed. End the jobs that are alive in the plan first:
+    such a job makes the old folders again with its next record, and all newer jobs are refused
+    again.
     """
-    plan = plan_upgrade(storage, root, dry_run=force)
-    if plan.alive and not force:
-        raise ConflictError(
-            f"{root} is not upgraded, as jobs of dist_ckpt 0.1.0 may use it: "
-            f"{'; '.join(plan.alive)}. End them, then upgrade it"
-        )
+    plan = plan_upgrade(storage, root, dry_run=True)
     for above in _roots(root, storage.list(root)):
         # A file with the name of an old folder is not of dist_ckpt, and stays.
         folders = find_old_folders(storage, above)

@@ -133,7 +133,7 @@ def test_after_the_upgrade_all_is_known_that_was(root: Path) -> None:
     ]
     storage, place = open_storage(root)
     leases = [one.leases for one in dc.checkpoints(root)]
-    upgrade(storage, place, force=True)
+    upgrade(storage, place)
     assert not {*root.iterdir()} & {root / OLD_ANNOTATIONS, root / OLD_INCARNATIONS}
     assert not (root / "backup" / OLD_ANNOTATIONS).exists()
     after = [
@@ -306,7 +306,7 @@ def test_a_root_that_is_not_old_costs_two_looks_a_claim_and_none_to_read() -> No
 
 def upgraded(tree: dict[str, bytes | None]) -> dict[str, bytes | None]:
     storage = MemoryStorage(tree)
-    upgrade(storage, ROOT, force=True)
+    upgrade(storage, ROOT)
     return storage.tree()
 
 
@@ -336,7 +336,7 @@ def test_an_upgrade_that_fails_at_any_call_is_finished_by_the_next(
         inner = MemoryStorage(begun)
         faulty = FaultyStorage(inner, fail_at_call=number, sticky=True, done=done)
         try:
-            upgrade(faulty, ROOT, force=True)
+            upgrade(faulty, ROOT)
         except StorageError:
             left = known(inner)
             if make is not both:  # a number that is given anew is an annotation that is there twice
@@ -345,7 +345,7 @@ def test_an_upgrade_that_fails_at_any_call_is_finished_by_the_next(
             if not is_upgraded(inner.tree()):
                 with pytest.raises(IncompatibleError):
                     claim(inner, f"{ROOT}/x", overwrite=False, by="x")
-            upgrade(inner, ROOT, force=True)
+            upgrade(inner, ROOT)
         assert without_temporary(inner.tree()) == goal, faulty.failed
         if not faulty.failed:
             break
@@ -374,7 +374,7 @@ def test_after_any_crash_nothing_is_lost_and_the_next_upgrade_ends_it(
         disk.sync(path)
     disk.mark("begun")
     goal, before = upgraded(begun), known(MemoryStorage(begun))
-    upgrade(disk, ROOT, force=True)
+    upgrade(disk, ROOT)
     disk.mark("upgraded")
     tried = 0
     for point, storage in islice(
@@ -384,7 +384,7 @@ def test_after_any_crash_nothing_is_lost_and_the_next_upgrade_ends_it(
         assert known(storage)[2] == before[2], point
         if "upgraded" in point.marks:
             assert is_upgraded(storage.tree()), point
-        upgrade(storage, ROOT, force=True)
+        upgrade(storage, ROOT)
         assert without_temporary(storage.tree()) == goal, point
     assert tried > (10 if IS_LONG else 3)
 
@@ -405,16 +405,16 @@ def test_what_0_1_0_writes_after_an_upgrade_counts_as_newer() -> None:
     assert [(name.number, name.id) for name in pins] == [(1, "1012a155dae39930"), (2, "0" * 16)]
 
 
-def test_an_upgrade_is_refused_while_an_old_job_is_alive(root: Path) -> None:
+def test_an_old_job_that_is_alive_is_found_before_an_upgrade(root: Path) -> None:
     storage, place = open_storage(root)
     (root / OLD_INCARNATIONS / f"2.alive-{'0' * 16}").touch()
     before = tree_of(root)
-    with pytest.raises(ConflictError, match=r"incarnation 2, process 1445 on host, was alive at"):
-        upgrade(storage, place)
-    with pytest.raises(ConflictError, match="process 1445 on host has a lease on step 3"):
-        upgrade(storage, place)
-    assert tree_of(root) == before
+    alive = plan_upgrade(storage, place).alive
     plan = plan_upgrade(storage, place, dry_run=True)
+    assert tree_of(root) == before
+    assert plan.alive == alive
+    assert alive[0].startswith("incarnation 2, process 1445 on host, was alive at")
+    assert "process 1445 on host has a lease on step 3" in alive
     assert (len(plan.alive), plan.num_annotations, plan.num_incarnations) == (2, 16, 2)
     assert [path.removeprefix(place) for path in plan.folders] == [
         "/backup/.facts",
@@ -429,7 +429,7 @@ def test_what_cannot_be_upgraded_is_said_before_anything_changes() -> None:
         folders = {path.rpartition("/")[0]: None for path in extra}
         storage = MemoryStorage(tree := OLD | folders | extra)
         with pytest.raises(kind, match=told):
-            upgrade(storage, ROOT, force=True)
+            upgrade(storage, ROOT)
         assert storage.tree() == tree
 
     refused(CorruptError, "3.json", **{".starts/3.json": b"{}"})

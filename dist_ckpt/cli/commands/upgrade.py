@@ -41,7 +41,7 @@ def upgrade(root: str, *, yes: bool, dry_run: bool, as_json: bool) -> None:
                 f"{folder} is not upgraded, as jobs of 0.1.0 may use it: {'; '.join(plan.alive)}",
                 about=plan.alive,
             )
-        plan = convert_root(storage, folder, force=True)
+        plan = convert_root(storage, folder)
     if dry_run and plan.folders and not as_json:
         for job in plan.alive:
             click.echo(f"may use it: {output.printable(job)}")
