@@ -213,7 +213,3 @@ class RunReport(ReportResult, frozen=True):
     slowest_ranks: tuple[SlowRank, ...]
     history_problem: str
     problems: Texts
-
-
-# The document of a report has one of several forms.
-FORMS: tuple[type[JsonObject], ...] = (CheckpointReport, DamagedReport, RunReport)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import click
 import msgspec
 
-from dist_ckpt.cli import report_results, results
+from dist_ckpt.cli import results
+from dist_ckpt.cli.report_results import CheckpointReport, DamagedReport, RunReport
 
 # The types of each document. That of a report has several forms.
 _FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
@@ -19,7 +20,7 @@ _FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
         and issubclass(type_, results.JsonObject)
         and type_.__struct_config__.tag
     },
-    "report": report_results.FORMS,
+    "report": (CheckpointReport, DamagedReport, RunReport),
 }
 NAMES = tuple(sorted(_FORMS))
 

@@ -47,8 +47,7 @@ from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.tools.average.mean import AveragedTensors, averaged_names
 from dist_ckpt.tools.average.source_selection import (
     AverageOptions,
-    AverageSources,
-    check_target,
+    AverageSource,
     choose,
     lease_sources,
 )
@@ -179,8 +178,7 @@ def plan_average(
     """
     call = AverageCall(sources, to, options)
     opened, target = call.open_sources(), call.open_target()
-    chosen = choose(opened, options, None, of_run=call.is_of_run)
-    check_target(chosen, *target, opened[0][1] if call.is_of_run else None)
+    chosen = choose(opened, target, options, None, of_run=call.is_of_run)
     _averaged_names(chosen, options)
     newest = chosen[-1].index
     files = {newest.file_name(record): record.nbytes for record in newest.files}
@@ -210,7 +208,7 @@ class _AgreedSources(Message, frozen=True):
 
 
 def average_together(
-    session: Session, call: AverageCall, chosen: tuple[AverageSources, ...] = ()
+    session: Session, call: AverageCall, chosen: tuple[AverageSource, ...] = ()
 ) -> SaveReport:
     """Average over a session; `chosen` are the sources of a plan. Collective."""
     channel = session.channel
@@ -247,39 +245,38 @@ def average_together(
 
 
 def _agree(
-    session: Session, call: AverageCall, chosen: tuple[AverageSources, ...], leases: ExitStack
-) -> tuple[tuple[AverageSources, ...], _AgreedSources]:
+    session: Session, call: AverageCall, chosen: tuple[AverageSource, ...], leases: ExitStack
+) -> tuple[tuple[AverageSource, ...], _AgreedSources]:
     """Agree on the sources. Rank 0 chooses and leases them; only there they have their indexes."""
     with session.channel.exchange("agree") as agreeing:
         sources = call.open_sources()
-        storage, target = call.open_target()
-        request = _AverageRequest(tuple(path for _, path in sources), target, repr(call.options))
+        target = call.open_target()
+        request = _AverageRequest(tuple(path for _, path in sources), target[1], repr(call.options))
         gathered = agreeing.gather(request)
         if gathered is not None:
             check_equal_on_all_ranks("average", gathered, _AverageRequest.__struct_fields__)
             if chosen:
                 lease_sources(chosen, leases)
             else:
-                chosen = choose(sources, call.options, leases, of_run=call.is_of_run)
-                check_target(chosen, storage, target, sources[0][1] if call.is_of_run else None)
+                chosen = choose(sources, target, call.options, leases, of_run=call.is_of_run)
             agreed = tuple((source.path, source.attempt, source.weight) for source in chosen)
             agreeing.decide(_AgreedSources(agreed))
     return chosen, agreeing.result(_AgreedSources)
 
 
-def _read_source(call: AverageCall, path: str, attempt: Attempt, weight: float) -> AverageSources:
+def _read_source(call: AverageCall, path: str, attempt: Attempt, weight: float) -> AverageSource:
     storage, _ = call.open_source(path)
     index = attempts.read_index(storage, path, attempt)
     if not isinstance(index, Index):
         raise NotFoundError(f"{path}/{attempt} was replaced or deleted meanwhile: average again")
-    return AverageSources(storage, path, attempt, index, weight)
+    return AverageSource(storage, path, attempt, index, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _AveragePlan:
     """The sources, the names of the tensors to average, and the files of this rank."""
 
-    sources: tuple[AverageSources, ...]
+    sources: tuple[AverageSource, ...]
     averaged: frozenset[str]
     assignments: list[RankAssignment]
     storage: CountingStorage
@@ -289,7 +286,7 @@ def _plan_and_claim(
     session: Session,
     call: AverageCall,
     transaction: Transaction,
-    sources: tuple[AverageSources, ...],
+    sources: tuple[AverageSource, ...],
     agreed: _AgreedSources,
 ) -> _AveragePlan:
     """Check that the sources match, plan, and claim. The claim is the first change on disk."""
@@ -313,12 +310,12 @@ def _plan_and_claim(
     return _AveragePlan(sources, averaged, assignments, storage)
 
 
-def _averaged_names(sources: Sequence[AverageSources], options: AverageOptions) -> frozenset[str]:
+def _averaged_names(sources: Sequence[AverageSource], options: AverageOptions) -> frozenset[str]:
     catalogs = [(source.path, source.index.catalog) for source in sources]
     return averaged_names(catalogs, selection_of(options.include, options.exclude))
 
 
-def _index_fields(sources: Sequence[AverageSources]) -> IndexFields:
+def _index_fields(sources: Sequence[AverageSource]) -> IndexFields:
     newest = sources[-1].index
     metadata = {
         key: value

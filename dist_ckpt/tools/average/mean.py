@@ -25,7 +25,7 @@ from dist_ckpt.core.runtime.buffers import BufferPool, scratch
 from dist_ckpt.core.shard_io.read.read_windows import Window, read_ahead, windows_of
 from dist_ckpt.core.state.tree.containers import whole_of
 from dist_ckpt.errors import IncompatibleError, listed
-from dist_ckpt.tools.average.source_selection import AverageSources
+from dist_ckpt.tools.average.source_selection import AverageSource
 
 # --- choose the tensors, and check that all sources have them. Pure ----------------------------
 
@@ -263,7 +263,7 @@ class AveragedTensors:
     """The open sources, the newest last; close it when done."""
 
     def __init__(
-        self, chosen: Sequence[AverageSources], averaged: Collection[str], slots: BufferPool
+        self, chosen: Sequence[AverageSource], averaged: Collection[str], slots: BufferPool
     ) -> None:
         self._chosen = chosen
         self._averaged = averaged

@@ -135,7 +135,7 @@ _ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class AverageSources:
+class AverageSource:
     """A checkpoint to average, with its weight."""
 
     storage: Storage
@@ -152,15 +152,16 @@ class AverageSources:
 
 def choose(
     sources: Sequence[tuple[Storage, str]],
+    target: tuple[Storage, str],
     options: AverageOptions,
     leases: ExitStack | None,
     *,
     of_run: bool,
-) -> tuple[AverageSources, ...]:
+) -> tuple[AverageSource, ...]:
     """Find the checkpoints to average, oldest first. Those of a run are leased until `leases` end.
 
     Without `leases` nothing is leased, so nothing is written. The order is by step. Equal steps, or
-    all if one has no step, are ordered by the time of the save.
+    all if one has no step, are ordered by the time of the save. ValueError for a bad `target`.
     """
     if of_run:
         ((storage, root),) = sources
@@ -177,13 +178,15 @@ def choose(
 
     order = sorted(range(len(opened)), key=age)
     weights = weights_of(options, len(opened))
-    return tuple(
-        AverageSources(*opened[number], weights[number if options.decay is None else position])
+    chosen = tuple(
+        AverageSource(*opened[number], weights[number if options.decay is None else position])
         for position, number in enumerate(order)
     )
+    _check_target(chosen, *target, sources[0][1] if of_run else None)
+    return chosen
 
 
-def lease_sources(chosen: Sequence[AverageSources], stack: ExitStack) -> None:
+def lease_sources(chosen: Sequence[AverageSource], stack: ExitStack) -> None:
     """Lease the sources of a plan until the stack ends. NotFoundError if one was removed."""
     for source in chosen:
         try:
@@ -203,8 +206,8 @@ def _check_distinct(sources: Sequence[tuple[str, Attempt]]) -> None:
         seen.add(source)
 
 
-def check_target(
-    chosen: Sequence[AverageSources], storage: Storage, target: str, root: str | None
+def _check_target(
+    chosen: Sequence[AverageSource], storage: Storage, target: str, root: str | None
 ) -> None:
     """Raise ValueError for a target that harms a source, or looks like a checkpoint of a run.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,9 +92,7 @@ def strip_at(
     _finish_former(counting, path, opened.attempt, opened.index)
     remaining = _Remaining.of(opened, names)
     if not force:
-        _check_unprotected(
-            protections_at(counting, path, [opened.attempt], read_storage_clock), path
-        )
+        _check_unprotected(counting, path, opened.attempt, read_storage_clock)
     with Transaction(SingleProcessChannel(), label="strip") as transaction, ExitStack() as lease:
         attempt = transaction.claim(counting, path, overwrite=True, force=force)
         # After the claim: the claim replaces the attempt that was committed before it.
@@ -134,13 +132,14 @@ def remaining_after(
     opened = OpenCheckpoint.at(storage, path)
     index = _Remaining.of(opened, names).index
     if not force:  # by this host's clock: reading the storage's clock needs a write
-        protections = protections_at(storage, path, [opened.attempt], lambda *_: time.time())
-        _check_unprotected(protections, path)
+        _check_unprotected(storage, path, opened.attempt, lambda *_: time.time())
     return len(index.catalog.tensors), sum(file.nbytes for file in index.files)
 
 
-def _check_unprotected(protections: Mapping[Attempt, Sequence[str]], path: str) -> None:
-    for texts in protections.values():
+def _check_unprotected(
+    storage: Storage, path: str, attempt: Attempt, clock: Callable[[Storage, str], float]
+) -> None:
+    for texts in protections_at(storage, path, [attempt], clock).values():
         raise ConflictError(
             f"{path} is protected: {'; '.join(texts)}. Remove the protection first, or strip it "
             f"with force=True (on the command line --force)"
