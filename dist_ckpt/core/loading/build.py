@@ -6,7 +6,6 @@ import glob
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -73,8 +72,7 @@ def build(
     """
     session = session_of(group)
     with ExitStack() as leases:
-        describe = partial(_describe, opener=opener, leases=leases)
-        description, model = _make_model(session, path, table, component, describe)
+        description, model = _make_model(session, path, table, component, opener, leases)
         kind, include = description.kind, f"{glob.escape(component)}.*"
         # The load compares both: a checkpoint that replaced this one may be of another kind.
         config: dict[str, object] = decode_value(description.config, make=make)
@@ -92,7 +90,8 @@ def _make_model(
     path: str | os.PathLike[str],
     table: Mapping[str, Callable[[Any], Model]],
     component: str,
-    describe: Callable[[Storage, _BuildRequest], _Description],
+    opener: Opener,
+    leases: ExitStack,
 ) -> tuple[_Description, Model]:
     """Resolve the checkpoint and make its model, on all ranks or on none."""
     with session.operation(f"build of {path}"):
@@ -103,7 +102,7 @@ def _make_model(
             gathered = describing.gather(request)
             if gathered is not None:
                 check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
-                describing.decide(describe(storage, gathered[0]))
+                describing.decide(_describe(storage, gathered[0], opener, leases))
         description = describing.result(_Description)
         with session.channel.exchange("make"):
             kind = description.kind
@@ -126,7 +125,7 @@ def _check(table: object, component: object) -> None:
 
 
 def _describe(
-    storage: Storage, request: _BuildRequest, *, opener: Opener, leases: ExitStack
+    storage: Storage, request: _BuildRequest, opener: Opener, leases: ExitStack
 ) -> _Description:
     """Resolve a checkpoint, and return its description. Rank 0 only."""
     path = opener.resolve(storage, request.path, leases)

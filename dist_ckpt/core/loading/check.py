@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from msgspec import structs
 
@@ -41,7 +42,7 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
-from dist_ckpt.core.storage.virtual_files import OverlayStorage, ServedFile
+from dist_ckpt.core.storage.virtual_files import OverlayStorage
 from dist_ckpt.reports import LoadedSource
 
 
@@ -190,7 +191,11 @@ def check_load(
     Returns None if there are problems. `stack` closes the files after the load.
     """
     options, session = call.options, call.session
-    from_memory = _serve_from_memory(call, arguments, sources, stack)
+    from_memory = False
+    for storage, checkpoint in zip(arguments.storages, sources.checkpoints, strict=True):
+        files_in_memory = call.memory.committed(checkpoint.path, checkpoint.index, stack)
+        storage.serve(files_in_memory)
+        from_memory = from_memory or bool(files_in_memory)
     contents: list[_ObjectsReader] = [(c.objects(), c.objects) for c in sources.checkpoints]
     selection = arguments.selection_in(sources)
     saved = _saved_tree(options, arguments, selection, sources, contents)
@@ -207,10 +212,9 @@ def check_load(
         problems = (
             *_description_problems(options, sources, contents),
             *binding.problems,
-            *(
-                problem
+            *chain.from_iterable(
+                problems_of(checkpoint.catalog, requests)
                 for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
-                for problem in problems_of(checkpoint.catalog, requests)
             ),
         )
         unclaimed = bits_of(binding.unclaimed, _saved_names(sources, saved))
@@ -231,17 +235,6 @@ def check_load(
         from_memory=from_memory,
     )
     return PreparedLoad(sources, saved, binding, files, targets, links, encoded_runs), findings
-
-
-def _serve_from_memory(
-    call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
-) -> bool:
-    """Read files from memory where it has them. Return True if it has any."""
-    served: list[Mapping[str, ServedFile]] = []
-    for storage, checkpoint in zip(arguments.storages, sources.checkpoints, strict=True):
-        served.append(call.memory.committed(checkpoint.path, checkpoint.index, stack))
-        storage.serve(served[-1])
-    return any(served)
 
 
 # The global objects file of a checkpoint, and a function that reads the file of a rank.
@@ -290,9 +283,6 @@ def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
         return sources.names
     numbered = enumerate(sources.checkpoints)
     return [tagged(number, name) for number, source in numbered for name in source.names]
-
-
-# --- the files of several checkpoints --------------------------------------------------------
 
 
 def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:

@@ -64,14 +64,6 @@ from dist_ckpt.reports import Phases
 # --- a read by callers with their own plan ---------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedInput:
-    """The open files that a rank reads, and the targets of their cells."""
-
-    files: OpenFiles
-    targets: CellTargets
-
-
 class _ReadRequests(Message, frozen=True):
     """The encoded requests of one rank, None if they are too long.
 
@@ -105,21 +97,22 @@ class CollectiveReader:
 
 def read_together(
     together: CollectiveReader,
-    open_files: Callable[[], OpenedInput],
+    open_files: Callable[[], tuple[OpenFiles, CellTargets]],
     while_open: Callable[[], AbstractContextManager[None]],
 ) -> tuple[int, int]:
     """Fill the targets of each rank. Collective: every rank of the session calls this.
 
-    `open_files` changes no target; `while_open` surrounds all work with files. Returns how many
-    bytes came from storage, and how many from other ranks of the host. On return all ranks have all
-    their data. All ranks raise the error of `open_files` or `BlockReader.run` on any rank.
+    `open_files` returns the files with the targets of their cells, and changes no target;
+    `while_open` surrounds all work with files. Returns how many bytes came from storage, and how
+    many from other ranks of the host. On return all ranks have all their data. All ranks raise the
+    error of `open_files` or `BlockReader.run` on any rank.
     """
     session, phases = together.session, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
-            opened, group = _link_ranks(together, open_files, while_open, stack)
+            files, targets, group = _link_ranks(together, open_files, while_open, stack)
         with phases.phase("read"), session.channel.exchange("read"), while_open():
-            reading = BlockReader(opened.files, opened.targets, verify=True, slots=session.slots)
+            reading = BlockReader(files, targets, verify=True, slots=session.slots)
             return run(session, group, reading)
 
 
@@ -137,17 +130,17 @@ def run(session: Session, group: SharedReadGroup | None, reading: BlockReader) -
 
 def _link_ranks(
     together: CollectiveReader,
-    open_files: Callable[[], OpenedInput],
+    open_files: Callable[[], tuple[OpenFiles, CellTargets]],
     while_open: Callable[[], AbstractContextManager[None]],
     stack: ExitStack,
-) -> tuple[OpenedInput, SharedReadGroup | None]:
+) -> tuple[OpenFiles, CellTargets, SharedReadGroup | None]:
     """Open the files, exchange the requests, and link the ranks that have some in common."""
     session = together.session
     with session.channel.exchange("check") as checking:
         with while_open():
-            opened = open_files()
-        stack.callback(opened.files.close)
-        links, own = request_blocks(session, together.shared_read_id, opened.files, stack)
+            files, targets = open_files()
+        stack.callback(files.close)
+        links, own = request_blocks(session, together.shared_read_id, files, stack)
         encoded_runs = none_if_too_long(own, session.channel.world_size)
         requests = checking.gather(_ReadRequests(encoded_runs, session.collective.epoch))
         if requests is not None:
@@ -158,14 +151,14 @@ def _link_ranks(
     common = checking.result(_SharedRequests)
     session.collective.renew(common.connection_epoch)
     if not common.shares:
-        return opened, None
+        return files, targets, None
     with session.channel.exchange("prepare") as preparing:
         runs_by_rank = gather_requests(session, common.encoded_runs, own)
         group = SharedReadGroup.of(
-            session, opened.files, links, runs_by_rank, between_hosts=False, stack=stack
+            session, files, links, runs_by_rank, between_hosts=False, stack=stack
         )
         group.meet(preparing)
-    return opened, group.settle(preparing.result(UnreachableRanks))
+    return files, targets, group.settle(preparing.result(UnreachableRanks))
 
 
 # --- ranges between ranks: through memory on a host, over the network between hosts ------------

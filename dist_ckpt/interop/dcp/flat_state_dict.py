@@ -33,13 +33,13 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.shared_read import CollectiveReader, OpenedInput, read_together
+from dist_ckpt.core.loading.shared_read import CollectiveReader, read_together
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
 from dist_ckpt.core.planning.selection import Selection, names_above
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
-from dist_ckpt.core.shard_io.read.open_files import open_files
+from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
@@ -353,7 +353,9 @@ class PlannedReads:
                 self._planner.commit_tensor(item, resolved)
         return moved
 
-    def _open(self, source: OpenCheckpoint, threads: int) -> OpenedInput:
+    def _open(
+        self, source: OpenCheckpoint, threads: int
+    ) -> tuple[OpenFiles, dict[tuple[str, int], Target]]:
         """Open the files with the boxes, and wait for devices that use the target memory."""
         for item in self._items:
             self._add(item)
@@ -369,7 +371,7 @@ class PlannedReads:
         plan = plan_load(source.index, wanted)
         synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
         files = open_files(source.storage, source.folder, source.index, plan, threads=threads)
-        return OpenedInput(files, targets)
+        return files, targets
 
     def _add(self, item: ReadItem) -> None:
         """Get the target of an item from the planner; use a buffer if it has another dtype.

@@ -243,11 +243,11 @@ def _as_written(
     if all(tensor.saved == tensor.dtype for tensor, _ in parts):
         yield window.data
         return
-    from dist_ckpt.core.shard_io.memory.torch_tensor import converted  # noqa: PLC0415  (only this needs torch)
+    from dist_ckpt.core.shard_io.memory.torch_tensor import convert  # noqa: PLC0415  (only this needs torch)
 
     for tensor, data in parts:
         is_converted = tensor.saved != tensor.dtype
-        part = converted(data, tensor.saved, tensor.dtype) if is_converted else data
+        part = convert(data, tensor.saved, tensor.dtype) if is_converted else data
         if part is None:
             raise IncompatibleError(
                 f"{tensor.fqn} has finite values that would be infinite in {tensor.dtype}: choose "

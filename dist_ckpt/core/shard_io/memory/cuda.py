@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -70,14 +71,12 @@ class StreamMark:
             torch.cuda.current_stream(device).wait_event(event)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SideStreamCopies:
     """Copies on side streams, which begin after the work now queued on the training's streams."""
 
-    def __init__(
-        self, training: Mapping[torch.device, Stream], own: Mapping[torch.device, Stream]
-    ) -> None:
-        self._training = training
-        self._own = own
+    _training: Mapping[torch.device, Stream]
+    _own: Mapping[torch.device, Stream]
 
     def takes(self, source: CellSource) -> bool:
         """Return True if the source is on these devices. The host has to copy others."""

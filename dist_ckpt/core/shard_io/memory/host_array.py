@@ -148,8 +148,10 @@ class ArrayTarget:
         start = piece.start + sum(o * s for o, s in zip(within, cell_strides, strict=True))
         factor = 2 if self._itemsize == 16 else 1
         steps = zip(box.shape, cell_strides, strides, strict=True)
-        dims = _merged([*((n, t * factor, s * factor) for n, t, s in steps), (factor, 1, 1)])
-        row = _row(dims)
+        dims = _merge_dims([*((n, t * factor, s * factor) for n, t, s in steps), (factor, 1, 1)])
+        # Copy at once the last dimension, or the longest if the last is short.
+        is_long = dims[-1][0] >= _LONG_ROW
+        row = len(dims) - 1 if is_long else max(range(len(dims)), key=lambda d: dims[d][0])
         n, t_step, s_step = dims.pop(row)
         t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
         target_words, source_words = (
@@ -170,7 +172,7 @@ _LONG_ROW = 32
 _Dim = tuple[int, int, int]
 
 
-def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
+def _merge_dims(dims: Sequence[_Dim]) -> list[_Dim]:
     """Merge contiguous dimensions, and drop those of size 1."""
     merged: list[_Dim] = []
     for n, t, s in dims:
@@ -181,14 +183,6 @@ def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
         else:
             merged.append((n, t, s))
     return merged or [(1, 1, 1)]
-
-
-def _row(dims: Sequence[_Dim]) -> int:
-    """Return the dimension to copy at once: the last, or the longest if the last is short."""
-    last = len(dims) - 1
-    if dims[last][0] >= _LONG_ROW:
-        return last
-    return max(range(len(dims)), key=lambda d: dims[d][0])
 
 
 def _starts(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[int, int]]:
@@ -251,20 +245,19 @@ def numbers(dtype: str, data: memoryview) -> np.ndarray:
     """
     if not has_numbers(dtype):
         raise TypeError(f"elements of {dtype} are not numbers")
-    values: np.ndarray = _numbers(numpy_module(), dtype, data)
-    return values
-
-
-def _numbers(numpy: Any, dtype: str, data: memoryview) -> Any:
+    numpy = numpy_module()
+    values: np.ndarray
     if dtype == "bfloat16":
-        return (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    if dtype == "complex32":
-        return numpy.frombuffer(data, "<f2").astype("<f4").view("<c8")
-    if dtype == "bool":
-        return numpy.frombuffer(data, "u1")
-    if dtype in _NUMPY:
-        return numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
-    return numpy.array(_table(dtype), "<f4")[numpy.frombuffer(data, "u1")].reshape(-1)
+        values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    elif dtype == "complex32":
+        values = numpy.frombuffer(data, "<f2").astype("<f4").view("<c8")
+    elif dtype == "bool":
+        values = numpy.frombuffer(data, "u1")
+    elif dtype in _NUMPY:
+        values = numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
+    else:
+        values = numpy.array(_table(dtype), "<f4")[numpy.frombuffer(data, "u1")].reshape(-1)
+    return values
 
 
 @cache

@@ -1,6 +1,6 @@
 """A local torch tensor as the source or the target of bytes. Thread-safe.
 
-Bits are copied: tensors are viewed as integers of the same size. Only `CastTarget` and `converted`
+Bits are copied: tensors are viewed as integers of the same size. Only `CastTarget` and `convert`
 convert values, into another dtype.
 """
 
@@ -147,12 +147,8 @@ class TensorTarget:
         dtype = self._tensor.dtype if _is_typed(self._tensor) else _WORDS[itemsize]
         factor = itemsize // dtype.itemsize
         extra = (factor,) if factor > 1 else ()
-        values = values_in(
-            data,
-            dtype,
-            (*box.shape, *extra),
-            (*(s * factor for s in strides), *((1,) * len(extra))),
-        )
+        steps = (*(s * factor for s in strides), *((1,) * len(extra)))
+        values = values_in(data, dtype, (*box.shape, *extra), steps)
         with torch.no_grad():
             self._box(piece, box).copy_(values)
 
@@ -240,6 +236,7 @@ def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
 # The bits of a whole number that each represents exactly.
 _PRECISION = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _PRECISION_OF_COMPLEX = {"complex128": 53, "complex64": 24}
+_PRECISIONS = {**_PRECISION, **_PRECISION_OF_COMPLEX}
 # Any wider dtype has all their values. The other direction would need a scale.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
@@ -254,12 +251,10 @@ def can_cast(saved: str, live: str) -> bool:
     """Return True if a load may cast: between floating dtypes, or without any loss."""
     if live in _PRECISION and (saved in _PRECISION or saved in _FLOAT8):
         return True
-    if live in _PRECISION_OF_COMPLEX:
-        bits = {**_PRECISION, **_PRECISION_OF_COMPLEX}.get(saved)
-        if bits is not None:
-            return bits <= _PRECISION_OF_COMPLEX[live]
+    if saved in _PRECISIONS:
+        return live in _PRECISION_OF_COMPLEX and _PRECISIONS[saved] <= _PRECISIONS[live]
     have, need = _whole_numbers(live), _whole_numbers(saved)
-    if have is None or need is None or saved in _PRECISION or saved in _PRECISION_OF_COMPLEX:
+    if have is None or need is None:
         return False
     return have[0] <= need[0] and need[1] <= have[1]
 
@@ -268,7 +263,7 @@ def _whole_numbers(dtype: str) -> tuple[int, int] | None:
     """Return the range in which a dtype has all whole numbers, or None."""
     if dtype == "bool":
         return 0, 1
-    if bits := {**_PRECISION, **_PRECISION_OF_COMPLEX}.get(dtype):
+    if bits := _PRECISIONS.get(dtype):
         return -(1 << bits), 1 << bits
     if match := _INTEGER.fullmatch(dtype):
         bits = int(match[2])
@@ -307,26 +302,24 @@ class CastTarget:
         self._target.place(piece, box, memory, row_major_strides(box.shape))
 
 
-def converted(data: memoryview, saved: str, live: str) -> memoryview | None:
+def convert(data: memoryview, saved: str, live: str) -> memoryview | None:
     """Return elements in another dtype, or None if a finite value became infinite."""
     values = torch.frombuffer(data, dtype=getattr(torch, saved))
     cast = torch.empty(values.shape, dtype=getattr(torch, live))
     narrows = _narrows(values.dtype, cast.dtype)
     for source, target in zip(values.split(_NUM_SERIAL), cast.split(_NUM_SERIAL), strict=True):
         target.copy_(source)
-        if narrows and not _is_finite(target) and _has_overflown(source, target):
-            return None
+        if narrows:
+            least, greatest = torch.aminmax(target)
+            is_finite = -inf < float(least) and float(greatest) < inf
+            if not is_finite and _has_overflown(source, target):
+                return None
     return host_memory(cast)
 
 
 def _narrows(saved: torch.dtype, live: torch.dtype) -> bool:
     both_float = live.is_floating_point and saved.is_floating_point
     return both_float and torch.finfo(live).max < torch.finfo(saved).max
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    least, greatest = torch.aminmax(values)
-    return -inf < float(least) and float(greatest) < inf
 
 
 def _has_overflown(values: torch.Tensor, cast: torch.Tensor) -> bool:

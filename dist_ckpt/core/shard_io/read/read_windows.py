@@ -58,19 +58,15 @@ class Window:
     nbytes: int
 
 
-# The sort key of tensors in a window; it ends with the name.
-SortKey = Callable[[StoredShard], tuple[object, ...]]
-
-
-def by_name(item: StoredShard) -> tuple[object, ...]:
-    """Sort tensors by their names."""
-    return (item.fqn,)
-
-
 def windows_of(
-    files: Sequence[FilePlan], window_nbytes: int, order: SortKey = by_name
+    files: Sequence[FilePlan],
+    window_nbytes: int,
+    order: Callable[[StoredShard], tuple[object, ...]] = lambda item: (item.fqn,),
 ) -> Iterator[Window]:
-    """Cut files into windows of at most `window_nbytes`, which is a multiple of a block."""
+    """Cut files into windows of at most `window_nbytes`, which is a multiple of a block.
+
+    `order` sorts the tensors in a window; it ends with the name.
+    """
     for parts in _cut(files, window_nbytes):
         items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}

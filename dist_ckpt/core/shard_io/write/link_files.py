@@ -46,7 +46,6 @@ from dist_ckpt.core.shard_io.write.shard_writer import (
     sync_names,
     write_all,
     write_document,
-    write_shard_files,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached_file
@@ -240,12 +239,7 @@ def write_or_link(
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
     linkable = earlier.names()
     tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
-    wanted: tuple[FileReceipt, ...] = ()
-    if tried:
-        digested = _only(files, tried)
-        wanted = write_shard_files(
-            NullStorage(), "", digested, threads=threads, slots=slots or BufferPool()
-        )
+    wanted = write_all(NullStorage(), "", _only(files, tried), threads=threads, slots=slots)
     # One after another: all threads read each back.
     links = {receipt[0]: _link(storage, folder, receipt, earlier, threads) for receipt in wanted}
     checked = {name: number for name, number in links.items() if number is not None}
