@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from dist_ckpt.core.format.filenames import (
@@ -99,7 +100,7 @@ def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
         for attempt in attempts_in([entry]):
             with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
                 result.append(_status(storage, path, attempt, entry.modified_at))
-    return tuple(sorted(result, key=lambda status: status.attempt))
+    return tuple(sorted(result, key=attrgetter("attempt")))
 
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
@@ -110,8 +111,7 @@ def list_attempts(storage: Storage, path: str) -> list[Attempt]:
 def _attempt_entries(storage: Storage, path: str) -> Sequence[Entry]:
     # Annotations are in folders with names of attempts: a pin must not be removed as a dead save.
     above = posixpath.basename(posixpath.dirname(path))
-    is_of_annotations = above in (ANNOTATIONS, OLD_ANNOTATIONS)
-    return [] if is_of_annotations else entries_at(storage, path)
+    return [] if above in (ANNOTATIONS, OLD_ANNOTATIONS) else entries_at(storage, path)
 
 
 def entries_at(storage: Storage, path: str) -> Sequence[Entry]:
@@ -142,11 +142,9 @@ def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     """
     entries = entries_at(storage, path)
     attempts = set(attempts_in(entries))
-    if attempt in attempts:
-        return False
-    trash = trash_name(attempt)
     is_fenced = any(other.number > attempt.number for other in attempts)
-    return is_fenced or any(entry.name == trash for entry in entries)
+    has_trash = any(entry.name == trash_name(attempt) for entry in entries)
+    return attempt not in attempts and (is_fenced or has_trash)
 
 
 def is_decided(storage: Storage, path: str, attempt: Attempt) -> bool:
@@ -233,22 +231,17 @@ def _contents_text(storage: Storage, path: str) -> str:
     except NotADirectoryError:
         return "it is a file. Pass the folder that was given to save"
     states = [status.state for status in statuses(storage, path)]
-    counts = [
-        f"{number} {label}"
-        for number, label in (
-            (states.count("open"), "unfinished (a save is running, or died)"),
-            (states.count("abandoned"), "abandoned"),
-            (sum(parse_trash(entry.name) is not None for entry in entries), "being removed"),
-        )
-        if number
-    ]
-    if counts:
-        return f"its attempts are {', '.join(counts)}. Use another checkpoint, or save again"
+    counts = {
+        "unfinished (a save is running, or died)": states.count("open"),
+        "abandoned": states.count("abandoned"),
+        "being removed": sum(parse_trash(entry.name) is not None for entry in entries),
+    }
+    if texts := [f"{number} {label}" for label, number in counts.items() if number]:
+        return f"its attempts are {', '.join(texts)}. Use another checkpoint, or save again"
     if not entries:
         return "the folder is empty. Check the path"
-    if any(
-        _is_checkpoint(storage, f"{path}/{entry.name}") for entry in entries[:MAX_ATTEMPTS_READ]
-    ):
+    below = [f"{path}/{entry.name}" for entry in entries[:MAX_ATTEMPTS_READ]]
+    if any(is_decided(storage, p, attempt) for p in below for attempt in list_attempts(storage, p)):
         return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
     return f"the folder holds {names}. {hint_for({entry.name for entry in entries})}"
@@ -271,30 +264,18 @@ def hint_for(names: Set[str]) -> str:
     return "Pass the folder that was given to save"
 
 
-def _is_checkpoint(storage: Storage, path: str) -> bool:
-    return any(is_decided(storage, path, attempt) for attempt in list_attempts(storage, path))
-
-
 def _status(storage: Storage, path: str, attempt: Attempt, created_at: float) -> Status:
-    folder = f"{path}/{attempt}"
-    entries = storage.list(folder, follow=False)
+    entries = storage.list(f"{path}/{attempt}", follow=False)
+    state: AttemptState = "open"
     try:
-        document = read_index(storage, path, attempt)
+        if (document := read_index(storage, path, attempt)) is not None:
+            state = "committed" if isinstance(document, Index) else "abandoned"
     except CorruptError:
-        state: AttemptState = "damaged"
+        state = "damaged"
     except IncompatibleError:
         state = "incompatible"
-    else:
-        if document is None:
-            state = "open"
-        else:
-            state = "committed" if isinstance(document, Index) else "abandoned"
-    return Status(
-        attempt,
-        state,
-        max((entry.modified_at for entry in entries), default=created_at),
-        sum(entry.nbytes for entry in entries),
-    )
+    modified_at = max((entry.modified_at for entry in entries), default=created_at)
+    return Status(attempt, state, modified_at, sum(entry.nbytes for entry in entries))
 
 
 def _exists(storage: Storage, file: str) -> bool:
@@ -336,10 +317,8 @@ def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: s
 
 def encode_abandoned(attempt: Attempt, *, by: str, reason: str) -> bytes:
     """Return an index that says "abandoned"; text that JSON cannot hold is replaced."""
-    by, reason = (
-        text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8") for text in (by, reason)
-    )
-    return index_json.encode(Abandoned(attempt.name, by, reason))
+    texts = (text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8") for text in (by, reason))
+    return index_json.encode(Abandoned(attempt.name, *texts))
 
 
 def _put_abandoned(

@@ -27,7 +27,7 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.leases import protections_at
 from dist_ckpt.core.commit.records.record_store import check_upgraded, old_folders_in, refuse_old
 from dist_ckpt.core.format.filenames import Attempt, is_in_attempt, is_temporary_root_id, trash_name
-from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
@@ -109,23 +109,20 @@ def _partial_delete_error(storage: Storage, path: str, error: BaseException) -> 
     again = ", then delete it again"
     try:
         attempts = statuses(storage, path)
-        has_data = any(status.state in _DATA_IS_KEPT for status in attempts)
-        is_gone = not attempts and not trash_at(storage, path)
+        if any(status.state in _DATA_IS_KEPT for status in attempts):
+            result = f"{path} is not deleted: check the storage{again}"
+        elif attempts or trash_at(storage, path):
+            result = (
+                f"{path} is deleted, but not all of its space is free, and a power cut may bring "
+                f"it back: check the storage{again}"
+            )
+        else:
+            result = f"{path} is deleted, but a power cut may bring it back: check the storage"
     except (CheckpointError, OSError):
         result = (
             "Now it is unknown whether it is deleted: check the storage, list the path with "
             f"`dist-ckpt ls`{again}"
         )
-    else:
-        if has_data:
-            result = f"{path} is not deleted: check the storage{again}"
-        elif is_gone:
-            result = f"{path} is deleted, but a power cut may bring it back: check the storage"
-        else:
-            result = (
-                f"{path} is deleted, but not all of its space is free, and a power cut may bring "
-                f"it back: check the storage{again}"
-            )
     return StorageError(f"{error}. {result}")
 
 
@@ -153,11 +150,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     names = _empty_all(storage, path)
     attempts = statuses(storage, path)
     superseded = _superseded(storage, path, attempts, read_storage_clock)
-    ids = [
-        entry
-        for entry in entries_at(storage, path)
-        if entry.kind == "file" and is_temporary_root_id(entry.name)
-    ]
+    ids = _temporary_ids(storage, path)
     has_open = any(status.state == "open" for status in attempts)
     now = read_storage_clock(storage, path) if has_open or ids else 0.0
     for entry in ids:
@@ -182,25 +175,23 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
 def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
     """Return the names that `collect` would remove at the storage's time `now`; change nothing."""
     names = [entry.name for entry in trash_at(storage, path) if entry.kind == "folder"]
-    names += [
-        entry.name
-        for entry in entries_at(storage, path)
-        if entry.kind == "file"
-        and is_temporary_root_id(entry.name)
-        and now - entry.modified_at > grace_s
-    ]
+    ids = _temporary_ids(storage, path)
+    names += [entry.name for entry in ids if now - entry.modified_at > grace_s]
     attempts = statuses(storage, path)
     superseded = _superseded(storage, path, attempts, lambda *_: now)
-    return (
-        *names,
-        *(
-            status.attempt.name
-            for status in attempts
-            if status.state == "abandoned"
-            or status.attempt in superseded
-            or (status.state == "open" and now - status.modified_at > grace_s)
-        ),
-    )
+    names += [
+        status.attempt.name
+        for status in attempts
+        if status.state == "abandoned"
+        or status.attempt in superseded
+        or (status.state == "open" and now - status.modified_at > grace_s)
+    ]
+    return tuple(names)
+
+
+def _temporary_ids(storage: Storage, path: str) -> list[Entry]:
+    files = (entry for entry in entries_at(storage, path) if entry.kind == "file")
+    return [entry for entry in files if is_temporary_root_id(entry.name)]
 
 
 def collectable_in_all(
@@ -285,9 +276,8 @@ def _empty(storage: Storage, path: str, trash: str) -> bool:
         # a power cut would bring back the attempt without its files.
         storage.sync(path)
         # Links are not followed: one may replace the folder at any time.
-        entries = storage.list(trash, follow=False)
         foreign = []
-        for entry in entries:
+        for entry in storage.list(trash, follow=False):
             if entry.kind == "folder" or not is_in_attempt(entry.name):
                 foreign.append(entry.name)
                 continue

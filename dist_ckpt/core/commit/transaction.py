@@ -22,12 +22,6 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
-from dist_ckpt.core.commit.commit_protocol import (
-    attached_of,
-    check_receipts,
-    mismatched_groups,
-    sizes_of,
-)
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
@@ -114,6 +108,10 @@ class Transaction:
     they are. `label` names the writer in the claim: the rank by default, or a tool.
     """
 
+    # After `claim` or `join`.
+    storage: Storage
+    attempt: Attempt
+
     def __init__(self, channel: Channel, config: Config | None = None, *, label: str = "") -> None:
         self.nbytes_receipt = 0  # of the receipt that this rank has sent
         self._channel = channel
@@ -121,9 +119,7 @@ class Transaction:
         self._config = config or Config()
         self._by = f"{label or f'rank {channel.rank}'} on {channel.host}"
         self._claim: commit_protocol.Claim | None = None
-        self._storage: Storage | None = None
         self._path = ""
-        self._attempt: Attempt | None = None
         self._is_settled = False
         self._step: int | None = None
         self._num_tensors = 0
@@ -140,21 +136,9 @@ class Transaction:
             _log.warning("%s could not be cleaned up: %s", self._claim.folder, failure)
 
     @property
-    def attempt(self) -> Attempt:
-        """The attempt, after `claim` or `join`."""
-        assert self._attempt is not None
-        return self._attempt
-
-    @property
     def folder(self) -> str:
         """The folder of the attempt."""
         return f"{self._path}/{self.attempt}"
-
-    @property
-    def storage(self) -> Storage:
-        """The storage of the attempt."""
-        assert self._storage is not None
-        return self._storage
 
     def claim(
         self,
@@ -169,16 +153,16 @@ class Transaction:
 
         This is the first change on disk. Raises the errors of `commit_protocol.claim`.
         """
-        self._storage, self._path = storage, path
+        self.storage, self._path = storage, path
         self._claim = commit_protocol.claim(
             storage, path, overwrite=overwrite, by=self._by, incarnation=incarnation, force=force
         )
-        self._attempt = self._claim.attempt
-        return self._claim.attempt
+        self.attempt = self._claim.attempt
+        return self.attempt
 
     def join(self, storage: Storage, path: str, attempt: Attempt) -> None:
         """Join the attempt that the coordinator has claimed. Every rank calls this."""
-        self._storage, self._path, self._attempt = storage, path, attempt
+        self.storage, self._path, self.attempt = storage, path, attempt
 
     def commit(
         self,
@@ -225,7 +209,7 @@ class Transaction:
             receipts = writing.gather(result.receipt)
             if receipts is None:
                 self.nbytes_receipt = writing.nbytes_sent
-            elif differing := mismatched_groups(receipts):
+            elif differing := commit_protocol.mismatched_groups(receipts):
                 writing.decide(WriteDecision(tuple(differing), None))
             else:
                 by_rank = partial(receipts_by_rank, receipts)
@@ -252,9 +236,12 @@ class Transaction:
         """Check the receipts and the files, commit, and answer. Coordinator only."""
         assert self._claim is not None
         storage = self.storage
-        files, objects = check_receipts(catalog.catalog, by_rank())
+        files, objects = commit_protocol.check_receipts(catalog.catalog, by_rank())
         commit_protocol.check_files(
-            storage, self.folder, sizes_of(receipts), timeout_s=self._config.visibility_timeout_s
+            storage,
+            self.folder,
+            commit_protocol.sizes_of(receipts),
+            timeout_s=self._config.visibility_timeout_s,
         )
         index = Index(
             attempt=self.attempt.name,
@@ -263,7 +250,7 @@ class Transaction:
             catalog=catalog.catalog,
             files=files,
             objects=objects,
-            attached=attached_of(receipts),
+            attached=commit_protocol.attached_of(receipts),
             metadata=fields.metadata,
             saved_by=fields.saved_by,
             saved_at=time.time() if fields.saved_at is None else fields.saved_at,
@@ -378,15 +365,9 @@ class Transaction:
 def _decision(
     index: Index, slowest_rank: int, slowest_s: float, linked: IoCount | None = None
 ) -> CommitDecision:
-    return CommitDecision(
-        attempt=index.attempt,
-        nbytes=index.nbytes,
-        num_files=index.num_files,
-        slowest_rank=slowest_rank,
-        slowest_s=slowest_s,
-        num_linked=linked.num if linked else 0,
-        nbytes_linked=linked.nbytes if linked else 0,
-    )
+    counts = (linked.num, linked.nbytes) if linked else (0, 0)
+    slowest = slowest_rank, slowest_s
+    return CommitDecision(index.attempt, index.nbytes, index.num_files, *slowest, *counts)
 
 
 def _unequal_replicas(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:

@@ -12,16 +12,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, SavePlan, TensorEntry
-from dist_ckpt.core.planning.save.save_planner import (
-    CellNumbers,
-    Origin,
-    files_of_rank,
-    find_local_cells,
-    number_cells,
-    origin_of,
-    plan_save,
-    replica_groups_of,
-)
+from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.planning.selection import Selection, unmatched_on_all
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
@@ -55,18 +46,19 @@ class RankPlan:
     plan: SavePlan
     files: tuple[FilePlan, ...]
     groups: tuple[ReplicaGroup, ...]
-    origins: tuple[tuple[Origin, ...], ...]
-    cells: CellNumbers
+    origins: tuple[tuple[save_planner.Origin, ...], ...]
+    cells: save_planner.CellNumbers
 
     @staticmethod
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
         """Select the part of one rank."""
-        files = files_of_rank(plan, rank)
-        cells = number_cells(find_local_cells(inventory, rank, plan))
+        files = save_planner.files_of_rank(plan, rank)
+        cells = save_planner.number_cells(save_planner.find_local_cells(inventory, rank, plan))
         origins = tuple(
-            tuple(origin_of(cells, item.fqn, item.cell) for item in file.items) for file in files
+            tuple(save_planner.origin_of(cells, item.fqn, item.cell) for item in file.items)
+            for file in files
         )
-        return RankPlan(plan, files, replica_groups_of(plan, rank), origins, cells)
+        return RankPlan(plan, files, save_planner.replica_groups_of(plan, rank), origins, cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +196,14 @@ def agree(
     """
     with session.channel.exchange("agree") as agreeing:
         prepared = prepare()
-        cached = cached_plan(session, prepared.inventory)
-        if cached is not None:
+        cached = session.cache(SaveCache).plan
+        if cached is not None and cached.inventory == prepared.inventory:
             prepared.use(cached)
-        cached_name = "" if cached is None else cached.save_name
-        proposals = agreeing.gather(
-            SaveProposal(
-                prepared.request, cached_name, session.collective.epoch, prepared.unmatched
-            )
-        )
-        if proposals is not None:
+        else:
+            cached = None
+        cached_name, epoch = cached.save_name if cached else "", session.collective.epoch
+        proposal = SaveProposal(prepared.request, cached_name, epoch, prepared.unmatched)
+        if (proposals := agreeing.gather(proposal)) is not None:
             save_name = claim(prepared) if check_proposals(proposals) else None
             epoch = max(proposal.connection_epoch for proposal in proposals)
             agreeing.decide(SaveAgreement(save_name, epoch))
@@ -231,12 +221,6 @@ def agree(
     assert chosen is not None
     session.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
     return prepared, chosen, plan
-
-
-def cached_plan(session: Session, inventory: Inventory) -> CachedPlan | None:
-    """Return the cached plan if this rank's inventory has not changed."""
-    cached = session.cache(SaveCache).plan
-    return cached if cached is not None and cached.inventory == inventory else None
 
 
 def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
@@ -290,4 +274,4 @@ def plan_of(bodies: Bodies, world_size: int) -> SavePlan:
     # Garbage collection among thousands of new objects takes a third of the time.
     with paused_collector():
         inventories = [(typed_msgpack.decode(body, Inventory), ranks) for body, ranks in bodies]
-        return plan_save(inventories, world_size)
+        return save_planner.plan_save(inventories, world_size)

@@ -7,14 +7,15 @@ copied data is checked. The source gets a lease meanwhile if its run keeps recor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.attempts import find_checkpoint, not_found_if_removed
+from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.leases import leased_source
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
@@ -100,9 +101,8 @@ class CarrySource:
 
     def planned(self, plan: SavePlan) -> CarryOver:
         """Return the plan of the names that the state does not have. Raises ValueError."""
-        live = plan.catalog
-        names = carried_names(self.index.catalog, self.names, live, plan.tree)
-        carry_plan = plan_carried(live, self.index, names)
+        names = carried_names(self.index.catalog, self.names, plan.catalog, plan.tree)
+        carry_plan = plan_carried(plan.catalog, self.index, names)
         return CarryOver(self, carry_plan, EncodedCatalog(carry_plan.catalog))
 
     def take_lease(self, storage: Storage, stack: ExitStack) -> None:
@@ -125,8 +125,7 @@ def open_source(
     with channel.exchange("carry") as opening:
         loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
         request = CarryRequest(loaded.path, loaded.attempt, session.collective.epoch)
-        requests = opening.gather(request)
-        if requests is not None:
+        if (requests := opening.gather(request)) is not None:
             check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             attempt, source = _find(counting, loaded)
@@ -138,10 +137,10 @@ def open_source(
     with channel.exchange("carried names"):
         index = index_json.decode(session.collective.broadcast(encoded or None))
         assert isinstance(index, Index)
-        own = RestoredNames((*loaded.restored, *loaded.dropped))
-        bodies = session.collective.all_gather_distinct(typed_msgpack.encode(own))
-        restored = [typed_msgpack.decode(body, RestoredNames) for body, _ in bodies]
-        done = {name for of_rank in restored for name in of_rank.names}
+        own = typed_msgpack.encode(RestoredNames((*loaded.restored, *loaded.dropped)))
+        bodies = session.collective.all_gather_distinct(own)
+        restored = [typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies]
+        done = {*chain.from_iterable(restored)}
     remaining, names = not_loaded(index.catalog, done, excluded)
     return CarrySource(loaded.path, info.attempt, index, names, remaining, excluded, reads)
 
@@ -232,27 +231,14 @@ class CarryOver:
         if files:
             source = self.source.opened(storage, threads=threads)
             linked = source.link_or_copy(folder, files, most_names=MAX_SHARED)
-        receipts = tuple(
+        receipts: list[FileReceipt] = [
             (name, file.nbytes, file.header_nbytes, file.digest) for name, file in files.items()
-        )
-        return (*receipts, *self._copy(session, storage, folder, step)), linked
-
-    def _copy(
-        self, session: Session, storage: Storage, folder: str, step: int | None
-    ) -> tuple[FileReceipt, ...]:
-        if self.plan.copied is None:
-            return ()
-        plans = files_of_rank(self.plan.copied, session.channel.rank)
-        with self.source.opened(storage, slots=session.slots) as source:
-            windows = Windows(
-                plans, read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
-            )
-            files = RankFiles(step, plans, windows.sources, {})
-            # One thread: windows are read one at a time, and their blocks are written in order.
-            return write_all(storage, folder, files, threads=1)
-
-    @contextmanager
-    def reading(self, storage: Storage) -> Iterator[None]:
-        """Raise NotFoundError, not CorruptError, in this block if the source was removed."""
-        with not_found_if_removed(storage, self.source.path, self.source.attempt):
-            yield
+        ]
+        if self.plan.copied is not None:
+            plans = files_of_rank(self.plan.copied, rank)
+            with self.source.opened(storage, slots=session.slots) as source:
+                read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
+                copied = RankFiles(step, plans, Windows(plans, read).sources, {})
+                # One thread: windows are read one at a time, and their blocks written in order.
+                receipts += write_all(storage, folder, copied, threads=1)
+        return tuple(receipts), linked

@@ -15,7 +15,6 @@ from dist_ckpt.core.format.index.index import (
     Catalog,
     Component,
     Index,
-    Key,
     Node,
     ShardFileRecord,
     TensorRecord,
@@ -86,8 +85,11 @@ def carried_names(
     """
     in_state = frozenset(names_of(live))
     remaining = frozenset(names) - in_state
-    containers = {node.fqn for node in tree}
-    hidden = _hidden(remaining, in_state, containers, frozenset(names_of(source)))
+    # Saved names are never inside each other, even `lr` and `lr.max`.
+    new = in_state - frozenset(names_of(source))
+    above_new = {above for fqn in new for above in names_above(fqn)} | {node.fqn for node in tree}
+    below_new = {fqn for fqn in remaining if not new.isdisjoint(names_above(fqn))}
+    hidden = (above_new & remaining) | below_new
     chosen = remaining - hidden
     tensors, aliases = _tied(source, chosen, live)
     return CarriedNames(
@@ -97,19 +99,6 @@ def carried_names(
         tuple(fqn for fqn in source.per_rank if fqn in chosen),
         tuple(sorted(hidden)),
     )
-
-
-def _hidden(
-    remaining: Collection[str],
-    in_state: Collection[str],
-    containers: Collection[str],
-    saved: Collection[str],
-) -> frozenset[str]:
-    # Saved names are never inside each other, even `lr` and `lr.max`.
-    new = {fqn for fqn in in_state if fqn not in saved}
-    above_new = {above for fqn in new for above in names_above(fqn)}
-    below_new = (fqn for fqn in remaining if not new.isdisjoint(names_above(fqn)))
-    return frozenset((*above_new.union(containers).intersection(remaining), *below_new))
 
 
 def _tied(
@@ -203,7 +192,13 @@ def _merged_tree(
     nodes = [_merge(node, carried.pop(node.fqn, None)) for node in live]
     nodes += carried.values()
     for node in nodes:
-        _check_list(node)
+        # The indices of the other items of a list would change.
+        if not is_mapping(node.kind) and node.keys != (*range(len(node.keys)),):
+            missing = next(number for number, key in enumerate(node.keys) if number != key)
+            raise ValueError(
+                f"carry_over: {node.fqn} would be a {node.kind} without its item {missing}, and "
+                f"the others would move. Leave it out (exclude={node.fqn!r}), or load all of it"
+            )
     return tuple(nodes)
 
 
@@ -219,16 +214,6 @@ def _merge(live: Node, carried: Node | None) -> Node:
     live_keys = {str(key) for key in live.keys}
     more = (key for key in carried.keys if str(key) not in live_keys)
     return Node(live.fqn, live.kind, (*live.keys, *more))
-
-
-def _check_list(node: Node) -> None:
-    """Raise ValueError for a list without one of its items: the indices of others would change."""
-    if not is_mapping(node.kind) and node.keys != (*range(len(node.keys)),):
-        missing = next(number for number, key in enumerate(node.keys) if number != key)
-        raise ValueError(
-            f"carry_over: {node.fqn} would be a {node.kind} without its item {missing}, and the "
-            f"others would move. Leave it out (exclude={node.fqn!r}), or load all of it"
-        )
 
 
 # --- the files -------------------------------------------------------------------------------
@@ -255,7 +240,11 @@ def plan_carried(live: Catalog, source: Index, names: CarriedNames) -> CarryPlan
     """
     saved = source.catalog
     _check_mesh(live, saved, names)
-    numbers = _complete_components(saved, names) if saved.world_size == live.world_size else []
+    numbers: list[int] = []
+    if saved.world_size == live.world_size:  # components whose tensors are all carried over
+        tensors = saved.tensors.items()
+        cut = {record.component for fqn, record in tensors if names.tensors.get(fqn) != fqn}
+        numbers = sorted({record.component for _, record in tensors} - cut)
     components = _with_free_stems(live.components, [saved.components[n] for n in numbers])
     component_of = dict(zip(numbers, components, strict=True))
     linked = _linked_part(saved, names, component_of)
@@ -284,13 +273,6 @@ def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
             f"carry_over: {listed(of_ranks)} belongs to the ranks of the mesh {then}, but the mesh "
             f"of this save is {now}: exclude the name (exclude={of_ranks[0]!r})"
         )
-
-
-def _complete_components(source: Catalog, names: CarriedNames) -> list[int]:
-    """Return the components of which all tensors are carried over, under their own names."""
-    tensors = source.tensors.items()
-    cut = {record.component for fqn, record in tensors if names.tensors.get(fqn) != fqn}
-    return sorted({record.component for _, record in tensors} - cut)
 
 
 def _with_free_stems(
@@ -371,7 +353,12 @@ def _joined(
         components += part.components
         layouts += part.layouts
         parameters.update(part.parameters)
-    per_rank = {fqn: _holders(source.per_rank[fqn], source, live) for fqn in names.per_rank}
+    per_rank = {fqn: source.per_rank[fqn] for fqn in names.per_rank}
+    if source.world_size != live.world_size:  # the ranks store the keys in turn
+        per_rank = {
+            fqn: tuple((key, number % live.world_size) for number, (key, _) in enumerate(keys))
+            for fqn, keys in per_rank.items()
+        }
     return replace(
         live,
         mesh=live.mesh or (source.mesh if live.world_size == source.world_size else ()),
@@ -383,12 +370,3 @@ def _joined(
         per_rank={**live.per_rank, **per_rank},
         parameters={fqn: parameters[fqn] for fqn in tensors if fqn in parameters},
     )
-
-
-def _holders(
-    keys: Sequence[tuple[Key, int]], source: Catalog, live: Catalog
-) -> tuple[tuple[Key, int], ...]:
-    """Return the rank that stores each key: as in the source, or else the ranks in turn."""
-    if source.world_size == live.world_size:
-        return tuple(keys)
-    return tuple((key, number % live.world_size) for number, (key, _) in enumerate(keys))

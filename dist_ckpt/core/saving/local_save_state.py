@@ -121,10 +121,10 @@ class LocalSaveState:
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
         """Return the digests of this rank's members of each replica group, by the group's id."""
         part = self._rank_plan(plan)
-        return tuple(
-            (_group_id(group), tuple(self._digests(group, part.cells).items()))
-            for group in part.groups
-        )
+        # The ranks identify a group: its members follow from the plan, the same everywhere.
+        ids = [document_digest(repr(group.ranks).encode()) for group in part.groups]
+        digests = [tuple(self._digests(group, part.cells).items()) for group in part.groups]
+        return tuple(zip(ids, digests, strict=True))
 
     def _rank_plan(self, plan: SavePlan) -> RankPlan:
         """Return this rank's part of a plan, cached for the next save."""
@@ -145,14 +145,9 @@ class LocalSaveState:
             name = f"{fqn}[{cell}]"
             source = self._source_of((origin_of(cells, fqn, cell),), 0)
             digests[name] = digest_sample(source, name)
-        for fqn in group.values:
-            digests[fqn] = document_digest(encode_value(self._value(fqn)))
+        values = {**self.state.per_rank, **self.state.values}
+        digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
-
-    def _value(self, fqn: str) -> object:
-        if fqn in self.state.values:
-            return self.state.values[fqn]
-        return self.state.per_rank[fqn]
 
 
 def objects_files(
@@ -185,14 +180,6 @@ def objects_files(
         of_rank = objects_file.ObjectsFile(values=stored, per_rank=per_rank)
         files[filenames.objects_file(rank)] = objects_file.encode(of_rank)
     return files
-
-
-def _group_id(group: ReplicaGroup) -> str:
-    # The ranks identify a group: its members follow from the plan, which is the same everywhere.
-    return document_digest(repr(group.ranks).encode())
-
-
-# --- samples of replicas: enough bytes to detect that two ranks have different tensors --------
 
 
 def digest_sample(source: CellSource, name: str) -> str:

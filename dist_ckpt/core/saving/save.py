@@ -17,6 +17,7 @@ from dist_ckpt import __version__
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.attempts import not_found_if_removed
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format.checksums import document_digest
@@ -111,22 +112,18 @@ class SaveOptions:
     def request(self, path: str, attached: Mapping[str, bytes]) -> SaveRequest:
         """Return the request of a rank with these options, after `check`."""
         digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
+        linked = patterns(self.link_unchanged, "link_unchanged")
         return SaveRequest(
             step=self.step,
             path=path,
             overwrite=self.overwrite,
             metadata=document_digest(encode_value(self.all_metadata())),
             attached=digests,
-            selection=self.selection_text(),
+            selection=f"{self.selection()}{f' link_unchanged={[*linked]}' if linked else ''}",
             root="" if self.incarnation is None else self.incarnation.root,
             incarnation_number=0 if self.incarnation is None else self.incarnation.number,
             boundary=self.boundary,
         )
-
-    def selection_text(self) -> str:
-        """Return the options that select names, as text. It is "" for the defaults."""
-        linked = patterns(self.link_unchanged, "link_unchanged")
-        return f"{self.selection()}{f' link_unchanged={[*linked]}' if linked else ''}"
 
 
 @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged", carry="carry_over")
@@ -278,9 +275,8 @@ def _prepare(
     attached = read_attached(options.attach)
     request = options.request(storage_path, attached)
     local_state = options.local_state(session, state)
-    unmatched = local_state.unmatched
-    if source is not None:
-        unmatched = source.unmatched(unmatched)
+    problems = local_state.unmatched
+    unmatched = problems if source is None else source.unmatched(problems)
     counting = CountingStorage(storage or default_storage)
     return _PreparedSave(request, counting, local_state, attached, unmatched)
 
@@ -315,24 +311,17 @@ class _RankWriter:
         receipts: tuple[FileReceipt, ...] = ()
         linked = IoCount()
         local_state.state.synchronize()
-        files = local_state.files(
-            self.plan.plan, step, self.options.all_metadata(), self.prepared.attached
-        )
+        metadata, attached = self.options.all_metadata(), self.prepared.attached
+        files = local_state.files(self.plan.plan, step, metadata, attached)
         if carried is not None:
             if session.channel.rank == COORDINATOR:
                 carried.source.take_lease(storage, self.lease)
-            with carried.reading(storage):
+            with not_found_if_removed(storage, carried.source.path, carried.source.attempt):
                 objects = carried.objects(storage, files.objects, session.channel.rank)
                 receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
-        part = write_or_link(
-            storage,
-            folder,
-            files,
-            session.cache(SaveCache).linkable_saves,
-            threads=session.config.threads,
-            slots=session.slots,
-        )
+        linkable, threads = session.cache(SaveCache).linkable_saves, session.config.threads
+        part = write_or_link(storage, folder, files, linkable, threads=threads, slots=session.slots)
         self.saved = part.saved
         return RankWriteResult(
             (*receipts, *part.receipts),

@@ -25,11 +25,11 @@ from dist_ckpt.core.comm.messages import SecondaryError
 def test_connections_that_were_left_in_mid_collective_are_made_anew(error, raised, monkeypatch):
     collective = GlooCollective(HashStore, 0, 1, timeout_s=10)
 
-    def interrupt(_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(collective, "_wait", interrupt)
+        patch.setattr(collective, "_send", interrupt)
         with pytest.raises(raised):
             collective.broadcast(b"data")
     assert collective.epoch == 1

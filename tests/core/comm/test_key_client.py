@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 import tests.core.comm.test_exchange as test_channel
 from dist_ckpt.core.comm.key_value import client_thread, key_client
 from dist_ckpt.core.comm.key_value.key_client import (
+    GREETING,
     LENGTH,
     MAX_KEY_CHARS,
     MAX_MESSAGE_NBYTES,
     MAX_VALUE_NBYTES,
     KeyClient,
     frame,
-    greeting,
     pack,
     unpack,
 )
@@ -79,7 +79,7 @@ def peer_of(server: KeyServer) -> Iterator[socket.socket]:
 def known_peer_of(server: KeyServer) -> Iterator[socket.socket]:
     """Yield one that has presented the token."""
     with peer_of(server) as peer:
-        peer.sendall(frame(greeting(TOKEN)))
+        peer.sendall(frame(GREETING + TOKEN))
         assert receive(peer) == ["done", True]
         yield peer
 
@@ -345,9 +345,9 @@ def test_a_wrong_token_is_not_let_in():
         bytes(4096),
         b"\xff" * 4096,
         frame(pack(["check", ["a"]])),
-        frame(greeting(TOKEN)[:-1]),
-        frame(greeting(TOKEN) + b"\0"),
-        frame(greeting(TOKEN[:-1] + b"?")),
+        frame(GREETING + TOKEN[:-1]),
+        frame(GREETING + TOKEN + b"\0"),
+        frame(GREETING + TOKEN[:-1] + b"?"),
         frame(bytes(16) + TOKEN),
     ],
 )
@@ -363,7 +363,7 @@ def test_whoever_does_not_end_the_greeting_is_shown_out_and_keeps_nobody_from_be
     num_said,
 ):
     with serving(Limits(greeting_s=0.3)) as server, peer_of(server) as peer:
-        peer.sendall(frame(greeting(TOKEN))[:num_said])
+        peer.sendall(frame(GREETING + TOKEN)[:num_said])
         assert_serves(server)
         assert is_closed(peer)
 
@@ -382,14 +382,14 @@ def test_one_stranger_too_many_ends_the_oldest_and_nobody_who_is_known():
         strangers = [stack.enter_context(peer_of(server)) for _ in range(4)]
         assert is_closed(strangers[0])
         assert is_closed(strangers[1])
-        strangers[2].sendall(frame(greeting(TOKEN)))
+        strangers[2].sendall(frame(GREETING + TOKEN))
         assert receive(strangers[2]) == ["done", True]
         known.sendall(frame(pack(["check", []])))
         assert receive(known) == ["done", True]
         assert_serves(server)
 
 
-@pytest.mark.parametrize("said", [b"", frame(greeting(TOKEN))[:1]], ids=["silent", "dripping"])
+@pytest.mark.parametrize("said", [b"", frame(GREETING + TOKEN)[:1]], ids=["silent", "dripping"])
 def test_hundreds_of_strangers_who_stay_keep_nobody_out(said: bytes):
     with serving(Limits(greeting_s=LONG_S)) as server, ExitStack() as stack:
         with client_of(server) as client:
@@ -426,7 +426,7 @@ def test_a_system_without_free_file_numbers_delays_a_connection_and_nothing_else
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
         try:
             peer.connect(server.address)
-            peer.sendall(frame(greeting(TOKEN)))
+            peer.sendall(frame(GREETING + TOKEN))
             for _ in range(10):
                 client.set("a", b"1")
         finally:
@@ -512,7 +512,7 @@ def test_a_client_that_dies_within_a_message_leaves_nothing():
 def test_bytes_that_come_one_by_one_are_a_message_all_the_same():
     with serving() as server, peer_of(server) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for said in (greeting(TOKEN), pack(["set", "a", b"1"]), pack(["check", ["a"]])):
+        for said in (GREETING + TOKEN, pack(["set", "a", b"1"]), pack(["check", ["a"]])):
             for byte in frame(said):
                 peer.sendall(bytes([byte]))
             assert receive(peer) == ["done", True]
@@ -546,7 +546,7 @@ def test_a_thousand_connections_leave_no_file_open():
         for number in range(1000):
             with peer_of(server) as peer:
                 if number % 3:
-                    peer.sendall(frame(greeting(TOKEN if number % 3 == 1 else bytes(32))))
+                    peer.sendall(frame(GREETING + (TOKEN if number % 3 == 1 else bytes(32))))
         with client_of(server):
             pass  # who comes last is accepted last
         until = time.monotonic() + LONG_S
@@ -791,12 +791,12 @@ def test_an_answer_of_no_possible_size_ends_the_connection():
 def test_an_interrupt_within_a_call_ends_the_connection(monkeypatch):
     """Else its answer would be taken for the next call's."""
 
-    def interrupt(_: KeyClient, __: float) -> bytes:
+    def interrupt(_: KeyClient, __: int, ___: float) -> bytes:
         raise KeyboardInterrupt
 
     with serving() as server, client_of(server) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(KeyClient, "_receive", interrupt)
+            patch.setattr(KeyClient, "_exactly", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.check(["a"])
         with pytest.raises(ConnectionError, match="was closed after an earlier error"):

@@ -240,7 +240,7 @@ class _Names:
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
     made = _Names()
-    for module in (attempts, leases, record_store):
+    for module in (attempts, leases):
         monkeypatch.setattr(module, "new_id", made.new)
     monkeypatch.setattr(leases, "new_annotation", _annotation)
     monkeypatch.setattr(leases, "put_annotation", _put_annotation)

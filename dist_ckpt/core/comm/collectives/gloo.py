@@ -7,28 +7,19 @@ different numbers of groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
 from dist_ckpt.config import STALL_TIMEOUT_S
-from dist_ckpt.core.comm.collectives.collective import (
-    NAME_NBYTES,
-    Bodies,
-    Transfer,
-    distinct,
-    name_of,
-    nbytes_of,
-)
+from dist_ckpt.core.comm.collectives import collective
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.reports import IoCount
-
-T = TypeVar("T")
 
 # The number of broadcasts under way at once.
 MAX_BROADCASTS = 16
@@ -74,19 +65,48 @@ class GlooCollective:
         """See `Collective.close`."""
         self._group = None
 
-    def all_gather_distinct(self, body: bytes) -> Bodies:
+    def all_gather_distinct(self, body: bytes) -> collective.Bodies:
         """See `Collective.all_gather_distinct`."""
-        return self._guarded(lambda group: self._gather(group, body))
+        with self._connected() as group:
+            own = collective.name_of(body)
+            received = bytearray(len(own) * self.world_size)
+            parts = list(_tensor(received).view(self.world_size, len(own)).unbind())
+            group.allgather([parts], [_tensor(bytearray(own))]).wait(self._timeout)
+            starts = range(0, len(received), len(own))
+            ranks = collective.distinct([bytes(received[n : n + len(own)]) for n in starts])
+            nbytes_of = collective.nbytes_of
+            buffers = {name: bytearray(body if name == own else nbytes_of(name)) for name in ranks}
+            sends = [
+                (senders[0], buffers[name]) for name, senders in ranks.items() if buffers[name]
+            ]
+            for start in range(0, len(sends), MAX_BROADCASTS):
+                self._send(group, sends[start : start + MAX_BROADCASTS])
+            bodies = []
+            for name, senders in ranks.items():
+                if collective.name_of(data := bytes(buffers[name])) != name:
+                    raise RuntimeError(f"data of rank {senders[0]} arrived damaged")
+                bodies.append((data, senders))
+            is_sender = ranks[own][0] == self.rank
+            self.calls = self.calls.plus(len(own) + (len(body) if is_sender else 0))
+            return tuple(bodies)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """See `Collective.broadcast`."""
-        return self._guarded(lambda group: self._broadcast(group, data))
+        own = data if data is not None and self.rank == 0 else b""
+        with self._connected() as group:
+            size = bytearray(len(own).to_bytes(8, "little"))
+            self._send(group, [(0, size)])
+            buffer = bytearray(own or int.from_bytes(size, "little"))
+            if buffer:
+                self._send(group, [(0, buffer)])
+            self.calls = self.calls.plus(len(size) + len(own) if self.rank == 0 else 0)
+            return bytes(buffer)
 
-    def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
+    def send(self, rank: int, data: memoryview, tag: int) -> collective.Transfer:
         """See `Collective.send`."""
         return _GlooTransfer(lambda group: group.send([_tensor(data)], rank, tag), self._group)
 
-    def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
+    def receive(self, rank: int, data: memoryview, tag: int) -> collective.Transfer:
         """See `Collective.receive`."""
         return _GlooTransfer(lambda group: group.recv([_tensor(data)], rank, tag), self._group)
 
@@ -103,9 +123,13 @@ class GlooCollective:
                     late = group.recv([_tensor(bytearray(1))], other, NO_TAG)
                     late.wait(timedelta(milliseconds=1))
 
-    def _guarded(self, run: Callable[[_Group], T]) -> T:
+    @contextmanager
+    def _connected(self) -> Iterator[_Group]:
         try:
-            return run(self._connected())
+            if self._group is None:
+                store = self._open_store()
+                self._group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
+            yield self._group
         except BaseException as error:
             # A gloo connection that failed once fails for ever, on every rank. One that was left
             # in the middle of a collective would pass its bytes to the next.
@@ -113,44 +137,6 @@ class GlooCollective:
             if not isinstance(error, RuntimeError):
                 raise
             raise _secondary_error(error) from error
-
-    def _connected(self) -> _Group:
-        if self._group is None:
-            store = self._open_store()
-            self._group = ProcessGroupGloo(store, self.rank, self.world_size, self._timeout)
-        return self._group
-
-    def _gather(self, group: _Group, body: bytes) -> Bodies:
-        own = name_of(body)
-        received = bytearray(NAME_NBYTES * self.world_size)
-        parts = list(_tensor(received).view(self.world_size, NAME_NBYTES).unbind())
-        self._wait(group.allgather([parts], [_tensor(bytearray(own))]))
-        starts = range(0, len(received), NAME_NBYTES)
-        ranks = distinct([bytes(received[start : start + NAME_NBYTES]) for start in starts])
-        buffers = {
-            name: bytearray(body) if name == own else bytearray(nbytes_of(name)) for name in ranks
-        }
-        sends = [(senders[0], buffers[name]) for name, senders in ranks.items() if buffers[name]]
-        for start in range(0, len(sends), MAX_BROADCASTS):
-            self._send(group, sends[start : start + MAX_BROADCASTS])
-        bodies = []
-        for name, senders in ranks.items():
-            if name_of(data := bytes(buffers[name])) != name:
-                raise RuntimeError(f"data of rank {senders[0]} arrived damaged")
-            bodies.append((data, senders))
-        is_sender = ranks[own][0] == self.rank
-        self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
-        return tuple(bodies)
-
-    def _broadcast(self, group: _Group, data: bytes | None) -> bytes:
-        own = data if data is not None and self.rank == 0 else b""
-        size = bytearray(len(own).to_bytes(8, "little"))
-        self._send(group, [(0, size)])
-        buffer = bytearray(own or int.from_bytes(size, "little"))
-        if buffer:
-            self._send(group, [(0, buffer)])
-        self.calls = self.calls.plus(len(size) + len(own) if self.rank == 0 else 0)
-        return bytes(buffer)
 
     def _send(self, group: _Group, buffers: Sequence[tuple[int, bytearray]]) -> None:
         works = []
@@ -160,10 +146,7 @@ class GlooCollective:
             options.rootTensor = 0
             works.append(group.broadcast([_tensor(buffer)], options))
         for work in works:
-            self._wait(work)
-
-    def _wait(self, work: Work) -> None:
-        work.wait(self._timeout)
+            work.wait(self._timeout)
 
 
 class _GlooTransfer:

@@ -128,10 +128,22 @@ class HostLinks:
     def receive(self, timeout_s: float) -> Iterator[tuple[int, bytes | None]]:
         """Yield messages, and None for a rank that is gone; end early when woken."""
         for key, _ in self._selector.select(timeout_s):
-            if key.data == self.rank:
+            rank: int = key.data
+            if rank == self.rank:
                 self._woken.recv(MAX_MESSAGE_NBYTES)
                 continue
-            yield from self._receive_from(key.data)
+            link = self._sockets[rank]
+            try:
+                data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_NBYTES, 1)
+            except OSError:
+                data, fds = b"", []
+            if len(data) == _HELLO.size:
+                self._take_memory(rank, fds)
+            elif data:
+                yield rank, data
+            else:
+                self._selector.unregister(link)
+                yield rank, None
 
     def wake(self) -> None:
         """Make `receive` return. Any thread may call this, also after `close`."""
@@ -203,20 +215,6 @@ class HostLinks:
             self._memories[rank] = _mapped(fd)
         finally:
             os.close(fd)
-
-    def _receive_from(self, rank: int) -> Iterator[tuple[int, bytes | None]]:
-        link = self._sockets[rank]
-        try:
-            data, fds, _, _ = socket.recv_fds(link, MAX_MESSAGE_NBYTES, 1)
-        except OSError:
-            data, fds = b"", []
-        if len(data) == _HELLO.size:
-            self._take_memory(rank, fds)
-        elif data:
-            yield rank, data
-        else:
-            self._selector.unregister(link)
-            yield rank, None
 
 
 def _mapped(fd: int) -> memoryview:

@@ -14,12 +14,6 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNotes
 from dist_ckpt.core.comm.exchange.exchange_state import STALE, ExchangeState, PollInterval
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import (
-    JOB_STORE_TEXTS,
-    Store,
-    StoreClientThread,
-    StoreErrorTexts,
-)
 from dist_ckpt.core.comm.messages import (
     NO_NONCE,
     Answer,
@@ -302,13 +296,13 @@ class StoreChannel:
 
     def __init__(
         self,
-        store: Store,
+        store: client_thread.Store,
         rank: int,
         world_size: int,
         *,
         host: str,
         config: Config,
-        texts: StoreErrorTexts = JOB_STORE_TEXTS,
+        texts: client_thread.StoreErrorTexts = client_thread.JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -446,7 +440,7 @@ def _close(state: ExchangeState) -> None:
 class StoreNotes:
     """Notes in a store that all ranks reach, through this rank's client thread."""
 
-    def __init__(self, client: StoreClientThread) -> None:
+    def __init__(self, client: client_thread.StoreClientThread) -> None:
         self._client = client
 
     def put(self, key: str, text: str) -> None:

@@ -42,17 +42,9 @@ MAX_READ_NBYTES = 1 << 20
 T = TypeVar("T")
 
 
-# --- messages ------------------------------------------------------------------------------------
-
-
 def frame(body: bytes) -> bytes:
     """Return a message with its length before it."""
     return LENGTH.pack(len(body)) + body
-
-
-def greeting(token: bytes) -> bytes:
-    """Return the first message of a connection."""
-    return GREETING + token
 
 
 def pack(values: Sequence[object]) -> bytes:
@@ -88,9 +80,6 @@ def checked(data: bytes) -> bytes:
     return data
 
 
-# --- the client ----------------------------------------------------------------------------------
-
-
 class KeyClient:
     """A connection to a `KeyServer`; a `Store` for one thread at a time.
 
@@ -109,7 +98,7 @@ class KeyClient:
         for attempt in range(1, GREETINGS + 1):
             self._socket = self._connect(address, until)
             try:
-                self._ask(bool, greeting(token), until)
+                self._ask(bool, GREETING + token, until)
                 return
             except ConnectionError as error:
                 if attempt == GREETINGS:
@@ -165,10 +154,9 @@ class KeyClient:
         self._socket.close()
 
     def _call(self, expected: type[T], request: Sequence[object]) -> T:
-        body = pack(request)
-        if len(body) > MAX_MESSAGE_NBYTES:
+        if (nbytes := len(body := pack(request))) > MAX_MESSAGE_NBYTES:
             raise RuntimeError(
-                f"a message of {len(body)} bytes to {self._name}, the limit is {MAX_MESSAGE_NBYTES}"
+                f"a message of {nbytes} bytes to {self._name}, the limit is {MAX_MESSAGE_NBYTES}"
             )
         return self._ask(expected, body, time.monotonic() + self._timeout_s)
 
@@ -177,8 +165,10 @@ class KeyClient:
         if self._socket.fileno() < 0:
             raise ConnectionError(f"{self._name}: the connection was closed after an earlier error")
         try:
-            self._send(frame(body), until)
-            answer = unpack(self._receive(until))
+            self._socket.settimeout(_remaining_s(until))
+            self._socket.sendall(frame(body))
+            nbytes = nbytes_of(self._exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
+            answer = unpack(self._exactly(nbytes, until))
         except BaseException as error:
             # The rest of a partial answer would be read as the next one.
             self.close()
@@ -199,14 +189,6 @@ class KeyClient:
     def _invalid_answer(self, problem: str) -> ConnectionError:
         self.close()
         return ConnectionError(f"{self._name} is not a key server of dist_ckpt: {problem}")
-
-    def _send(self, data: bytes, until: float) -> None:
-        self._socket.settimeout(_remaining_s(until))
-        self._socket.sendall(data)
-
-    def _receive(self, until: float) -> bytes:
-        nbytes = nbytes_of(self._exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
-        return self._exactly(nbytes, until)
 
     def _exactly(self, nbytes: int, until: float) -> bytes:
         data = bytearray()

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TypeGuard
 
 from dist_ckpt.core.comm.key_value.key_client import (
+    GREETING,
     LENGTH,
     MAX_KEY_CHARS,
     MAX_MESSAGE_NBYTES,
@@ -29,7 +30,6 @@ from dist_ckpt.core.comm.key_value.key_client import (
     TOKEN_NBYTES,
     checked,
     frame,
-    greeting,
     nbytes_of,
     pack,
     unpack,
@@ -82,10 +82,8 @@ class KeyServer:
         self._waker, woken = socket.socketpair()
         # For this host; other hosts use the port at `reachable_host`.
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        service = _Service(greeting(token), listener, woken, limits)
-        self._thread = threading.Thread(
-            target=service.run, name="dist_ckpt key server", daemon=True
-        )
+        run = _Service(GREETING + token, listener, woken, limits).run
+        self._thread = threading.Thread(target=run, name="dist_ckpt key server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -104,9 +102,6 @@ def _listen(host: str, port: int) -> socket.socket:
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
-
-
-# --- the keys ------------------------------------------------------------------------------------
 
 
 class LimitError(Exception):
@@ -182,34 +177,30 @@ class KeyTable:
 
 def answer(table: KeyTable, body: bytes) -> bytes:
     """Execute a request and return the answer. ValueError if the request is not valid."""
+    result: object
     try:
-        return pack(["done", _do(table, unpack(body))])
+        match unpack(body):
+            case ["set", str(key), bytes(value)]:
+                result = table.set(key, value)
+            case ["get", [*keys]] if _are_keys(keys):
+                result = table.get(keys)
+            case ["check", [*keys]] if _are_keys(keys):
+                result = table.check(keys)
+            case ["add", str(key), int(amount)] if type(amount) is int:
+                result = table.add(key, amount)
+            case ["compare_set", str(key), str(expected), str(desired)]:
+                result = table.compare_set(key, expected, desired)
+            case ["delete", str(key)]:
+                result = table.delete(key)
+            case _:
+                raise ValueError("the message is not a valid request")
     except LimitError as refusal:
         return pack(["refused", str(refusal)])
-
-
-def _do(table: KeyTable, request: object) -> object:
-    match request:
-        case ["set", str(key), bytes(value)]:
-            return table.set(key, value)
-        case ["get", [*keys]] if _are_keys(keys):
-            return table.get(keys)
-        case ["check", [*keys]] if _are_keys(keys):
-            return table.check(keys)
-        case ["add", str(key), int(amount)] if type(amount) is int:
-            return table.add(key, amount)
-        case ["compare_set", str(key), str(expected), str(desired)]:
-            return table.compare_set(key, expected, desired)
-        case ["delete", str(key)]:
-            return table.delete(key)
-    raise ValueError("the message is not a valid request")
+    return pack(["done", result])
 
 
 def _are_keys(keys: list[object]) -> TypeGuard[list[str]]:
     return all(type(key) is str for key in keys)
-
-
-# --- the thread ----------------------------------------------------------------------------------
 
 
 class _Service:
@@ -237,7 +228,10 @@ class _Service:
         """Serve until the end."""
         try:
             while self._is_open:
-                for key, _ in self._selector.select(self._wait_s()):
+                due = [*self._strangers.values()][:1]
+                due += [] if self._accept_at is None else [self._accept_at]
+                wait_s = max(0.0, min(due) - time.monotonic()) if due else None
+                for key, _ in self._selector.select(wait_s):
                     act: Callable[[], None] = key.data
                     act()
                 self._drop_strangers()
@@ -250,12 +244,6 @@ class _Service:
 
     def _end(self) -> None:
         self._is_open = False
-
-    def _wait_s(self) -> float | None:
-        due = [*self._strangers.values()][:1]
-        if self._accept_at is not None:
-            due.append(self._accept_at)
-        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _drop_strangers(self) -> None:
         now = time.monotonic()
@@ -279,7 +267,11 @@ class _Service:
             return
         advance = partial(self._advance, link, self._talk(link))
         try:
-            _prepare(link)
+            link.settimeout(0)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
             self._selector.register(link, selectors.EVENT_READ, advance)
         except OSError:
             link.close()
@@ -325,14 +317,6 @@ class _Service:
         with suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
         link.close()
-
-
-def _prepare(link: socket.socket) -> None:
-    link.settimeout(0)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
 
 
 def _received(link: socket.socket, most: int) -> Generator[int, None, bytes]:

@@ -25,16 +25,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dist_ckpt.core.commit.attempts import (
-    MAX_TRIES,
-    abandon,
-    entries_at,
-    find_checkpoint,
-    is_decided,
-    list_attempts,
-    new_id,
-    write_small_file,
-)
+from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.record_store import (
     find_old_folders,
     make_record_folders,
@@ -179,7 +170,7 @@ def _folders(root: str, *, with_old: bool) -> list[str]:
 
 def incarnations_in(storage: Storage, folder: str) -> list[int]:
     """Return the numbers of the records in a folder, the lowest first."""
-    numbers = (parse_incarnation(entry.name) for entry in entries_at(storage, folder))
+    numbers = (parse_incarnation(entry.name) for entry in attempts.entries_at(storage, folder))
     return sorted(filter(None, numbers))
 
 
@@ -214,8 +205,8 @@ def begin_incarnation(
     cannot be read: it is never skipped. StorageError if it is not certain that the record exists.
     """
     folder = f"{root}/{INCARNATIONS}"
-    own_id = new_id()
-    for _ in range(MAX_TRIES):
+    own_id = attempts.new_id()
+    for _ in range(attempts.MAX_TRIES):
         make_record_folders(storage, root, folder)
         newest = newest_incarnation(storage, root)
         if newest is not None and after is not None and newest.number > after:
@@ -247,11 +238,15 @@ def secure_incarnation(
     already. That happens only after a restore of an orphan.
     """
     reason = f"incarnation {run.number} resumed from {restored}"
-    for other in list_attempts(storage, path):
-        if restored < other and other.number < run.first and not is_decided(storage, path, other):
-            abandon(storage, path, other, by=by, reason=reason)
+    for other in attempts.list_attempts(storage, path):
+        if (
+            restored < other
+            and other.number < run.first
+            and not attempts.is_decided(storage, path, other)
+        ):
+            attempts.abandon(storage, path, other, by=by, reason=reason)
     try:
-        current, _ = find_checkpoint(storage, path)
+        current, _ = attempts.find_checkpoint(storage, path)
     except NotFoundError:
         current = None
     if current is None or (
@@ -314,8 +309,8 @@ class LivenessFile:
 
     def renew(self) -> None:
         """Write a heartbeat; remove the earlier ones, and those of older incarnations."""
-        new = liveness_file(self._incarnation, new_id())
-        write_small_file(self._storage, f"{self._folder}/{new}", b"")
+        new = liveness_file(self._incarnation, attempts.new_id())
+        attempts.write_small_file(self._storage, f"{self._folder}/{new}", b"")
         self._remove(but=new)
 
     def end(self) -> None:
@@ -323,7 +318,7 @@ class LivenessFile:
         self._remove()
 
     def _remove(self, but: str = "") -> None:
-        for entry in entries_at(self._storage, self._folder):
+        for entry in attempts.entries_at(self._storage, self._folder):
             number = parse_liveness(entry.name)
             if number is not None and number <= self._incarnation and entry.name != but:
                 with suppress(FileNotFoundError):
@@ -340,7 +335,7 @@ def last_liveness(
     """
     with suppress(CheckpointError, OSError):
         folders = _folders(root, with_old=with_old)
-        entries = [entry for folder in folders for entry in entries_at(storage, folder)]
+        entries = [entry for folder in folders for entry in attempts.entries_at(storage, folder)]
         return max(
             (e.modified_at for e in entries if parse_liveness(e.name) == incarnation), default=None
         )

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from time import monotonic
 
@@ -120,11 +121,8 @@ def untag(subject: CheckpointRef, name: str) -> None:
 
 
 def _highest_tag(subject: CheckpointRef) -> int:
-    annotations = read_annotations(subject.storage, subject.root)
-    return max(
-        (annotation.name.number for annotation in annotations if annotation.name.kind == TAG),
-        default=0,
-    )
+    names = [annotation.name for annotation in read_annotations(subject.storage, subject.root)]
+    return max((name.number for name in names if name.kind == TAG), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +152,6 @@ class Lease:
         with suppress(CheckpointError):
             if self.subject.is_there():
                 self.subject.put(LEASE, {self.id: 0})
-
-
-def checked_ttl(ttl_s: float) -> float:
-    """Return the duration of a lease in seconds. ValueError or TypeError for a bad one."""
-    if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool):
-        raise TypeError(f"ttl_s={ttl_s!r}: give a number of seconds")
-    if not (isfinite(ttl_s) and ttl_s > 0):
-        raise ValueError(f"ttl_s={ttl_s}: give a number of seconds above 0")
-    return float(ttl_s)
 
 
 def _check_text(name: str, text: str) -> None:
@@ -282,10 +271,8 @@ def _find_protections(
 ) -> tuple[str, ...]:
     annotations = subject.annotations()
     # The intent was written just now: so this is the time. Without it another has removed all.
-    now = max(
-        (annotation.modified_at for annotation in annotations if annotation.name == intent),
-        default=0.0,
-    )
+    times = [annotation.modified_at for annotation in annotations if annotation.name == intent]
+    now = max(times, default=0.0)
     of_others = [other for other in other_annotations if (other.step, other.attempt) != subject.key]
     return protections_of([*of_others, *annotations], now).of(subject.key)
 
@@ -297,42 +284,22 @@ def forget(
 
     Deletion intents are removed last, so that remains of a crash are recognised.
     """
-    for annotation in _outdated_tags(key, annotations):
-        _remove(
-            storage,
-            f"{annotations_folder(root, annotation.step, annotation.attempt)}/{annotation.name}",
-        )
+    # The newest annotation of a tag is removed with the checkpoint. Then older ones, of other
+    # checkpoints, would count again, and another checkpoint would have the tag.
+    tags = {name for name, (last, _) in newest_tagged(annotations).items() if last == key}
+    for stored in annotations:
+        is_outdated = stored.name.kind == TAG and stored.values and tags >= stored.values.keys()
+        if is_outdated and (stored.step, stored.attempt) != key:
+            above = annotations_folder(root, stored.step, stored.attempt)
+            _remove(storage, f"{above}/{stored.name}")
     folder = annotations_folder(root, *key)
     names = [entry.name for entry in entries_at(storage, folder) if entry.kind == "file"]
-    ours = [
-        name
-        for name in names
-        if is_temporary_record(name) or parse_annotation_name(name) is not None
-    ]
+    ours = [name for name in names if is_temporary_record(name) or parse_annotation_name(name)]
     for name in sorted(ours, key=lambda name: (name.startswith(DELETION_INTENT), name)):
         _remove(storage, f"{folder}/{name}")
     with suppress(StorageError):  # another process has written something there
         _remove(storage, folder)
         _remove(storage, f"{root}/{ANNOTATIONS}/{key[0]}")
-
-
-def _outdated_tags(
-    key: CheckpointKey, annotations: Sequence[StoredAnnotation]
-) -> list[StoredAnnotation]:
-    """Return older annotations, of other checkpoints, of tags that this checkpoint has or had last.
-
-    Without the newest annotation of a tag, which is removed with the checkpoint, the one before
-    would count again, and another checkpoint would have the tag.
-    """
-    names = {name for name, (last, _) in newest_tagged(annotations).items() if last == key}
-    return [
-        annotation
-        for annotation in annotations
-        if annotation.name.kind == TAG
-        and (annotation.step, annotation.attempt) != key
-        and annotation.values
-        and names >= annotation.values.keys()
-    ]
 
 
 def _remove(storage: Storage, path: str) -> None:
@@ -351,12 +318,14 @@ def renewed_lease(subject: CheckpointRef, ttl_s: float = TTL_S) -> Iterator[None
     that dies, or stalls for longer, expires. NotFoundError if the checkpoint is removed, or about
     to be.
     """
-    lease = Lease(subject, checked_ttl(ttl_s))
+    if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool):
+        raise TypeError(f"ttl_s={ttl_s!r}: give a number of seconds")
+    if not (isfinite(ttl_s) and ttl_s > 0):
+        raise ValueError(f"ttl_s={ttl_s}: give a number of seconds above 0")
+    lease, ended = Lease(subject, float(ttl_s)), threading.Event()
     lease.take()
-    ended = threading.Event()
-    thread = threading.Thread(
-        target=_renew, args=(lease, ended), name="dist_ckpt lease", daemon=True
-    )
+    renew = partial(_renew, lease, ended)
+    thread = threading.Thread(target=renew, name="dist_ckpt lease", daemon=True)
     thread.start()
     try:
         yield
@@ -374,15 +343,9 @@ def _renew(lease: Lease, ended: threading.Event) -> None:
         except (NotFoundError, StorageError) as error:
             _log.warning("%s: the lease could not be renewed: %s", lease.subject.path, error)
             # A deletion intent does not end the lease: its owner sees the lease and withdraws.
-            if isinstance(error, NotFoundError) and _is_gone(lease.subject):
-                return
-
-
-def _is_gone(subject: CheckpointRef) -> bool:
-    try:
-        return not subject.is_there()
-    except StorageError:
-        return False
+            with suppress(StorageError):
+                if isinstance(error, NotFoundError) and not lease.subject.is_there():
+                    return
 
 
 @contextmanager

@@ -66,7 +66,9 @@ def protections_of(annotations: Iterable[StoredAnnotation], now: float) -> Prote
         tags[key].append(name)
     leases: dict[CheckpointKey, list[str]] = defaultdict(list)
     for (key, _), (value, annotation) in newest_values(annotations, LEASE).items():
-        if annotation.modified_at + _duration_s(value) > now:
+        # A value that has no meaning protects forever.
+        ttl_s = inf if isinstance(value, str | bool) else float(value or 0)
+        if annotation.modified_at + ttl_s > now:
             leases[key].append(annotation.by)
     unreadable: dict[CheckpointKey, list[str]] = defaultdict(list)
     for annotation in annotations:
@@ -128,12 +130,3 @@ def _is_set(value: Scalar) -> bool:
 
 def _text(value: Scalar) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _duration_s(value: Scalar) -> float:
-    """Return the seconds for which a lease lasts; infinity if the value has no meaning."""
-    if value is None:
-        return 0.0
-    if isinstance(value, str | bool):
-        return inf
-    return float(value)

@@ -30,16 +30,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from operator import attrgetter
+from pathlib import PurePosixPath
 
-from dist_ckpt.core.commit.attempts import (
-    MAX_TRIES,
-    attempts_in,
-    entries_at,
-    make_folders,
-    new_id,
-    read_document,
-    write_small_file,
-)
+from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import (
     ANNOTATIONS,
     INCARNATIONS,
@@ -103,18 +96,17 @@ def put_annotation(
     """
     data = encode_record(annotation)
     folder = annotations_folder(root, annotation.step, annotation.attempt)
-    for _ in range(MAX_TRIES):
+    for _ in range(attempts.MAX_TRIES):
         make_record_folders(storage, root, folder)
-        names = (parse_annotation_name(entry.name) for entry in entries_at(storage, folder))
-        numbers = [
-            name.number for name in names if name is not None and name.kind == annotation.kind
-        ]
+        entries = attempts.entries_at(storage, folder)
+        names = (parse_annotation_name(entry.name) for entry in entries)
+        numbers = [name.number for name in names if name and name.kind == annotation.kind]
         number = 1 + max([above, *numbers])
         if number > MAX_ANNOTATION:
             raise StorageError(
                 f"{folder}: no number is left above {number - 1}: find out which program wrote that"
             )
-        name = AnnotationName(annotation.kind, number, new_id())
+        name = AnnotationName(annotation.kind, number, attempts.new_id())
         # A pruner of annotations of removed checkpoints may have removed the folder.
         with suppress(FileNotFoundError):
             put_record(storage, folder, str(name), data)
@@ -133,7 +125,9 @@ def read_annotations(
     return _sorted(
         _read_attempt(storage, above, step, attempt)
         for above in _folders(root, with_old=with_old)
-        for step, attempt in _list_annotated(storage, above)
+        for entry in attempts.entries_at(storage, above)
+        if (step := parse_step(entry.name)) is not None
+        for attempt in attempts.attempts_in(attempts.entries_at(storage, f"{above}/{entry.name}"))
     )
 
 
@@ -157,19 +151,12 @@ def _sorted(several: Iterable[Iterable[StoredAnnotation]]) -> tuple[StoredAnnota
     return tuple(sorted(chain.from_iterable(several), key=key))
 
 
-def _list_annotated(storage: Storage, above: str) -> Iterator[tuple[int, Attempt]]:
-    for entry in entries_at(storage, above):
-        if (step := parse_step(entry.name)) is not None:
-            for attempt in attempts_in(entries_at(storage, f"{above}/{entry.name}")):
-                yield step, attempt
-
-
 def _read_attempt(
     storage: Storage, above: str, step: int, attempt: Attempt
 ) -> Iterator[StoredAnnotation]:
     folder = f"{above}/{step}/{attempt}"
     is_old = posixpath.basename(above) == OLD_ANNOTATIONS
-    for file in entries_at(storage, folder):
+    for file in attempts.entries_at(storage, folder):
         name = parse_annotation_name(file.name)
         if name is not None and file.kind == "file":
             with suppress(FileNotFoundError):  # pruned since
@@ -191,7 +178,7 @@ def this_process() -> str:
 
 def read_record(storage: Storage, file: str, cls: type[R], *, is_old: bool = False) -> R:
     """Read and decode a record. Raises the errors of `decode_record`, and FileNotFoundError."""
-    data = read_document(storage, file, MAX_NBYTES_OF_RECORD)
+    data = attempts.read_document(storage, file, MAX_NBYTES_OF_RECORD)
     return decode_record(data, cls, file, is_old=is_old)
 
 
@@ -206,11 +193,8 @@ def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> Store
         annotation = read_record(storage, file, Annotation)
     except (CorruptError, IncompatibleError) as error:
         return replace(unread, problem=str(error))
-    if (annotation.step, annotation.attempt, annotation.kind) != (
-        unread.step,
-        unread.attempt,
-        unread.name.kind,
-    ):
+    expected = unread.step, unread.attempt, unread.name.kind
+    if (annotation.step, annotation.attempt, annotation.kind) != expected:
         content = f"{annotation.kind} of {annotation.attempt}, step {annotation.step}"
         return replace(unread, problem=f"{file}: it has {content}; remove it")
     return replace(unread, values=annotation.values, by=annotation.by)
@@ -231,18 +215,13 @@ def make_record_folders(storage: Storage, root: str, folder: str) -> None:
 def make_durable_folders(storage: Storage, root: str, folder: str) -> None:
     """Make the same folders without a check for old records, for an upgrade only."""
     new_folders: list[str] = []
-    make_folders(storage, folder, new_folders)
+    attempts.make_folders(storage, folder, new_folders)
     # The process that made an existing folder may have died before it synced the name.
-    below = {parent for parent in _parents_of(folder) if parent.startswith(root)}
+    parents = map(str, PurePosixPath(folder).parents)
+    below = {parent for parent in parents if parent.startswith(root)}
     for parent in below | {posixpath.dirname(path) for path in new_folders}:
         with suppress(FileNotFoundError):  # removed since: the caller detects it
             storage.sync(parent)
-
-
-def _parents_of(folder: str) -> Iterator[str]:
-    while (parent := posixpath.dirname(folder)) != folder:
-        yield parent
-        folder = parent
 
 
 def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
@@ -250,24 +229,20 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
 
     FileNotFoundError if the folder is gone.
     """
-    temporary, file = f"{folder}/{temporary_name('record', new_id())}", f"{folder}/{name}"
-    write_small_file(storage, temporary, data)
+    temporary, file = f"{folder}/{temporary_name('record', attempts.new_id())}", f"{folder}/{name}"
+    attempts.write_small_file(storage, temporary, data)
     try:
         storage.rename(temporary, file)
     except (StorageError, FileNotFoundError, FileExistsError):
         # The storage may have renamed it and lost the reply: the file there decides.
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             storage.remove(temporary)
-        if not _has_content(storage, file, data):
+        content = None
+        with suppress(CorruptError, FileNotFoundError):
+            content = attempts.read_document(storage, file, MAX_NBYTES_OF_RECORD)
+        if content != data:
             raise
     storage.sync(folder)
-
-
-def _has_content(storage: Storage, file: str, data: bytes) -> bool:
-    try:
-        return read_document(storage, file, MAX_NBYTES_OF_RECORD) == data
-    except (CorruptError, FileNotFoundError):
-        return False
 
 
 # --- verified checkpoints ---------------------------------------------------------------------
@@ -301,7 +276,7 @@ def can_lease(storage: Storage, root: str) -> bool:
 
 def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
     """Return whether there are records, and whether they are old; those are logged."""
-    entries = entries_at(storage, root)
+    entries = attempts.entries_at(storage, root)
     old = old_folders_in(entries)
     warn_of_old(root, old)
     has_new = any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries)
