@@ -3,16 +3,16 @@
 A boundary is each `step()` or `poll()` of the training. All ranks make the same sequence of them.
 A rank that needs a save outside the step policy opens a round, by a note for all ranks:
 
-1. A thread of each rank reads the note. It draws a line before a boundary that its rank has not
+1. A thread of each rank reads the note. It sets a barrier at a boundary that its rank has not
    passed, and only then answers with the number of that boundary.
 2. With all answers, rank 0 writes the decision "go k"; k is the highest answer. So no rank has
    passed k, or will pass it without the decision.
-3. A rank at its line waits for the decision, and saves at k. Any rank may write the decision "void"
-   instead, at any time: the first decision counts. It removes the lines, and the rank that opened
-   the round opens another.
+3. A rank at its barrier waits for the decision, and saves at k. Any rank may write the decision
+   "void" instead, at any time: the first decision counts. It removes the barriers, and the rank
+   that opened the round opens another.
 
-So a rank at its line waits only for the threads of other ranks, which answer during any training.
-Other orders split the ranks or block them forever: decision 15 has examples, and
+So a rank at its barrier waits only for the threads of other ranks, which answer during any
+training. Other orders split the ranks or block them forever: decision 15 has examples, and
 `tests/checkpointer/test_save_barrier_model.py` finds them.
 
 `SaveBarrier` has these rules. `BarrierRounds` has the thread, which reads and writes the notes. The
@@ -44,19 +44,19 @@ class SaveBarrier:
     """One rank's side of the rules. Use it under a lock.
 
     Boundaries and rounds are counted from 1. `passed` is the number of passed boundaries, and
-    `round` the open round, or the next one. `line` is the first boundary that this rank does not
-    pass in the round, None without an open round. `is_go`: it was decided that all save at `line`.
+    `round` the open round, or the next one. `at` is the first boundary that this rank does not
+    pass in the round, None without an open round. `is_go`: it was decided that all save there.
     """
 
     passed: int = 0
     round: int = 1
-    line: int | None = None
+    at: int | None = None
     is_go: bool = False
 
     @property
     def awaits_decision(self) -> bool:
         """True if a round is open."""
-        return self.line is not None and not self.is_go
+        return self.at is not None and not self.is_go
 
     def arrive(self) -> Arrival:
         """Come to the next boundary: pass it, wait (and call again), or save there and pass it.
@@ -64,7 +64,7 @@ class SaveBarrier:
         A rank that saves is in the next round, and may answer it during the save.
         """
         boundary = self.passed + 1
-        if self.line is None or boundary < self.line:
+        if self.at is None or boundary < self.at:
             self.passed = boundary
             return "pass"
         if not self.is_go:
@@ -73,26 +73,26 @@ class SaveBarrier:
         self._next_round()
         return "save"
 
-    def draw(self, lookahead: int) -> int:
-        """Draw the line of this round, `lookahead` boundaries ahead. Return the answer.
+    def set_ahead(self, lookahead: int) -> int:
+        """Set the barrier of this round, `lookahead` boundaries ahead. Return the answer.
 
-        With a larger lookahead, a rank usually reaches the line after the decision, without a wait.
+        With a larger lookahead, a rank usually reaches it after the decision, without a wait.
         """
-        if self.line is None:
-            self.line = self.passed + 1 + lookahead
-        return self.line
+        if self.at is None:
+            self.at = self.passed + 1 + lookahead
+        return self.at
 
     def learn(self, decision: int | None) -> None:
         """Set the decision: the boundary at which all save, or None for a void round."""
         if decision is None:
             self._next_round()
             return
-        if self.line is None or decision < self.line:
-            raise AssertionError(f"the decision is {decision}, and the answer was {self.line}")
-        self.line, self.is_go = decision, True
+        if self.at is None or decision < self.at:
+            raise AssertionError(f"the decision is {decision}, and the answer was {self.at}")
+        self.at, self.is_go = decision, True
 
     def _next_round(self) -> None:
-        self.line, self.is_go = None, False
+        self.at, self.is_go = None, False
         self.round += 1
 
 
@@ -111,7 +111,7 @@ MAX_OPEN_POLLS_PER_S = 20_000
 # such a request, and SIGKILL 30 s later. Before that, their training must get an error.
 ANSWER_S = 20.0
 
-# A line is drawn this many rounds ahead, so that it is usually reached after the decision. A round
+# A barrier is set this many rounds ahead, so it is usually reached after the decision. A round
 # takes a pause and this number of calls of the store.
 AHEAD_ROUNDS = 2
 LOOKS_OF_ROUND = 3
@@ -207,10 +207,9 @@ class BarrierRounds:
         self._barrier = SaveBarrier()
         self._proposal: BarrierProposal | None = None
         self._failure: Exception | None = None
-        # The number of turns (actions at a boundary) of this rank; the boundary of the current one,
-        # and its label.
-        self._num_turns = 0
-        self._turn: tuple[int, str] | None = None
+        # The number of this rank's actions; the boundary and label of the current one.
+        self._num_actions = 0
+        self._action: tuple[int, str] | None = None
         self._has_announced = False
         # For the thread only.
         self._seen_at = 0.0
@@ -218,7 +217,9 @@ class BarrierRounds:
         self._is_over = False
         self._pace_at, self._pace_passed, self._pace = time.monotonic(), 0, 0.0
         self._look_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="dist_ckpt rounds", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_thread, name="dist_ckpt rounds", daemon=True
+        )
         self._wake = threading.Event()
         self._thread.start()
 
@@ -239,16 +240,16 @@ class BarrierRounds:
             if arrival != "save" and not is_due:
                 return None
             proposal = self._proposal if arrival == "save" else None
-            self._num_turns += 1
+            self._num_actions += 1
             self._has_announced = False
-            self._turn = self._barrier.passed, f"{label} (step {step})"
+            self._action = self._barrier.passed, f"{label} (step {step})"
             requested_at = self._seen_at - (0.0 if proposal is None else proposal.waited_s)
             return Boundary(self._barrier.passed, proposal, requested_at)
 
     def leave(self) -> None:
         """End the action at a boundary."""
         with self._changed:
-            self._turn = None
+            self._action = None
 
     def close(self) -> None:
         """Leave the rounds. Open rounds, and later ones of other ranks, are void. Idempotent."""
@@ -258,13 +259,13 @@ class BarrierRounds:
 
     # --- the thread ------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         pause_s, has_warned = 0.0, False
         while not self._wake.wait(pause_s):
             try:
                 pause_s = self._look()
             except NoAnswerError as error:
-                # No rank may wait at a line whose decision cannot come. Without a line the training
+                # No rank may wait for a decision that cannot come. Without a barrier the training
                 # continues: if the store does not return, the next save raises an error.
                 if self._barrier.awaits_decision:
                     self._fail(error)
@@ -292,12 +293,12 @@ class BarrierRounds:
         """Read and write the notes that are due. Return the time until the next look."""
         began_at = time.monotonic()
         with self._changed:
-            barrier, turn, num_turns = self._barrier, self._turn, self._num_turns
-            is_open, is_go = barrier.line is not None, barrier.is_go
-        self._check_turns(turn, num_turns)
+            barrier, action, num_actions = self._barrier, self._action, self._num_actions
+            is_open, is_go = barrier.at is not None, barrier.is_go
+        self._check_actions(action, num_actions)
         if is_go:  # the training has not reached the boundary yet
             return self._policy.poll_s
-        if not is_open and not self._join_round(may_propose=turn is None):
+        if not is_open and not self._join_round(may_propose=action is None):
             self._look_s = time.monotonic() - began_at
             return self._policy.poll_s
         if self._join_decision():
@@ -307,7 +308,7 @@ class BarrierRounds:
     def _join_round(self, *, may_propose: bool) -> bool:
         """Read the proposal of this round, or write one, and answer. Return False without one.
 
-        It writes none during a turn, which may be doing it.
+        It writes none during an action, which may be doing it.
         """
         self._measure_pace()
         key, now = self._round_key("ask"), time.monotonic()
@@ -324,9 +325,9 @@ class BarrierRounds:
             raise RankError(f"a round has the proposal {text[:200]!r}: invalid") from None
         with self._changed:
             self._proposal = proposal
-            boundary = self._barrier.draw(self._lookahead(proposal))
+            boundary = self._barrier.set_ahead(self._lookahead(proposal))
         self._seen_at = now
-        # After the line: a rank that has answered must not pass this boundary.
+        # After the barrier is set: a rank that has answered must not pass this boundary.
         self._notes.put(self._answer_key(self._rank), str(boundary))
         return True
 
@@ -375,36 +376,36 @@ class BarrierRounds:
 
     # --- a rank that acts alone ------------------------------------------------------------------
 
-    def _check_turns(self, turn: tuple[int, str] | None, num_turns: int) -> None:
-        """Announce this rank's turn, or report that it has passed another rank's turn."""
+    def _check_actions(self, action: tuple[int, str] | None, num_actions: int) -> None:
+        """Announce this rank's action, or report that it has passed another rank's action."""
         if self._world_size == 1:
             return
-        if turn is not None:
+        if action is not None:
             if not self._has_announced:
-                text = f"{self._rank} {turn[0]} {turn[1]}"
-                self._notes.put_once(self._key(f"turn/{num_turns}"), text)
+                text = f"{self._rank} {action[0]} {action[1]}"
+                self._notes.put_once(self._key(f"turn/{num_actions}"), text)
                 self._has_announced = True
-            if why := self._why_alone(num_turns):
-                with self._changed:  # only during this turn
-                    if self._turn == turn:
+            if why := self._why_alone(num_actions):
+                with self._changed:  # only during this action
+                    if self._action == action:
                         self._report_alone(why)
-        elif notes := self._notes.read([self._key(f"turn/{num_turns + 1}")]):
+        elif notes := self._notes.read([self._key(f"turn/{num_actions + 1}")]):
             rank, boundary, label = notes[0].split(" ", 2)
             with self._changed:
-                is_same_turn = self._num_turns == num_turns
-                has_passed = is_same_turn and self._barrier.passed >= int(boundary)
+                is_same_action = self._num_actions == num_actions
+                has_passed = is_same_action and self._barrier.passed >= int(boundary)
             if has_passed:
                 self._notes.put_once(
-                    self._key(f"passed/{num_turns + 1}"),
+                    self._key(f"passed/{num_actions + 1}"),
                     f"rank {rank} is at its boundary {boundary} to {label}, and rank {self._rank} "
                     f"has passed that without a save: all ranks must make the same calls of step, "
                     f"poll and save, with the same steps. Look for a condition like "
                     f"`if rank == 0:` around one of these",
                 )
 
-    def _why_alone(self, num_turns: int) -> str:
-        """Return why other ranks will not take this turn, or "" if they may."""
-        if passed := self._notes.read([self._key(f"passed/{num_turns}")]):
+    def _why_alone(self, num_actions: int) -> str:
+        """Return why other ranks will not take this action, or "" if they may."""
+        if passed := self._notes.read([self._key(f"passed/{num_actions}")]):
             return passed[0]
         if closed := self._notes.read([self._key("closed")]):
             return (
@@ -418,8 +419,8 @@ class BarrierRounds:
     def _measure_pace(self) -> None:
         """Update the number of boundaries per second.
 
-        An evaluation has many polls, and the training after it few steps: a line at the pace of the
-        polls would be reached after hours. So a slower pace counts at once, and a faster one
+        An evaluation has many polls, and the training after it few steps: a barrier at the pace of
+        the polls would be reached after hours. So a slower pace counts at once, and a faster one
         gradually, except the first.
         """
         now, passed = time.monotonic(), self._barrier.passed
@@ -430,7 +431,7 @@ class BarrierRounds:
         self._pace_at, self._pace_passed = now, passed
 
     def _lookahead(self, proposal: BarrierProposal) -> int:
-        """Return the number of boundaries before the line: 0 for a stop, which has little time."""
+        """Return the distance of the barrier in boundaries: 0 for a stop, which has little time."""
         if self._policy.ahead is not None:
             return self._policy.ahead
         round_s = self._policy.poll_s + LOOKS_OF_ROUND * self._look_s

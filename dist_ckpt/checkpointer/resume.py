@@ -47,29 +47,6 @@ from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import select
 
-
-def check_config_matches(
-    then: object, now: object, config_must_match: Sequence[str], path: str
-) -> str:
-    """Return the differences from the checkpoint's configuration in one line, or "".
-
-    IncompatibleError for a difference that matches a pattern of `config_must_match`.
-    """
-    text = {
-        name: f"{name}: {old} there, {new} here"
-        for name, (old, new) in differences(then, now).items()
-    }
-    refused = [
-        line for name, line in text.items() if any(fnmatchcase(name, p) for p in config_must_match)
-    ]
-    if refused:
-        raise IncompatibleError(
-            f"{path} was saved with another configuration, and config_must_match= forbids that: "
-            f"{listed(refused, '; ')}. Use the saved configuration, or another root"
-        )
-    return listed(list(text.values()), "; ")
-
-
 _log = logging.getLogger("dist_ckpt")
 
 FOLDER = "step-{:08d}"

@@ -166,7 +166,6 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fill the model, the optimizer and the rest of the state."""
-        del args
         if self._trainer is None:
             raise ValueError(
                 "callback.resume was not called: begin also a fresh run with "
@@ -196,32 +195,29 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
         """Return True if the saved run has ended; the Trainer would do one more step."""
         if state.global_step >= state.max_steps:
             return True
-        for callback in self._trainer.callback_handler.callbacks:
-            if isinstance(callback, transformers.EarlyStoppingCallback) and (
-                callback.early_stopping_patience_counter >= callback.early_stopping_patience
-            ):
-                _log.warning(
-                    "%s was ended by EarlyStoppingCallback at step %d, and stays ended: to "
-                    "continue, give it more patience or leave it out",
-                    self._root,
-                    state.global_step,
-                )
-                return True
-        return False
+        has_stopped_early = any(
+            isinstance(callback, transformers.EarlyStoppingCallback)
+            and callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self._trainer.callback_handler.callbacks
+        )
+        if has_stopped_early:
+            _log.warning(
+                "%s was ended by EarlyStoppingCallback at step %d, and stays ended: to "
+                "continue, give it more patience or leave it out",
+                *(self._root, state.global_step),
+            )
+        return has_stopped_early
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Note that a step is done; `_follow` saves it later."""
-        del args, kwargs
         self._is_pending = True
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         """Note that the epoch has ended: its last step is saved after that."""
-        del args, kwargs
         self._epoch_has_ended = True
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         """Note that an epoch has begun."""
-        del args, kwargs
         self._epoch_has_ended = False
 
     def _boundary(self, state: Any, control: Any) -> None:
@@ -236,7 +232,6 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the results of an evaluation as metrics of this step."""
-        del args, control
         metrics = {
             name: float(value)
             for name, value in (kwargs.get("metrics") or {}).items()
@@ -247,7 +242,6 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the last step if `save` has `at_end`, and wait until it is durable."""
-        del args, kwargs
         self._boundary(state, control)
         self.close()
 

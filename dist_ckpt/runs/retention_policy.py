@@ -81,7 +81,8 @@ class RetentionPolicy:
 def last(n: int) -> RetentionPolicy:
     """Keep the newest `n`."""
     count = _count(n, "n")
-    return _rule(text_of("last", count), lambda candidates: range(len(candidates))[-count:])
+    text = text_of("last", count)
+    return RetentionPolicy({text: lambda candidates: range(len(candidates))[-count:]})
 
 
 def best(
@@ -112,7 +113,7 @@ def best(
         return [*ranked[:count], *(without[-waiting:] if waiting else ())]
 
     given = None if unmeasured == 2 else waiting
-    return _rule(text_of("best", count, min=min, max=max, unmeasured=given), choose)
+    return RetentionPolicy({text_of("best", count, min=min, max=max, unmeasured=given): choose})
 
 
 def every(*, steps: int | None = None, hours: float | None = None) -> RetentionPolicy:
@@ -121,16 +122,12 @@ def every(*, steps: int | None = None, hours: float | None = None) -> RetentionP
         raise TypeError("every(): give steps= or hours=, and for both every(...) | every(...)")
     if steps is not None:
         interval = _count(steps, "steps")
-        return _rule(
-            text_of("every", steps=steps),
-            lambda candidates: _nearest([c.step for c in candidates], interval),
-        )
+        text = text_of("every", steps=steps)
+        return RetentionPolicy({text: lambda cs: _nearest([c.step for c in cs], interval)})
     assert hours is not None
     seconds = _positive(hours, "hours") * _HOUR_S
-    return _rule(
-        text_of("every", hours=hours),
-        lambda candidates: _nearest([c.saved_at for c in candidates], seconds),
-    )
+    text = text_of("every", hours=hours)
+    return RetentionPolicy({text: lambda cs: _nearest([c.saved_at for c in cs], seconds)})
 
 
 def within(*, days: float) -> RetentionPolicy:
@@ -141,7 +138,7 @@ def within(*, days: float) -> RetentionPolicy:
         since = candidates[-1].saved_at - seconds
         return [i for i, candidate in enumerate(candidates) if candidate.saved_at >= since]
 
-    return _rule(text_of("within", days=days), choose)
+    return RetentionPolicy({text_of("within", days=days): choose})
 
 
 def parse(text: str) -> RetentionPolicy:
@@ -169,10 +166,6 @@ def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:
             nearest.append(index)
         before = until
     return nearest
-
-
-def _rule(text: str, choose: _Choose) -> RetentionPolicy:
-    return RetentionPolicy({text: choose})
 
 
 def _count(value: object, name: str, least: int = 1) -> int:

@@ -430,7 +430,7 @@ def test_a_store_that_is_gone_stops_who_waits_at_a_line_and_nobody_else():
             if rank == 0:
                 wanted.asks.append(BarrierProposal(0, "TERM"))
                 until = time.monotonic() + 20
-                while rounds._barrier.line is None and time.monotonic() < until:
+                while rounds._barrier.at is None and time.monotonic() < until:
                     time.sleep(0.001)
                 store.is_gone = True
             for _ in range(300):

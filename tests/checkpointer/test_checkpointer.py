@@ -146,7 +146,7 @@ def test_a_signal_saves_the_step_and_ends_the_run_in_time(tmp_path: Path) -> Non
             done.append(step)
             if step == 3:
                 os.kill(os.getpid(), signal.SIGUSR1)
-                wait_for(lambda: ck._run.rounds._barrier.line is not None)  # type: ignore[union-attr]
+                wait_for(lambda: ck._run.rounds._barrier.at is not None)  # type: ignore[union-attr]
             assert not ck.should_stop
     assert ck.should_stop
     assert ck.stopped is not None

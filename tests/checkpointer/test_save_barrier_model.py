@@ -47,29 +47,29 @@ def test_each_change_of_the_protocol_is_found(fault: str) -> None:
     assert any(explore(with_fault(world, fault)).wrong for world in worlds)
 
 
-def test_a_line_far_ahead_stops_nobody_before_it() -> None:
-    line = SaveBarrier()
-    assert line.draw(2) == 3
-    assert [line.arrive() for _ in range(4)] == ["pass", "pass", "wait", "wait"]
-    line.learn(5)
-    assert [line.arrive() for _ in range(4)] == ["pass", "pass", "save", "pass"]
-    assert (line.passed, line.round, line.line) == (6, 2, None)
+def test_a_barrier_far_ahead_stops_nobody_before_it() -> None:
+    barrier = SaveBarrier()
+    assert barrier.set_ahead(2) == 3
+    assert [barrier.arrive() for _ in range(4)] == ["pass", "pass", "wait", "wait"]
+    barrier.learn(5)
+    assert [barrier.arrive() for _ in range(4)] == ["pass", "pass", "save", "pass"]
+    assert (barrier.passed, barrier.round, barrier.at) == (6, 2, None)
 
 
-def test_a_line_is_drawn_once_in_a_round() -> None:
-    line = SaveBarrier()
-    assert line.draw(1) == 2
-    line.arrive()
-    assert line.draw(0) == 2
-    line.learn(None)
-    assert line.draw(0) == 2
-    assert line.round == 2
+def test_a_barrier_is_set_once_in_a_round() -> None:
+    barrier = SaveBarrier()
+    assert barrier.set_ahead(1) == 2
+    barrier.arrive()
+    assert barrier.set_ahead(0) == 2
+    barrier.learn(None)
+    assert barrier.set_ahead(0) == 2
+    assert barrier.round == 2
 
 
 def test_a_decision_that_no_answer_led_to_is_refused() -> None:
-    line = SaveBarrier()
+    barrier = SaveBarrier()
     with pytest.raises(AssertionError, match="the decision is 3, and the answer was None"):
-        line.learn(3)
-    line.draw(4)
+        barrier.learn(3)
+    barrier.set_ahead(4)
     with pytest.raises(AssertionError, match="the decision is 3, and the answer was 5"):
-        line.learn(3)
+        barrier.learn(3)

@@ -161,7 +161,6 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add a callback that fills the state before all others begin, as they read it then."""
-        del pl_module
         if stage != "fit":
             return
         _check(trainer, self)
@@ -200,7 +199,6 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse a second checkpoint to resume from; handle signals by the checkpointer only."""
-        del pl_module
         self._refuse_path()
         # Lightning's own handler for SIGTERM broadcasts, and raises before anything is saved.
         for number, (before, ours) in self._signals.items():
@@ -209,7 +207,6 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Collect the logged metrics."""
-        del pl_module
         if self._checkpointer is not None and not trainer.sanity_checking:
             self._metrics |= logged(trainer)
 
@@ -218,19 +215,16 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step if `save` has `at_end`, and wait until it is durable."""
-        del trainer, pl_module
         self.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run without waiting for other ranks; snapshots stay in memory."""
-        del trainer, pl_module
         self._unpatch()
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the run of a fit that had nothing to do."""
-        del trainer, pl_module
         if stage == "fit":
             self._unpatch()
             self.close()
@@ -359,7 +353,6 @@ class _First(_Base):  # type: ignore[misc]  # of which library it is shows at ru
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Fill the state: the module and the optimizers are set up, and no training has begun."""
-        del pl_module
         self.owner.begin(trainer)
 
 

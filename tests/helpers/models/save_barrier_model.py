@@ -20,10 +20,10 @@ from typing import NamedTuple
 from dist_ckpt.checkpointer.barrier_rounds import SaveBarrier
 
 FAULTS = (
-    "answer before line",  # the boundary is told, and the line drawn later
+    "answer before barrier",  # the boundary is told, and the barrier drawn later
     "lowest",  # rank 0 takes the lowest answer
     "overwritten",  # a later decision replaces the first
-    "leave by itself",  # who waits at the line goes on without a decision
+    "leave by itself",  # who waits at the barrier goes on without a decision
     "void only while answers lack",  # nobody ends a round that rank 0 does not decide
     "no void",  # nobody ends a round that is not answered
 )
@@ -56,13 +56,13 @@ _Round = tuple[tuple[int | None, ...], int | None] | None
 class Rank(NamedTuple):
     """One rank: `training` is between, in a collective, at a boundary, saving, done, dead, failed.
 
-    `beside` is what the thread has done in this round: nothing yet, drawn the line, or answered.
+    `beside` is what the thread has done in this round: nothing yet, drawn the barrier, or answered.
     `saved` is where it has saved last, `wants` how often it is still to ask.
     """
 
     training: str = "between"
     beside: str = "looks"
-    line: tuple[int, int, int | None, bool] = (0, 1, None, False)
+    barrier: tuple[int, int, int | None, bool] = (0, 1, None, False)
     saved: int = 0
     wants: int = 0
 
@@ -132,12 +132,12 @@ def _split(state: State) -> str:
     """Say whether a rank saves at a boundary that another has passed without a save."""
     for rank in state.ranks:
         if rank.training == "saving":
-            at = rank.line[0]
+            at = rank.barrier[0]
             for other in state.ranks:
-                has_passed = other.line[0] >= at and other.training != "saving"
+                has_passed = other.barrier[0] >= at and other.training != "saving"
                 if has_passed and at != other.saved and other.training not in ("dead", "failed"):
                     return "split: a rank saves where another has passed"
-                if other.training == "saving" and other.line[0] != at:
+                if other.training == "saving" and other.barrier[0] != at:
                     return "split: two ranks save at different boundaries"
     return ""
 
@@ -167,13 +167,13 @@ def _following(state: State, world: World) -> Iterator[tuple[str, State]]:
             ranks = (*state.ranks[:number], dead, *state.ranks[number + 1 :])
             yield f"{number} dies", State(ranks, state.rounds)
     if all(rank.training == "saving" for rank in state.ranks) and not _split(state):
-        saved = tuple(rank._replace(training="between", saved=rank.line[0]) for rank in state.ranks)
+        saved = tuple(one._replace(training="between", saved=one.barrier[0]) for one in state.ranks)
         yield "all have saved", State(saved, state.rounds)
 
 
 def _forgotten(ranks: tuple[Rank, ...], rounds: tuple[_Round, ...]) -> tuple[_Round, ...]:
     """Leave out what nobody reads any more: it would only make more states."""
-    over = min((one.line[1] for one in ranks if one.training != "dead"), default=1) - 1
+    over = min((one.barrier[1] for one in ranks if one.training != "dead"), default=1) - 1
     return tuple(None if place < over else one for place, one in enumerate(rounds))
 
 
@@ -182,26 +182,26 @@ _Steps = Iterator[tuple[str, Rank, tuple[_Round, ...]]]
 
 def _trains(state: State, number: int, rank: Rank, world: World) -> _Steps:
     """Yield what a rank's training may do next."""
-    line = SaveBarrier(*rank.line)
+    barrier = SaveBarrier(*rank.barrier)
     match rank.training:
-        case "between" if line.passed == world.boundaries:
+        case "between" if barrier.passed == world.boundaries:
             yield "ends", rank._replace(training="done"), state.rounds
         case "between":
             yield "enters its collective", rank._replace(training="in a collective"), state.rounds
         case "in a collective":
-            if _is_met(state, line.passed + 1, world):
-                at = f"comes to boundary {line.passed + 1}"
+            if _is_met(state, barrier.passed + 1, world):
+                at = f"comes to boundary {barrier.passed + 1}"
                 yield at, rank._replace(training="at a boundary"), state.rounds
         case "at a boundary":
-            arrival = line.arrive()
+            arrival = barrier.arrive()
             if arrival == "wait":
                 if world.fault == "leave by itself":
-                    line.learn(None)
-                    yield "leaves its line", _with(rank, line, beside="looks"), state.rounds
+                    barrier.learn(None)
+                    yield "leaves its barrier", _with(rank, barrier, beside="looks"), state.rounds
                 return
             training = "between" if arrival == "pass" else "saving"
             beside = rank.beside if arrival == "pass" else "looks"
-            yield arrival, _with(rank, line, training=training, beside=beside), state.rounds
+            yield arrival, _with(rank, barrier, training=training, beside=beside), state.rounds
         case "saving":
             if any(one.training in ("dead", "failed") for one in state.ranks):
                 yield "fails: another is lost", rank._replace(training="failed"), state.rounds
@@ -212,16 +212,16 @@ def _is_met(state: State, boundary: int, world: World) -> bool:
     if world.ahead is None:
         return True
     for other in state.ranks:
-        passed = other.line[0] - (other.training == "saving")
+        passed = other.barrier[0] - (other.training == "saving")
         entered = passed + (other.training in ("in a collective", "at a boundary", "saving"))
         if other.training != "done" and entered + world.ahead - 1 < boundary:
             return False
     return True
 
 
-def _with(rank: Rank, line: SaveBarrier, **changes: object) -> Rank:
-    fields = (line.passed, line.round, line.line, line.is_go)
-    return rank._replace(line=fields, **changes)  # type: ignore[arg-type]
+def _with(rank: Rank, barrier: SaveBarrier, **changes: object) -> Rank:
+    fields = (barrier.passed, barrier.round, barrier.at, barrier.is_go)
+    return rank._replace(barrier=fields, **changes)  # type: ignore[arg-type]
 
 
 def _beside(state: State, number: int, rank: Rank, world: World) -> _Steps:
@@ -230,9 +230,9 @@ def _beside(state: State, number: int, rank: Rank, world: World) -> _Steps:
         return
     if number in world.blocked and rank.training == "in a collective":
         return
-    line, rounds = SaveBarrier(*rank.line), state.rounds
-    place = line.round - 1
-    if line.is_go:
+    barrier, rounds = SaveBarrier(*rank.barrier), state.rounds
+    place = barrier.round - 1
+    if barrier.is_go:
         return
     if place < len(rounds):
         yield from _in_round(state, number, rank, world)
@@ -243,8 +243,8 @@ def _beside(state: State, number: int, rank: Rank, world: World) -> _Steps:
 
 def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
     """Yield what it may do in the round that is open."""
-    line, rounds = SaveBarrier(*rank.line), state.rounds
-    place = line.round - 1
+    barrier, rounds = SaveBarrier(*rank.barrier), state.rounds
+    place = barrier.round - 1
     open_round = rounds[place]
     assert open_round is not None
     answers, decision = open_round
@@ -253,21 +253,21 @@ def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
         told = answers if answer is None else _with_answer(answers, number, answer)
         return (*rounds[:place], (told, decided), *rounds[place + 1 :])
 
-    is_late = world.fault == "answer before line"
+    is_late = world.fault == "answer before barrier"
     match rank.beside:
         case "looks" if rank.training == "done":
             yield "answers: closed", rank._replace(beside="answered"), put(_CLOSED)
         case "looks" if is_late:
-            early = line.passed + 1 + world.lookahead[number]
+            early = barrier.passed + 1 + world.lookahead[number]
             yield f"answers {early}", rank._replace(beside="drawn"), put(early)
         case "looks":
-            line.draw(world.lookahead[number])
-            yield f"draws line {line.line}", _with(rank, line, beside="drawn"), rounds
+            barrier.set_ahead(world.lookahead[number])
+            yield f"sets barrier {barrier.at}", _with(rank, barrier, beside="drawn"), rounds
         case "drawn" if is_late:
-            line.line = answers[number]
-            yield f"draws line {line.line} late", _with(rank, line, beside="answered"), rounds
+            barrier.at = answers[number]
+            yield f"sets barrier {barrier.at} late", _with(rank, barrier, beside="answered"), rounds
         case "drawn":
-            yield f"answers {line.line}", rank._replace(beside="answered"), put(line.line)
+            yield f"answers {barrier.at}", rank._replace(beside="answered"), put(barrier.at)
     told = [one for one in answers if one is not None]
     if number == 0 and decision is None and len(told) == world.ranks:
         go = min(told) if world.fault == "lowest" else max(told)
@@ -275,9 +275,9 @@ def _in_round(state: State, number: int, rank: Rank, world: World) -> _Steps:
     if _may_void(answers, decision, world.fault):
         yield "voids", rank, put(decided=0)
     if decision is not None and (rank.beside == "answered" or decision == 0):
-        line.learn(decision if decision and rank.training != "done" else None)
+        barrier.learn(decision if decision and rank.training != "done" else None)
         wants = rank.wants - (decision > 0 and rank.wants > 0)
-        learnt = _with(rank, line, beside="answered" if line.is_go else "looks", wants=wants)
+        learnt = _with(rank, barrier, beside="answered" if barrier.is_go else "looks", wants=wants)
         yield f"learns {decision or 'void'}", learnt, rounds
 
 
