@@ -208,7 +208,12 @@ class AsyncSaver:
         with self._exclusive(), self._session.operation(f"background save to {path}"):
             info = self._options.saver_info()
             if self._options.job is None and self._root_id is None:
-                self._root_id = self._agree_on_root_id(path)
+                with self._session.channel.exchange("root") as rooting:
+                    storage, local_path = open_storage(path)
+                    paths = rooting.gather(local_path)
+                    if paths is not None:
+                        rooting.decide(make_root_id(storage, os.path.dirname(paths[0])))
+                self._root_id = rooting.result(str)
             handle = save_in_background(
                 self._session, lambda: self._ensure_job(path), state, path, options, info
             )
@@ -373,15 +378,6 @@ class AsyncSaver:
             if self._job is not None:  # another rank has failed
                 self._job.close(keep=True)
             raise
-
-    def _agree_on_root_id(self, path: str | os.PathLike[str]) -> str:
-        """Return the id of the folder of a first save's checkpoint. Collective."""
-        with self._session.channel.exchange("root") as rooting:
-            storage, local_path = open_storage(path)
-            paths = rooting.gather(local_path)
-            if paths is not None:
-                rooting.decide(make_root_id(storage, os.path.dirname(paths[0])))
-        return rooting.result(str)
 
     def _ensure_job(self, path: str | os.PathLike[str]) -> Job:
         if self._job is None:

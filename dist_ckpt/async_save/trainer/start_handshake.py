@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
+from contextlib import ExitStack
 from typing import Literal
 
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
@@ -93,10 +94,8 @@ def agree_on_start(
     any rank is raised on all ranks, once.
     """
     channel = session.channel
-    writer: WriterHandle | None = None
     paused = ""
-    start: Start | None = None
-    try:
+    with ExitStack() as stack:
         with channel.exchange("ready") as readying:
             writer = begin()
             _await_readiness(writer, session, saver, is_urgent)
@@ -108,7 +107,10 @@ def agree_on_start(
             if not failed:
                 writer.ensure()
                 supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and is_urgent())
-                paused = _pause_newest(writer) if supersedes else ""
+                unsettled = writer.unsettled
+                if supersedes and unsettled and writer.pause(unsettled[-1].snapshot):
+                    paused = unsettled[-1].snapshot
+                    stack.callback(writer.go, paused, drop=False)
             writer_state = _WriterState(
                 saver=saver,
                 failed=failed,
@@ -123,10 +125,9 @@ def agree_on_start(
             if gathered is not None:
                 readying.decide(_judge(gathered, writer))
         start = _apply_decision(readying.result(Start), writer)
-    finally:
-        if writer is not None and paused and (start is None or not start.queued):
-            writer.go(paused, drop=False)
-    return start
+        if start is not None and start.queued:
+            stack.pop_all()  # it stays paused until all ranks have agreed on this save
+        return start
 
 
 def _await_readiness(
@@ -143,14 +144,6 @@ def _await_readiness(
 
 def _is_busy(writer: WriterHandle) -> bool:
     return len(writer.unsettled) >= NUM_ARENAS
-
-
-def _pause_newest(writer: WriterHandle) -> str:
-    """Pause the save that may be superseded. Return its name, or ""."""
-    unsettled = [order.snapshot for order in writer.unsettled]
-    if unsettled and writer.pause(unsettled[-1]):
-        return unsettled[-1]
-    return ""
 
 
 def _judge(states: Sequence[_WriterState], writer: WriterHandle) -> Start:

@@ -22,9 +22,7 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import files_of_rank
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
-from dist_ckpt.core.shard_io.write.link_files import LinkableSaves, SavedPart, write_or_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
-from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 # The interval of a polling wait: this share of the time waited so far.
@@ -205,7 +203,7 @@ class StagedSave:
         self.plan, self.text = plan(self.details.bodies)
         self.staging = Staging(followed, check)
         plans = files_of_rank(self.plan, snapshot.rank)
-        self._files = files_of(followed, self.staging, plans)
+        self.files = files_of(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False
 
@@ -220,21 +218,6 @@ class StagedSave:
             save=self.snapshot.id,
         )
 
-    def write_or_link(
-        self,
-        storage: Storage,
-        folder: str,
-        attempt: str,
-        earlier: LinkableSaves,
-        *,
-        threads: int,
-        slots: BufferPool,
-    ) -> SavedPart:
-        """Write or link the files as they are staged: see `write_or_link`. Seal them on return."""
-        part = write_or_link(storage, folder, self._files, earlier, threads=threads, slots=slots)
-        self._seal_as(attempt, part.receipts)
-        return part
-
     def seal(self, attempt: str, *, threads: int, slots: BufferPool) -> None:
         """Seal it when it is complete, without a write to storage.
 
@@ -243,10 +226,11 @@ class StagedSave:
         """
         if not self._is_sealed:
             self.staging.await_complete()
-            files = write_all(NullStorage(), "", self._files, threads=threads, slots=slots)
-            self._seal_as(attempt, files)
+            files = write_all(NullStorage(), "", self.files, threads=threads, slots=slots)
+            self.seal_as(attempt, files)
 
-    def _seal_as(self, attempt: str, files: tuple[FileReceipt, ...]) -> None:
+    def seal_as(self, attempt: str, files: tuple[FileReceipt, ...]) -> None:
+        """Seal it when it is complete. Its files are written, or digested."""
         self.staging.await_complete()
         self.followed.seal(Seal(attempt, files))
         self._is_sealed = True

@@ -35,7 +35,7 @@ from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.shard_io.write.link_files import LinkableSaves, SavedFiles
+from dist_ckpt.core.shard_io.write.link_files import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
@@ -98,11 +98,30 @@ class WriterRendezvous:
     def channel(self, write: Write) -> Channel:
         """Return the channel of a save. NoAnswerError if its store cannot be reached."""
         store = (write.host, write.port, write.token)
-        if self._channel is None or self._store != store:
-            self.close()
-            self._channel = self._connect(write)
-            self._store = store
-            self._set_patience()
+        if self._channel is not None and self._store == store:
+            return self._channel
+        self.close()
+        hello, config = self._hello, self._hello.config
+        if hello.world_size == 1:
+            self._channel = SingleProcessChannel()
+        else:
+            timeout_s = config.heartbeat_timeout_s
+            try:
+                self._client = KeyClient(
+                    store[:2], write.token, connect_s=timeout_s, timeout_s=timeout_s
+                )
+            except OSError as error:
+                raise NoAnswerError(WRITER_STORE_TEXTS.gone.format(error)) from error
+            self._channel = StoreChannel(
+                self._client,
+                hello.rank,
+                hello.world_size,
+                host=host_of(config),
+                config=config,
+                texts=WRITER_STORE_TEXTS,
+            )
+        self._store = store
+        self._set_patience()
         return self._channel
 
     def close(self) -> None:
@@ -112,28 +131,6 @@ class WriterRendezvous:
         if self._client is not None:
             self._client.close()
         self._channel = self._client = self._store = None
-
-    def _connect(self, write: Write) -> Channel:
-        hello, config = self._hello, self._hello.config
-        if hello.world_size == 1:
-            return SingleProcessChannel()
-        try:
-            self._client = KeyClient(
-                (write.host, write.port),
-                write.token,
-                connect_s=config.heartbeat_timeout_s,
-                timeout_s=config.heartbeat_timeout_s,
-            )
-        except OSError as error:
-            raise NoAnswerError(WRITER_STORE_TEXTS.gone.format(error)) from error
-        return StoreChannel(
-            self._client,
-            hello.rank,
-            hello.world_size,
-            host=host_of(config),
-            config=config,
-            texts=WRITER_STORE_TEXTS,
-        )
 
 
 def host_of(config: Config) -> str:
@@ -276,14 +273,12 @@ class WriterSave:
         start = time.monotonic()
         saves = self._saves
         staged.staging.await_head_start()
-        part = staged.write_or_link(
-            RateLimitedStorage(storage, saves.rate_limit) if saves.rate_limit else storage,
-            folder,
-            self._attempt,
-            saves.earlier,
-            threads=saves.hello.config.threads,
-            slots=saves.slots,
+        target = RateLimitedStorage(storage, saves.rate_limit) if saves.rate_limit else storage
+        threads, slots = saves.hello.config.threads, saves.slots
+        part = write_or_link(
+            target, folder, staged.files, saves.earlier, threads=threads, slots=slots
         )
+        staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved
         seconds = time.monotonic() - start
         return RankWriteResult(part.receipts, staged.details.replicas, seconds, part.linked)
