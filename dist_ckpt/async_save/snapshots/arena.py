@@ -9,9 +9,8 @@ The trainer stages a snapshot (`Arena`), and the writer writes it from there (`A
 
 A word is stored at once: an item of a memoryview of words is, while `struct` copies byte by byte.
 `_fence` orders it with the bytes that it describes. Otherwise the writer could digest bytes before
-they are staged, and no check would detect that. x86 keeps the order of stores anyway. ARM does
-not, but the release and acquisition of a lock are a full barrier there (POSIX: "synchronize
-memory").
+they are staged, and no check would detect that. x86 keeps the order of stores anyway. ARM does not,
+but the release and acquisition of a lock are a full barrier there (POSIX: "synchronize memory").
 """
 
 from __future__ import annotations
@@ -141,10 +140,7 @@ class Arena:
             self._mapped = _MappedArena(self._fd, touch=True)
 
     def begin(self, snapshot: Snapshot) -> tuple[memoryview, ...]:
-        """Begin to stage a snapshot that fits. Return the memory of its images, with old bytes.
-
-        The snapshot that was here before is lost now.
-        """
+        """Begin to stage a snapshot that fits, over the last. Return its images, with old bytes."""
         document = typed_msgpack.encode(snapshot)
         placement = layout.snapshot_spans(snapshot, len(document))
         assert placement.nbytes <= self.nbytes, f"{placement.nbytes} bytes into {self.nbytes}"
@@ -200,10 +196,7 @@ class FollowedArena:
 
     @property
     def ready(self) -> int:
-        """The first byte of the arena that is not staged.
-
-        ConflictError if another snapshot has overwritten it: bytes that were read are invalid then.
-        """
+        """The first byte that is not staged. ConflictError if another snapshot is there now."""
         ready = self._mapped.load(layout.READY_WORD)
         self.check()
         return min(ready, self.placement.nbytes)
@@ -294,9 +287,9 @@ class ArenaPool:
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
-        began_at = [0.0 if save is None else save.began_at for save in _complete_saves(folder)]
-        self.newest = max(range(NUM_ARENAS), key=began_at.__getitem__)
-        self.newest_at = began_at[self.newest]
+        began_at = {number: save.began_at for number, save in _complete_saves(folder).items()}
+        self.newest = max(began_at, key=began_at.__getitem__, default=0)
+        self.newest_at = began_at.get(self.newest, 0.0)
         self._arenas: dict[int, Arena] = {}
         self._has_warned = not folder.is_shared_memory  # the folder has warned already
 
@@ -306,12 +299,9 @@ class ArenaPool:
         return min(free, key=lambda number: number == self.newest)
 
     def spare(self, snapshot: str) -> None:
-        """Overwrite the snapshot with this id last. It was restored.
-
-        A newer snapshot may be complete here, but not on all ranks.
-        """
-        for number, save in enumerate(_complete_saves(self._folder)):
-            if save is not None and save.id == snapshot:
+        """Overwrite this restored snapshot last: a newer one may not be complete on all ranks."""
+        for number, save in _complete_saves(self._folder).items():
+            if save.id == snapshot:
                 self.newest = number
 
     def fitting(self, number: int, nbytes: int) -> Arena:
@@ -412,23 +402,20 @@ def find_only_copy(folder: RankFolder) -> str:
     return "" if recovered.is_committed else save.name
 
 
-def _complete_saves(folder: RankFolder) -> list[SaveIdentity | None]:
+def _complete_saves(folder: RankFolder) -> dict[int, SaveIdentity]:
     """Return the save of the complete snapshot in each arena, if this version can read it."""
-    saves: list[SaveIdentity | None] = [None] * NUM_ARENAS
+    saves: dict[int, SaveIdentity] = {}
     for number in range(NUM_ARENAS):
         with suppress(IncompatibleError):
             if (complete := _read_complete(folder, number)) is not None:
-                saves[number], _ = complete
+                saves[number] = complete[0]
     return saves
 
 
 def _read_complete(
     folder: RankFolder, number: int
 ) -> tuple[SaveIdentity, RecoveredSnapshot] | None:
-    """Return the complete snapshot in an arena, if it has one. It is closed.
-
-    IncompatibleError if another version of dist_ckpt made the arena.
-    """
+    """Return the complete snapshot in an arena, closed. IncompatibleError for another version."""
     recovered, problems = open_first(folder, number)
     for problem in problems:  # other problems: damaged arenas, or other files
         if isinstance(problem, IncompatibleError):

@@ -172,10 +172,7 @@ def document_span(record: Record, path: str) -> ByteRange:
 def open_document(
     data: Buffer, record: Record, nbytes: int, path: str
 ) -> tuple[Snapshot, SnapshotSpans]:
-    """Return the snapshot in an arena of `nbytes`, and its layout, which fits.
-
-    CorruptError if the document does not match the record.
-    """
+    """Return the snapshot in an arena of `nbytes`, and its layout. CorruptError if invalid."""
     snapshot = decode_document(data, record, Snapshot, path)
     placement = snapshot_spans(snapshot, record.nbytes)
     if placement.nbytes > nbytes:
@@ -199,10 +196,7 @@ def encode_identity(job: str) -> bytes:
 
 
 def check_identity(header: Buffer, job: str, path: str) -> None:
-    """Check that an arena belongs to a job.
-
-    CorruptError for another file or job, IncompatibleError for another version.
-    """
+    """Raise CorruptError unless an arena is of this job, IncompatibleError for another version."""
     body = bytes(header[: _IDENTITY.size])
     if len(header) < HEADER_NBYTES or not body.startswith(_MAGIC):
         raise CorruptError(f"{path} is not an arena: it is left unchanged")

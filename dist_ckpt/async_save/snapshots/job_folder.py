@@ -187,10 +187,7 @@ class RankFolder:
         self.path = f"{folder.path}/rank-{rank:05d}"
 
     def lock(self, role: Role) -> LockFile:
-        """Lock the rank as its only trainer or writer on this host.
-
-        ConflictError with the owner if it has a living one.
-        """
+        """Lock the rank as its only trainer or writer on this host. ConflictError if it has one."""
         for _ in range(_LOCK_TRIES):
             self.make()
             check_file(self.lock_path(role))

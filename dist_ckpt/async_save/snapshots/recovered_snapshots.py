@@ -105,10 +105,7 @@ def open_recovered(path: str, job: str) -> RecoveredSnapshot | None:
 def open_first(
     folder: RankFolder, number: int
 ) -> tuple[RecoveredSnapshot | None, list[CheckpointError]]:
-    """Open the snapshot in an arena of a rank, if it has one, by its first valid path.
-
-    Also return the problems of the paths before it.
-    """
+    """Open a rank's snapshot by its first valid path. Also return the problems before it."""
     problems: list[CheckpointError] = []
     for path in folder.open_paths(number):
         try:
@@ -292,10 +289,7 @@ class MemoryFile:
         return self.recovered.snapshot.images[self.image].nbytes
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file.
-
-        CorruptError if the snapshot was overwritten: the bytes are invalid then.
-        """
+        """Fill memory with bytes of the file. CorruptError if the snapshot was overwritten."""
         try:
             self.recovered.read_into(self.image, offset, target)
         except OSError as error:

@@ -272,10 +272,7 @@ def _orphan_writer(folder: RankFolder) -> LockOwner | None:
 
 
 def _end(folder: RankFolder, number: signal.Signals) -> bool:
-    """Send a signal to the writer of a rank; False if it has ended meanwhile.
-
-    ConflictError if another process has its lock.
-    """
+    """Send a signal to a rank's writer; False if it has ended. ConflictError for another owner."""
     owner = _orphan_writer(folder)
     if owner is None:
         return False

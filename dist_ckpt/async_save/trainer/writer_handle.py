@@ -48,9 +48,7 @@ _SLICE_S = 0.05
 T = TypeVar("T")
 
 
-def start(
-    folder: RankFolder, hello: messages.Hello, *, timeout_s: float = START_S
-) -> tuple[messages.Link, Popen[bytes]]:
+def start(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Link, Popen[bytes]]:
     """Start the writer of a rank, and return it when it is ready. It logs into its folder.
 
     Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
@@ -64,12 +62,12 @@ def start(
         with writer_end:
             process = _start_process(folder.log_path, writer_end.fileno())
         link.send(hello)
-        answer = link.receive(timeout_s)
+        answer = link.receive(START_S)
         if isinstance(answer, messages.Ready):
             return link, process
         if isinstance(answer, messages.Refused):
             raise error_of(answer.failure)
-        fact = f"it has not begun within {timeout_s:g} s"
+        fact = f"it has not begun within {START_S:g} s"
     except messages.LinkClosedError:
         fact = "it has ended at once"
     except OSError as error:
@@ -126,10 +124,7 @@ def _end(link: messages.Link, process: Popen[bytes] | None) -> None:
 
 @dataclass(slots=True)
 class WriteJob:
-    """A save that was sent to the writer. It is settled if it is `done`, `lost` or dropped.
-
-    `is_reported`: its failure was raised somewhere.
-    """
+    """A save that was sent to the writer. `is_reported`: its failure was raised somewhere."""
 
     snapshot: str
     arena: int
@@ -258,10 +253,7 @@ class WriterHandle:
                     del self._orders[order.snapshot]
 
     def order(self, order: WriteJob, write: messages.Write) -> None:
-        """Send a snapshot to the writer. If the writer is dead, the save is lost, without an error.
-
-        An interrupt of this call kills the writer.
-        """
+        """Send a snapshot. If the writer is dead, the save is lost. Interrupts kill the writer."""
         with self._lock:
             self.forget_reported()
             self._orders[order.snapshot] = order

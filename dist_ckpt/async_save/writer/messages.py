@@ -152,9 +152,8 @@ class Done(_Kind, frozen=True):
     failure: Failure | None
 
 
-FromTrainer = Hello | Serve | Write | Abort | Pause | Go | Ping | Close
-FromWriter = Ready | Refused | Serving | Paused | Pong | Done
-WriterMessage = FromTrainer | FromWriter
+_FromTrainer = Hello | Serve | Write | Abort | Pause | Go | Ping | Close
+WriterMessage = _FromTrainer | Ready | Refused | Serving | Paused | Pong | Done
 _DECODER: msgpack.Decoder[WriterMessage] = msgpack.Decoder(WriterMessage)
 
 

@@ -36,10 +36,7 @@ _HEAD_START_S = 0.25
 
 
 class Staging:
-    """The progress of staging a snapshot. Threads may share it.
-
-    Each wait calls `check`, which raises a CheckpointError if no more will be staged.
-    """
+    """The progress of staging. Threads may share it. `check` raises if no more will be staged."""
 
     def __init__(self, followed: FollowedArena, check: Callable[[], None]) -> None:
         self._followed = followed

@@ -140,10 +140,7 @@ def host_of(config: Config) -> str:
 
 @dataclass
 class WriterSaves:
-    """The state that the saves of one writer share.
-
-    `check` raises if no more of a save will be staged. Several threads call it.
-    """
+    """The state that a writer's saves share. `check` raises, in any thread, if staging ended."""
 
     hello: Hello
     rendezvous: WriterRendezvous
@@ -164,10 +161,7 @@ class WriterSaves:
 
 
 class WriterSave:
-    """One rank's side of one save. One thread settles it, and another one may seal it.
-
-    `arena` is its arena, or the error of opening it.
-    """
+    """One rank's side of a save. Another thread may seal it. `arena` may be an error of opening."""
 
     def __init__(
         self, saves: WriterSaves, write: Write, arena: ArenaReader | CheckpointError
@@ -375,10 +369,7 @@ def _names(saves: Iterable[WriterSave]) -> list[str]:
 
 
 class OpenArenas:
-    """The arenas of a rank. They stay open, so that they outlive the trainer.
-
-    A replaced arena is closed with its last save.
-    """
+    """A rank's arenas. They outlive the trainer. A replaced one is closed with its last save."""
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder

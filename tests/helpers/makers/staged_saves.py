@@ -202,7 +202,7 @@ def writers(folders: list[RankFolder], **options: Any) -> Iterator[list[Trainer]
         trainers = []
         for folder in folders:
             said = hello(folder, len(folders), **options)
-            link, process = start(folder, said, timeout_s=ANSWER_S)
+            link, process = start(folder, said)
             stack.callback(_end, link, process)
             trainers.append(Trainer(folder, link, process))
         yield trainers
