@@ -178,7 +178,7 @@ class StorageWriter(dcp.StorageWriter):
                 "a thread (AsyncCheckpointerType.THREAD), or with all ranks and no process_group"
             )
         self._plans_together = bool(kwargs.get("use_collectives", True))
-        _checked(self.checkpoint_id, "StorageWriter")
+        _check_path(self.checkpoint_id, "StorageWriter")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged: DCP reuses plans in later saves, also with other writers."""
@@ -207,7 +207,7 @@ class StorageWriter(dcp.StorageWriter):
             results.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
             return local
 
-        path = _checked(self.checkpoint_id, "StorageWriter")
+        path = _check_path(self.checkpoint_id, "StorageWriter")
         with _lost_ranks_logged():
             self.report = save_together(session, StateReader(read), path, self._options)
         done: Future[list[WriteResult]] = Future()
@@ -269,7 +269,7 @@ class StorageReader(dcp.StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and return its metadata, by DCP's keys."""
         del args, kwargs
-        path = _checked(self.checkpoint_id, "StorageReader")
+        path = _check_path(self.checkpoint_id, "StorageReader")
         self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
         with self._phases.phase("open"):
             opened = OpenCheckpoint.open(path, opener=OPENER, make=make)
@@ -346,7 +346,7 @@ class StorageReader(dcp.StorageReader):
                     data.seek(0)
                     planner.load_bytes(item, data)
         self.report = DcpLoadReport(
-            os.fspath(_checked(self.checkpoint_id, "StorageReader")),
+            os.fspath(_check_path(self.checkpoint_id, "StorageReader")),
             opened.attempt.name,
             nbytes_read,
             nbytes_received,
@@ -387,7 +387,7 @@ def _job_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _checked(path: StrPath | None, cls: str) -> StrPath:
+def _check_path(path: StrPath | None, cls: str) -> StrPath:
     if path is None:
         raise ValueError(f"the path is missing: pass a path to {cls}, or checkpoint_id= to dcp")
     return path

@@ -75,7 +75,7 @@ def plan_export(
 
     Its sizes are minimums: they do not count what torch.save writes around each tensor.
     """
-    opened, stored, metadata = _opened(source, folder, selection_of(include, exclude))
+    opened, stored, metadata = _open_selected(source, folder, selection_of(include, exclude))
     target, path = open_storage(folder)
     path = real_path(path)
     check_replaceable(target, path, overwrite=None)
@@ -132,7 +132,7 @@ def _write(
         return data.nbytes + write_document(storage, f"{new}/{_METADATA}", pickle.dumps(metadata))
 
 
-def _opened(
+def _open_selected(
     source: str | os.PathLike[str], folder: str | os.PathLike[str], selection: Selection
 ) -> tuple[OpenCheckpoint, DcpKeys, Metadata]:
     storage, path = OPENER.find(source)
@@ -144,7 +144,7 @@ def _opened(
     metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
     names = stored.names
     entries, paths = metadata.state_dict_metadata, metadata.planner_data
-    chosen_names = stored.chosen(selection)
+    chosen_names = stored.select(selection)
     chosen = {key: entry for key, entry in entries.items() if names[key] in chosen_names}
     if problems := [*_problems(stored, chosen, chosen_names, selection)]:
         raise IncompatibleError(

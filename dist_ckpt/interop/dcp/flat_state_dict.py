@@ -47,7 +47,7 @@ from dist_ckpt.core.state.tensors.read_tensor import describe
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.readers.nested_state import Path, joined, tree_of
+from dist_ckpt.interop.readers.nested_state import Path, join_path, tree_of
 from dist_ckpt.interop.readers.virtual_checkpoint import LOOSE
 
 # The names of the parameters in a group of an optimizer.
@@ -82,10 +82,10 @@ class DcpKeys:
         self._tensors = [self._add(_path_of(fqn, paths, models), fqn) for fqn in tensors]
         for fqn, value in values.items():
             for path, leaf in _leaves(_path_of(fqn, paths, models), value):
-                self.values[self._add(path, fqn)] = relative(fqn, leaf, models)
+                self.values[self._add(path, fqn)] = relative_params(fqn, leaf, models)
 
     def _add(self, path: Path, fqn: str) -> str:
-        key = joined(path)
+        key = join_path(path)
         if key in self.names:
             raise IncompatibleError(
                 f"{self._path}: two names would have the key {key!r} in DCP: load it with dc.load"
@@ -104,7 +104,7 @@ class DcpKeys:
         entries.update((key, BytesStorageMetadata()) for key in self.values)
         return Metadata(entries, planner_data=self._paths, storage_meta=storage_meta)
 
-    def chosen(self, selection: Selection) -> set[str]:
+    def select(self, selection: Selection) -> set[str]:
         """Return the selected names. As in a save, a part of an optimizer selects its groups."""
         chosen_names = {name for name in self.names.values() if name in selection}
         within = {above for name in chosen_names for above in names_above(name)}
@@ -151,7 +151,7 @@ def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> 
     below = fqn[len(above) :].removeprefix(".")
     path = (*paths[above], below) if below else paths[above]
     for number in range(1, len(path)):
-        model = models.get(joined(path[:number]))
+        model = models.get(join_path(path[:number]))
         key = path[number]
         if model is not None and isinstance(key, str) and key.startswith(f"{model}."):
             return (*path[:number], key.removeprefix(f"{model}."), *path[number + 1 :])
@@ -181,7 +181,7 @@ def models_of(
     return common_models
 
 
-def relative(fqn: str, value: object, models: Mapping[str, str]) -> object:
+def relative_params(fqn: str, value: object, models: Mapping[str, str]) -> object:
     """Return a value; an optimizer's list of parameters gets the names that torch uses."""
     match = _PARAMS.fullmatch(fqn)
     model = models.get(f"{match[1]}.state") if match else None
@@ -263,7 +263,7 @@ def _nested_paths(plan: SavePlan) -> dict[str, Path]:
     paths: dict[str, Path] = {item.index.fqn: (item.index.fqn,) for item in plan.items}
     data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     for fqn, path in data.items():
-        if isinstance(fqn, str) and isinstance(path, tuple) and joined(path) == fqn:
+        if isinstance(fqn, str) and isinstance(path, tuple) and join_path(path) == fqn:
             paths[fqn] = path
     return paths
 
@@ -286,7 +286,7 @@ class _Chunks:
         assert data is not None, items[0].index
         self.shape = tuple(data.size)
         self.items = items
-        self.tensors = [_resolved(planner, item) for item in items]
+        self.tensors = [_resolve_tensor(planner, item) for item in items]
         self.dtype = self.tensors[0].dtype
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -297,7 +297,7 @@ class _Chunks:
         return self.tensors[index.index]
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
         raise TypeError(

@@ -18,20 +18,20 @@ from dist_ckpt.core.format.objects.plain_types import DTypeValue, Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers import restricted_pickle
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, joined
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, join_path
 from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
+    quote,
     record_maker,
-    remedied,
-    shown,
+    unknown_error,
 )
 from dist_ckpt.interop.readers.torch_pickles import TABLE as OF_TORCH
 from dist_ckpt.interop.readers.torch_pickles import TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.registry import DCP_METADATA, DCP_METADATA_OF_RANK
-from dist_ckpt.interop.torch_save.read import Archive, is_file, opened_file, whole_file
+from dist_ckpt.interop.torch_save.read import Archive, is_file, open_file, whole_file
 
 MAX_METADATA_NBYTES = 1 << 30
 
@@ -124,7 +124,7 @@ def add_folder(
     metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
     contents = _MetadataContents(path, metadata)
     paths = {fqn: map_path(old_path) for fqn, old_path in contents.paths.items()}
-    names = {fqn: joined(new_path) for fqn, new_path in paths.items()}
+    names = {fqn: join_path(new_path) for fqn, new_path in paths.items()}
     chunks: dict[str, list[ForeignChunk]] = {
         fqn: [ForeignChunk(Region.whole(shape), path, 0)] if 0 in shape else []
         for fqn, (_, shape) in contents.tensors.items()
@@ -169,7 +169,7 @@ def _chunk(
     dtype, _ = contents.tensors[item.fqn]
     label = f"{folder}/{item.location.file}, {item.fqn}"
     if not isinstance(value, TensorView) or item.region is None:
-        raise CorruptError(f"{label}: {shown(value)} in place of a tensor; use another checkpoint")
+        raise CorruptError(f"{label}: {quote(value)} in place of a tensor; use another checkpoint")
     if (value.dtype, value.shape) != (dtype, item.region.shape):
         raise CorruptError(
             f"{label}: {list(value.shape)} of {value.dtype}, but the metadata says "
@@ -185,7 +185,7 @@ def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tup
     for name, group in groupby(ordered, key=lambda item: item.location.file):
         items_in_file, path = [*group], f"{folder}/{name}"
         try:
-            file = opened_file(storage, path)
+            file = open_file(storage, path)
         except FileNotFoundError:
             raise NotFoundError(
                 f"{path}: the file does not exist, but {DCP_METADATA} names it for "
@@ -208,11 +208,11 @@ class _MetadataContents:
         self._path = path
         fields = self._record(metadata, "Metadata")
         self._locations = dict(self._read_locations(fields.get("storage_data")))
-        entries = self._typed(fields.get("state_dict_metadata"), dict)
+        entries = self._expect(fields.get("state_dict_metadata"), dict)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         self.items: list[_Item] = []
         for fqn, entry in entries.items():
-            self._add(self._typed(fqn, str), entry)
+            self._add(self._expect(fqn, str), entry)
         planned = fields.get("planner_data")
         nested = planned if isinstance(planned, dict) else {}
         self.paths = {fqn: _path_of(fqn, nested.get(fqn)) for fqn in entries}
@@ -239,16 +239,16 @@ class _MetadataContents:
             return
         fields = self._record(entry, "TensorStorageMetadata")
         properties = self._record(fields.get("properties"), "TensorProperties")
-        dtype = self._typed(properties.get("dtype"), DTypeValue).name
-        shape = self._typed(fields.get("size"), Size).shape
+        dtype = self._expect(properties.get("dtype"), DTypeValue).name
+        shape = self._expect(fields.get("size"), Size).shape
         self.tensors[fqn] = dtype, shape
-        for chunk_record in self._typed(fields.get("chunks"), list):
+        for chunk_record in self._expect(fields.get("chunks"), list):
             chunk = self._record(chunk_record, "ChunkStorageMetadata")
             offset, sizes = (
-                self._typed(chunk.get(name), Size).shape for name in ("offsets", "sizes")
+                self._expect(chunk.get(name), Size).shape for name in ("offsets", "sizes")
             )
             if len(offset) != len(shape) or len(sizes) != len(shape):
-                raise self._damaged(f"{fqn} is split in {len(offset)} of {len(shape)} dimensions")
+                raise self._damage(f"{fqn} is split in {len(offset)} of {len(shape)} dimensions")
             # Ranks without data of a tensor have parts without elements.
             if 0 not in sizes:
                 self.items.append(_Item(fqn, self._location(fqn, offset), Region(offset, sizes)))
@@ -256,44 +256,44 @@ class _MetadataContents:
     def _location(self, fqn: str, offset: Shape | None) -> _Location:
         location = self._locations.get((fqn, offset))
         if location is None:
-            raise self._damaged(f"no location of {fqn}{f' at {list(offset)}' if offset else ''}")
+            raise self._damage(f"no location of {fqn}{f' at {list(offset)}' if offset else ''}")
         return location
 
     def _read_locations(
         self, value: object
     ) -> Iterator[tuple[tuple[str, Shape | None], _Location]]:
-        for key, info in self._typed(value, dict).items():
+        for key, info in self._expect(value, dict).items():
             index, storage = self._record(key, "MetadataIndex"), self._record(info, "_StorageInfo")
-            fqn, offset = self._typed(index.get("fqn"), str), index.get("offset")
+            fqn, offset = self._expect(index.get("fqn"), str), index.get("offset")
             if transforms := storage.get("transform_descriptors"):
                 raise IncompatibleError(
                     f"{self._path}: {fqn} was saved with extensions "
                     f"({str(transforms)[:100]}), which cannot be read: save it without them"
                 )
-            name = self._typed(storage.get("relative_path"), str)
+            name = self._expect(storage.get("relative_path"), str)
             if "/" in name or "\0" in name or name in ("", ".", ".."):
-                raise self._damaged(
+                raise self._damage(
                     f"it names the file {name[:100]!r}, which is not in the same folder"
                 )
-            start, nbytes = (self._typed(storage.get(n), int) for n in ("offset", "length"))
+            start, nbytes = (self._expect(storage.get(n), int) for n in ("offset", "length"))
             if not (0 <= start < 1 << 62 and 0 <= nbytes < 1 << 62):
-                raise self._damaged(f"{fqn} has an impossible offset or size")
-            shape = None if offset is None else self._typed(offset, Size).shape
+                raise self._damage(f"{fqn} has an impossible offset or size")
+            shape = None if offset is None else self._expect(offset, Size).shape
             yield (fqn, shape), _Location(name, start, nbytes)
 
     def _record(self, value: object, name: str) -> Mapping[str, object]:
         if isinstance(value, UnknownObject):
-            raise remedied(value, self._path)
+            raise unknown_error(value, self._path)
         if not isinstance(value, PickledRecord) or value.name != name:
-            raise self._damaged(f"{shown(value)} in place of a {name}")
+            raise self._damage(f"{quote(value)} in place of a {name}")
         return value.fields
 
-    def _typed(self, value: object, cls: type[_T]) -> _T:
+    def _expect(self, value: object, cls: type[_T]) -> _T:
         if type(value) is not cls:
-            raise self._damaged(f"{shown(value)} in place of a {cls.__name__}")
+            raise self._damage(f"{quote(value)} in place of a {cls.__name__}")
         return value
 
-    def _damaged(self, why: str) -> CorruptError:
+    def _damage(self, why: str) -> CorruptError:
         return CorruptError(f"{self._path}: {why}; use another checkpoint")
 
 
@@ -302,4 +302,4 @@ def _path_of(fqn: str, path: object) -> Path:
     if not isinstance(path, tuple):
         return (fqn,)
     are_keys = (type(k) is str or (type(k) is int and k.bit_length() <= 64) for k in path)
-    return path if all(are_keys) and joined(path) == fqn else (fqn,)
+    return path if all(are_keys) and join_path(path) == fqn else (fqn,)

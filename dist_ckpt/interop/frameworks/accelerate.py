@@ -15,10 +15,10 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.hf import read as safetensors_files
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, numbered
+from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, nth_name
 from dist_ckpt.interop.readers.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
-from dist_ckpt.interop.torch_save.read import Archive, dict_of, opened
+from dist_ckpt.interop.torch_save.read import Archive, dict_of, open_archive
 
 # Suffixes of text files without state.
 _NO_STATE = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".log", ".jinja")
@@ -76,43 +76,43 @@ class _Folder:
         for pattern, add in _KINDS.items():
             if (match := re.fullmatch(pattern, name)) is not None:
                 self.num_known += 1
-                add(self, path, numbered(_NAMES.get(match[1], match[1]), _number(match)), match)
+                add(self, path, nth_name(_NAMES.get(match[1], match[1]), _number(match)), match)
                 return
         raise IncompatibleError(
             f"{path} is not a known file of accelerate's save_state: move it away, or import it "
             f"alone if it is a file of torch.save (--from torch)"
         )
 
-    def safetensors(self, path: str, top: str, _: re.Match[str]) -> None:
+    def add_safetensors(self, path: str, top: str, _: re.Match[str]) -> None:
         """Add a model, or the tensors in one of its files."""
         for tensor in safetensors_files.read_file(self._storage, path).tensors:
             fqn = tensor.fqn.removeprefix(f"{safetensors_files.MODEL}.")
             self.nested.add_tensor((top, fqn), replace(tensor, fqn=f"{top}.{fqn}"))
 
-    def weights(self, path: str, top: str, _: re.Match[str]) -> None:
+    def add_weights(self, path: str, top: str, _: re.Match[str]) -> None:
         """Add a model in a file of torch.save, or a part of one."""
-        with opened(self._storage, path) as archive:
+        with open_archive(self._storage, path) as archive:
             for name, value in dict_of(archive).items():
                 self.nested.add((top, str(name)), value, archive)
 
-    def pickled(self, path: str, top: str, match: re.Match[str]) -> None:
+    def add_pickled(self, path: str, top: str, match: re.Match[str]) -> None:
         """Add anything in a file of torch.save."""
         if self.nested.leaves_out(top):
             return
-        with opened(self._storage, path) as archive:
+        with open_archive(self._storage, path) as archive:
             value = archive.read()
             if match[1] == "optimizer":
-                model = numbered("model", _number(match))
+                model = nth_name("model", _number(match))
                 self.nested.add_optimizer((top,), value, model, archive)
             else:
                 self.nested.add((top,), value, archive)
 
-    def generators(self, path: str, _: str, match: re.Match[str]) -> None:
+    def add_generators(self, path: str, _: str, match: re.Match[str]) -> None:
         """Add the random generators of a rank."""
         rank = int(match[2])
         if self.nested.leaves_out("rng"):
             return
-        with opened(self._storage, path) as archive:
+        with open_archive(self._storage, path) as archive:
             state = dict_of(archive)
             if not rank and "step" in state:
                 self.nested.add(("accelerate_step",), state["step"], archive)
@@ -123,7 +123,7 @@ class _Folder:
                 )
             self.nested.add_of_rank(("rng",), rank, _generators(state, rank, archive), archive)
 
-    def distributed(self, path: str, top: str, match: re.Match[str]) -> None:
+    def add_distributed(self, path: str, top: str, match: re.Match[str]) -> None:
         """Add a folder of torch.distributed.checkpoint, with all under one key."""
 
         def map_path(path: Path) -> Path:
@@ -132,7 +132,7 @@ class _Folder:
 
         dcp_files.add_folder(self.nested, self._storage, path, map_path)
 
-    def refused(self, path: str, _: str, match: re.Match[str]) -> None:
+    def refuse(self, path: str, _: str, match: re.Match[str]) -> None:
         """Refuse a form that cannot be read, with the remedy."""
         raise IncompatibleError(f"{path}{_REMEDIES[match[1]]}")
 
@@ -189,16 +189,16 @@ _REMEDIES = {
 
 # By the name of a file or folder; the first matching pattern counts.
 _KINDS: Mapping[str, _Add] = {
-    r"(model)(?:_(\d+))?\.safetensors": _Folder.safetensors,
-    r"(model)-\d+-of-\d+\.safetensors": _Folder.safetensors,
-    r"(pytorch_model)(?:_(\d+))?\.bin": _Folder.weights,
-    r"(pytorch_model)-\d+-of-\d+\.bin": _Folder.weights,
-    r"(pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin": _Folder.refused,
-    r"(pytorch_model_fsdp)(?:_(\d+))?\.bin": _Folder.weights,
-    r"(optimizer|scheduler|sampler|dl_state_dict)(?:_(\d+))?\.bin": _Folder.pickled,
-    r"(scaler)\.pt": _Folder.pickled,
-    r"(custom_checkpoint)_(\d+)\.pkl": _Folder.pickled,
-    r"(random_states)_(\d+)\.pkl": _Folder.generators,
-    r"(pytorch_model_fsdp|optimizer)_(\d+)": _Folder.distributed,
-    r"(pytorch_model)": _Folder.refused,
+    r"(model)(?:_(\d+))?\.safetensors": _Folder.add_safetensors,
+    r"(model)-\d+-of-\d+\.safetensors": _Folder.add_safetensors,
+    r"(pytorch_model)(?:_(\d+))?\.bin": _Folder.add_weights,
+    r"(pytorch_model)-\d+-of-\d+\.bin": _Folder.add_weights,
+    r"(pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin": _Folder.refuse,
+    r"(pytorch_model_fsdp)(?:_(\d+))?\.bin": _Folder.add_weights,
+    r"(optimizer|scheduler|sampler|dl_state_dict)(?:_(\d+))?\.bin": _Folder.add_pickled,
+    r"(scaler)\.pt": _Folder.add_pickled,
+    r"(custom_checkpoint)_(\d+)\.pkl": _Folder.add_pickled,
+    r"(random_states)_(\d+)\.pkl": _Folder.add_generators,
+    r"(pytorch_model_fsdp|optimizer)_(\d+)": _Folder.add_distributed,
+    r"(pytorch_model)": _Folder.refuse,
 }

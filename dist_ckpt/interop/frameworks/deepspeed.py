@@ -29,7 +29,7 @@ from dist_ckpt.interop.readers.restricted_pickle import (
 from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
 from dist_ckpt.interop.registry import DEEPSPEED_LATEST
-from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, opened, whole_file
+from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, open_archive, whole_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -137,7 +137,7 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
     nested = Nested(folder, import_filter)
     with ExitStack() as stack:
         archives = [
-            [stack.enter_context(opened(storage, f"{folder}/{name}", _TABLE)) for name in names]
+            [stack.enter_context(open_archive(storage, f"{folder}/{n}", _TABLE)) for n in names]
             for names in (models, partitions)
         ]
         files = _ZeroFiles(nested, *([(file, dict_of(file)) for file in kind] for kind in archives))
@@ -179,7 +179,7 @@ class _ZeroFiles:
         self._files = partitions
         self._archive, self.model = models[0]
         self._partitions = [
-            (file, self._typed(d.get("optimizer_state_dict"), dict)) for file, d in partitions
+            (file, self._expect(d.get("optimizer_state_dict"), dict)) for file, d in partitions
         ]
         first = self._partitions[0][1] if partitions else {}
         self._num_ranks = len(partitions)
@@ -191,8 +191,8 @@ class _ZeroFiles:
         parameters: dict[str, _Parameter] = {}
         for parameter in self._parameters() if self._partitions else ():
             if parameters.setdefault(parameter.name, parameter) is not parameter:
-                raise self._damaged(f"two parameters are {parameter.name}")
-        shared = self._typed(self.model.get("shared_params") or {}, dict)
+                raise self._damage(f"two parameters are {parameter.name}")
+        shared = self._expect(self.model.get("shared_params") or {}, dict)
         self._add_rest(parameters.keys(), shared)
         for parameter in parameters.values():
             self._add(("model", parameter.name), parameter, self._weights)
@@ -209,9 +209,9 @@ class _ZeroFiles:
 
     def _add_rest(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
         """Add buffers and frozen parameters; of a model without partitions all of it."""
-        module = self._typed(self.model.get("module"), dict)
-        buffers = self._typed(self.model.get("buffer_names") or [], list)
-        frozen = self._typed(self.model.get("frozen_param_shapes") or {}, dict)
+        module = self._expect(self.model.get("module"), dict)
+        buffers = self._expect(self.model.get("buffer_names") or [], list)
+        frozen = self._expect(self.model.get("frozen_param_shapes") or {}, dict)
         for name, value in module.items():
             if name in partitioned or name in shared:
                 continue
@@ -231,7 +231,7 @@ class _ZeroFiles:
         flats, runs = [], []
         numel, part = prod(shape), -(-prod(shape) // len(self._models))
         for rank, (archive, state) in enumerate(self._models):
-            fragments = self._typed(state.get("frozen_param_fragments"), dict)
+            fragments = self._expect(state.get("frozen_param_fragments"), dict)
             flats.append([(archive, self._view(fragments.get(name)))])
             elements = ElementRange(min(rank * part, numel), min((rank + 1) * part, numel))
             runs.append(_FlatSlice(rank, 0, 0, elements))
@@ -239,15 +239,15 @@ class _ZeroFiles:
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the partitioned parameters, each with its parts."""
-        groups = [self._typed(g, dict) for g in self._typed(self.model.get("param_shapes"), list)]
+        groups = [self._expect(g, dict) for g in self._expect(self.model.get("param_shapes"), list)]
         sizes = [[prod(view.shape) for _, view in vectors] for vectors in self._weights]
         if self._stage == 3:
-            yield from self._interleaved(groups, sizes)
+            yield from self._interleaved_parameters(groups, sizes)
             return
         paddings = self._partitions[0][1].get("param_alignment_paddings")
         for number, group in enumerate(groups):
             if any(number >= len(rank_sizes) for rank_sizes in sizes):
-                raise self._damaged(f"the group {number} has no vector on some rank")
+                raise self._damage(f"the group {number} has no vector on some rank")
             at = 0
             for index, (name, size) in enumerate(group.items()):
                 shape = self._shape(size)
@@ -257,7 +257,7 @@ class _ZeroFiles:
                 yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape), 0)])
                 at += prod(shape) + (self._padding(paddings, number, index) if paddings else 0)
 
-    def _interleaved(
+    def _interleaved_parameters(
         self, groups: list[dict[Any, Any]], sizes: list[list[int]]
     ) -> Iterator[_Parameter]:
         """Yield the parameters of ZeRO-3: each rank has an even part of each, in their order."""
@@ -280,7 +280,7 @@ class _ZeroFiles:
         """The vectors of the fp32 weights, by rank."""
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         return [
-            [(archive, self._view(tensor)) for tensor in self._typed(state.get(key), list)]
+            [(archive, self._view(tensor)) for tensor in self._expect(state.get(key), list)]
             for archive, state in self._partitions
         ]
 
@@ -320,14 +320,14 @@ class _ZeroFiles:
                     self._add((*above, str(key)), parameter, flats)
                 else:
                     self._nested.add((*above, str(key)), value, archives[rank])
-        base_groups = self._typed(bases[0].get("param_groups"), list)
+        base_groups = self._expect(bases[0].get("param_groups"), list)
         names: dict[int, list[str]] = {}
         for parameter in parameters:
             names.setdefault(parameter.group, []).append(f"model.{parameter.name}")
         if any(number >= len(base_groups) for number in names):
-            raise self._damaged(f"its parameters need more than its {len(base_groups)} groups")
+            raise self._damage(f"its parameters need more than its {len(base_groups)} groups")
         groups = [
-            {**self._typed(g, dict), "params": names.get(n, [])} for n, g in enumerate(base_groups)
+            {**self._expect(g, dict), "params": names.get(n, [])} for n, g in enumerate(base_groups)
         ]
         self._nested.add(("optim", "param_groups"), groups, archives[0])
         for key in bases[0].keys() - {"state", "param_groups"}:
@@ -346,7 +346,7 @@ class _ZeroFiles:
                 self._nested.add(("zero", str(key)), value, archive)
 
     def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
-        entries: dict[Any, Any] = self._typed(base["state"].get(number, {}), dict)
+        entries: dict[Any, Any] = self._expect(base["state"].get(number, {}), dict)
         return entries
 
     def _add(
@@ -362,12 +362,12 @@ class _ZeroFiles:
             file, start = archive.locate(view, fqn)
             dtypes.add(view.dtype)
             if not view.is_contiguous or run.at + run.elements.numel > prod(view.shape):
-                raise self._damaged(f"{fqn} ends after the vector of rank {run.rank}")
+                raise self._damage(f"{fqn} ends after the vector of rank {run.rank}")
             cell = run.elements if run.elements.numel else Region.whole(parameter.shape)
             if run.elements.numel or (0 in parameter.shape and not chunks):
                 chunks.append(ForeignChunk(cell, file, start + run.at * view.itemsize))
         if len(dtypes) != 1 or not chunks:
-            raise self._damaged(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
+            raise self._damage(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
         tensor = ForeignTensor(fqn, dtypes.pop(), parameter.shape, tuple(chunks))
         self._nested.add_tensor(path, tensor, self._archive)
 
@@ -390,24 +390,24 @@ class _ZeroFiles:
         try:
             return int(paddings[group][index])  # type: ignore[index]
         except (TypeError, IndexError, ValueError, KeyError):
-            raise self._damaged("its paddings do not match its parameters") from None
+            raise self._damage("its paddings do not match its parameters") from None
 
     def _shape(self, size: object) -> Shape:
         if not isinstance(size, Size):
-            raise self._damaged("a parameter without a shape")
+            raise self._damage("a parameter without a shape")
         return size.shape
 
     def _view(self, value: object) -> TensorView:
         if not isinstance(value, TensorView):
-            raise self._damaged("a rank has no vector where one must be")
+            raise self._damage("a rank has no vector where one must be")
         return value
 
-    def _typed(self, value: object, cls: type[Any]) -> Any:
+    def _expect(self, value: object, cls: type[Any]) -> Any:
         if isinstance(value, UnknownObject) or not isinstance(value, cls):
-            raise self._damaged(f"a {type(value).__name__} in place of a {cls.__name__}")
+            raise self._damage(f"a {type(value).__name__} in place of a {cls.__name__}")
         return value
 
-    def _damaged(self, why: str) -> CorruptError:
+    def _damage(self, why: str) -> CorruptError:
         return CorruptError(f"{self._models[0][0].label}: {why}; use another checkpoint")
 
 

@@ -19,7 +19,7 @@ from dist_ckpt.interop.readers.restricted_pickle import PickledRecord, record_ma
 from dist_ckpt.interop.readers.torch_pickles import TABLE
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.registry import MEGATRON_ABOUT, MEGATRON_COMMON, MEGATRON_LATEST
-from dist_ckpt.interop.torch_save.read import dict_of, is_file, opened, whole_file
+from dist_ckpt.interop.torch_save.read import dict_of, is_file, open_archive, whole_file
 
 _MAX_TEXT_NBYTES = 1 << 20
 _TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
@@ -44,7 +44,7 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
             f"the ranks. Save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out "
             f"(exclude='optim', on the command line --exclude optim)"
         )
-    with opened(storage, f"{folder}/{MEGATRON_COMMON}", _TABLE) as archive:
+    with open_archive(storage, f"{folder}/{MEGATRON_COMMON}", _TABLE) as archive:
         common = dict_of(archive)
         for key, value in common.items():
             plain = value.fields if isinstance(value, PickledRecord) else value

@@ -30,11 +30,11 @@ from dist_ckpt.interop.hf.export_plan import (
     WINDOW_NBYTES,
     ExportContents,
     ExportedFile,
-    chosen,
     dtype_of,
     index_of,
     nbytes_of,
-    packed,
+    pack_files,
+    select_tensors,
 )
 from dist_ckpt.interop.hf.read import MODEL
 from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
@@ -133,8 +133,8 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     retained = check_replaceable(target, path, overwrite=overwrite)
     opened = OpenCheckpoint.at(storage, source_path)
     with opened.not_found_if_removed():
-        tensors = chosen(opened.catalog, source_path, only, selection, new_dtype)
-        files = packed(tensors, max_nbytes, _whole_files(opened, tensors) if reflink else {})
+        tensors = select_tensors(opened.catalog, source_path, only, selection, new_dtype)
+        files = pack_files(tensors, max_nbytes, _whole_files(opened, tensors) if reflink else {})
     names = os.listdir(path) if os.path.isdir(path) else []
     return WritePlan(
         path,

@@ -98,7 +98,7 @@ def nbytes_of(size: int | str) -> int:
     raise ValueError(f"max_shard_size={size!r}: give a number of bytes, or one like 5GB or 500MiB")
 
 
-def chosen(
+def select_tensors(
     catalog: Catalog, path: str, only: str, selection: Selection, dtype: str | None
 ) -> tuple[ExportContents, ...]:
     """Return the tensors of a component to write, in its order; a tied tensor once.
@@ -168,7 +168,7 @@ def _tensor_problems(fqn: str, tensor: ExportContents, only: str) -> Iterator[st
         yield f"{fqn} is {tensor.dtype}, which safetensors lacks: {leave}"
 
 
-def packed(
+def pack_files(
     tensors: Sequence[ExportContents],
     max_nbytes: int,
     cloned: Mapping[int, Sequence[ExportContents]],

@@ -101,7 +101,7 @@ def _state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json]) -> Fo
 
 def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[str, Json]]:
     """Return the tensors of a file, and its metadata."""
-    with closing(_opened(storage, path)) as file:
+    with closing(_open(storage, path)) as file:
         size = memoryview(bytearray(8))
         count = file.read_into(0, size)
         nbytes = int.from_bytes(size, "little")
@@ -183,7 +183,7 @@ def _file_name(value: Json, path: str) -> str:
     return value
 
 
-def _opened(storage: Storage, path: str) -> ReadableFile:
+def _open(storage: Storage, path: str) -> ReadableFile:
     try:
         return storage.open(real_path(path))
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _opened(storage: Storage, path: str) -> ReadableFile:
 
 
 def _read_index(storage: Storage, path: str) -> dict[str, Json]:
-    with closing(_opened(storage, path)) as file:
+    with closing(_open(storage, path)) as file:
         if file.nbytes > (most := MAX_INDEX_NBYTES):
             raise CorruptError(f"{path}: an index has at most {most} bytes, not {file.nbytes}")
         data = bytearray(file.nbytes)

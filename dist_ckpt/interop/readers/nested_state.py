@@ -48,7 +48,7 @@ _NAME_COST = 64
 _TWO_THINGS = "the name of two things: rename one"
 
 
-def joined(path: Path) -> str:
+def join_path(path: Path) -> str:
     """Return the name for a path."""
     return ".".join(map(str, path))
 
@@ -64,11 +64,11 @@ def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
         numbers = sorted(key for key in children if isinstance(key, int))
         is_list = numbers and numbers == [*range(len(children))]
         kind, ordered = ("list", numbers) if is_list else ("dict", children)
-        nodes.append(Node(joined(path), kind, tuple(ordered)))
+        nodes.append(Node(join_path(path), kind, tuple(ordered)))
     return tuple(nodes)
 
 
-def numbered(name: str, number: int) -> str:
+def nth_name(name: str, number: int) -> str:
     """Return the name of one of several objects: `optim`, `optim_1`, `optim_2`."""
     return f"{name}_{number}" if number else name
 
@@ -147,17 +147,17 @@ class Nested:
 
     def add(self, path: Path, value: object, pickled: Pickled) -> None:
         """Add the value at a path of the state, with all values inside it."""
-        if self.leaves_out(joined(path)):
+        if self.leaves_out(join_path(path)):
             return
         with self._errors_at(path):
-            chosen = self._chosen(joined(path), value, pickled.budget, 0)
+            chosen = self._select(join_path(path), value, pickled.budget, 0)
         self._add_chosen(path, chosen, pickled)
 
     def _add_chosen(self, path: Path, value: object, pickled: Pickled) -> None:
         self._reserve(path)
         with self._errors_at(path):
             self._has_tensors = {}  # by identity of objects that live as long as the value
-            self._add(joined(path), value, pickled, 0, "")
+            self._add(join_path(path), value, pickled, 0, "")
 
     @contextmanager
     def _errors_at(self, path: Path) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Nested:
             yield
         except ValueError as error:
             raise CorruptError(
-                f"{self._label}: {joined(path)[:100] or 'the state'}: {error}"
+                f"{self._label}: {join_path(path)[:100] or 'the state'}: {error}"
             ) from None
 
     def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
@@ -182,7 +182,7 @@ class Nested:
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
         """Add a whole state, whose dict is the top, even if it has no tensor."""
         with self._errors_at(()):
-            chosen = self._chosen("", state, pickled.budget, 0)
+            chosen = self._select("", state, pickled.budget, 0)
             has_tensors = _contains_tensors(chosen, {}, 0)
         if has_tensors:
             self._add_chosen((), chosen, pickled)
@@ -190,7 +190,7 @@ class Nested:
         assert isinstance(chosen, Mapping)
         for key, value in chosen.items():
             if type(key) not in (str, int):
-                raise self._refused("", f"a dict with {_key(key)}")
+                raise self._naming_error("", f"a dict with {_key(key)}")
             self._add_chosen((key,), value, pickled)
 
     def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
@@ -204,7 +204,7 @@ class Nested:
 
     def add_alias(self, path: Path, other: str) -> None:
         """Add another name of an added tensor. ValueError if that tensor was excluded."""
-        fqn = joined(path)
+        fqn = join_path(path)
         if self.leaves_out(fqn):
             return
         if other not in self.tensors:
@@ -215,12 +215,12 @@ class Nested:
 
     def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
         """Add one rank's value of plain data, without tensors."""
-        fqn = joined(path)
+        fqn = join_path(path)
         if self.leaves_out(fqn):
             return
         if fqn not in self.per_rank:
             self._reserve(path)
-        plain = self._plain(fqn, self._chosen(fqn, value, pickled.budget, 0), pickled.budget)
+        plain = self._plain(fqn, self._select(fqn, value, pickled.budget, 0), pickled.budget)
         self.per_rank.setdefault(fqn, {})[rank] = plain
 
     def state(self, step: object = None) -> ForeignState:
@@ -241,7 +241,7 @@ class Nested:
         names, nodes = set[str](), (node.fqn for node in tree)
         for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
             if fqn in names:
-                raise self._refused(fqn, _TWO_THINGS)
+                raise self._naming_error(fqn, _TWO_THINGS)
             names.add(fqn)
         tensors = [*self.tensors.values()]
         return ForeignState(
@@ -250,14 +250,14 @@ class Nested:
 
     def _reserve(self, path: Path) -> None:
         """Record a path. IncompatibleError if its name is invalid, or already used."""
-        fqn = joined(path)
+        fqn = join_path(path)
         if fqn in self._paths:
-            raise self._refused(fqn, _TWO_THINGS)
+            raise self._naming_error(fqn, _TWO_THINGS)
         if path:
-            self._check_text(fqn, joined(path[:-1]))
+            self._check_text(fqn, join_path(path[:-1]))
         self._paths[fqn] = path
 
-    def _chosen(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
+    def _select(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
         """Return a value without the dict entries that the selection excludes."""
         if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
             return value
@@ -265,7 +265,7 @@ class Nested:
         names = {key: join(fqn, key) for key in value}
         budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
         chosen = [key for key, name in names.items() if not self.leaves_out(name)]
-        items = ((key, self._chosen(names[key], value[key], budget, depth + 1)) for key in chosen)
+        items = ((key, self._select(names[key], value[key], budget, depth + 1)) for key in chosen)
         return container(kind_of(value) or "dict", items)
 
     def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
@@ -280,16 +280,16 @@ class Nested:
         pickled.budget.spend(_NAME_COST + len(fqn))
         kind, entries = kind_of(value), entries_of(value)
         if kind is None or entries is None:
-            raise self._refused(fqn, f"a {type(value).__name__} that contains tensors")
+            raise self._naming_error(fqn, f"a {type(value).__name__} that contains tensors")
         if strange := [key for key in entries if type(key) not in (str, int)]:
-            raise self._refused(fqn, f"a container with {_key(strange[0])}")
+            raise self._naming_error(fqn, f"a container with {_key(strange[0])}")
         self._nodes.append(Node(fqn, kind, tuple(entries)))
         part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_unknown_in`
         for key, child in entries.items():
             name = join(fqn, key)
             self._check_text(name, fqn)
             if name in self.tensors or name in self._values or name in self._aliases:
-                raise self._refused(name, _TWO_THINGS)
+                raise self._naming_error(name, _TWO_THINGS)
             self._add(name, child, pickled, depth + 1, part_of)
 
     def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
@@ -311,7 +311,7 @@ class Nested:
                 whole = excluded_names(unknown[0].partition(".param_groups")[0])
                 remedy = f"leave it out ({whole}), or save it again without that"
                 raise IncompatibleError(f"{unknown[0]} {unknown[1]}; {remedy}")
-            finished = _finished(value, budget, 0)
+            finished = _resolve_arrays(value, budget, 0)
             check_plain(finished, fqn)
         except (IncompatibleError, TypeError) as error:
             if not self._needs(fqn):
@@ -321,9 +321,9 @@ class Nested:
 
     def _check_text(self, fqn: str, above: str) -> None:
         if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
-            raise self._refused(fqn[:100] or "''", "an empty, too long or invalid name")
+            raise self._naming_error(fqn[:100] or "''", "an empty, too long or invalid name")
 
-    def _refused(self, fqn: str, why: str) -> IncompatibleError:
+    def _naming_error(self, fqn: str, why: str) -> IncompatibleError:
         return IncompatibleError(
             f"{self._label}: {fqn or 'the state'} is {why}: change it with the library that "
             f"wrote it"
@@ -385,7 +385,7 @@ def _contains_tensors(value: object, results: dict[int, bool], depth: int) -> bo
     return results[id(value)]
 
 
-def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
+def _resolve_arrays(value: Any, budget: PickleBudget, depth: int) -> object:
     """Return a value with arrays in place of their placeholders."""
     _check_depth(depth)
     budget.spend(8 + _nbytes(value))
@@ -395,11 +395,11 @@ def _finished(value: Any, budget: PickleBudget, depth: int) -> object:
         budget.spend(len(value.value.data))
         return value.value
     if type(value) is deque:
-        return deque((_finished(item, budget, depth + 1) for item in value), value.maxlen)
+        return deque((_resolve_arrays(item, budget, depth + 1) for item in value), value.maxlen)
     entries, kind = entries_of(value), kind_of(value)
     if entries is None or kind is None:
         return value
-    return container(kind, ((k, _finished(v, budget, depth + 1)) for k, v in entries.items()))
+    return container(kind, ((k, _resolve_arrays(v, budget, depth + 1)) for k, v in entries.items()))
 
 
 def _nbytes(value: object) -> int:

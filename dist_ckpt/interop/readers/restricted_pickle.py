@@ -85,12 +85,12 @@ class PickleBudget:
             raise ValueError("its objects would be far more than its bytes")
 
 
-def remedied(unknown: UnknownObject, label: str) -> IncompatibleError:
+def unknown_error(unknown: UnknownObject, label: str) -> IncompatibleError:
     """Return the error for an unknown object that cannot be excluded."""
     return IncompatibleError(f"{label} {unknown}; save it again without that")
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Return a short text of a value for messages; a number may be too long for `repr`."""
     if type(value) is int and value.bit_length() > 64:
         return "a number beyond 64 bits"
@@ -128,7 +128,7 @@ def read(
     try:
         return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
     except _UnknownNameError as error:
-        raise remedied(error.unknown, label) from None
+        raise unknown_error(error.unknown, label) from None
     except IncompatibleError as error:
         raise IncompatibleError(f"{label}: {error}") from None
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error) as error:
@@ -256,7 +256,7 @@ class _Machine:
         if not self._keep_unknown:
             _check_hashed(key)
         elif not _is_hashed(key):
-            return UnknownObject(f"the key {shown(key)}")
+            return UnknownObject(f"the key {quote(key)}")
         return key
 
     def set_item(self) -> None:
@@ -270,12 +270,12 @@ class _Machine:
         if type(target) is not set:
             raise TypeError("members for a value that is not a set")
         self._spend_on(items)
-        target.update(hashed(items))
+        target.update(members(items))
 
-    def frozen(self) -> None:
+    def frozen_set(self) -> None:
         items = self.pop_to_mark()
         self._spend_on(items)
-        self.push(frozenset(hashed(items)))
+        self.push(frozenset(members(items)))
 
     def stack_name(self) -> None:
         name = self._stack.pop()
@@ -298,7 +298,7 @@ class _Machine:
         if type(names) is not dict:
             raise TypeError("argument names that are not a dict")
         if type(self._stack[-2]) is PlaceholderFactory and names:
-            raise TypeError(f"a call of {shown(self._stack[-2])} with names")
+            raise TypeError(f"a call of {quote(self._stack[-2])} with names")
         self.call()
 
     def call(self) -> None:
@@ -309,7 +309,7 @@ class _Machine:
             self.push(UnknownObject(unknown.name))
             return
         if type(maker) is not PlaceholderFactory or type(args) is not tuple:
-            raise TypeError(f"a call of {shown(maker)}")
+            raise TypeError(f"a call of {quote(maker)}")
         # The result may copy its arguments: a set takes a hundred bytes for each member.
         self._budget.spend(_CALL_COST * sum(len(a) for a in args if hasattr(a, "__len__")))
         for arg in args:
@@ -323,7 +323,7 @@ class _Machine:
             return  # its attributes, such as the versions of modules, are dropped
         set_state = getattr(type(target), "set_state", None)
         if set_state is None:
-            raise TypeError(f"a state for {shown(target)}")
+            raise TypeError(f"a state for {quote(target)}")
         set_state(target, state)
 
     def persistent(self) -> None:
@@ -343,10 +343,10 @@ class _Machine:
         self.push(self._memo[self.number(nbytes)])
 
 
-def hashed(items: object) -> Iterator[object]:
+def members(items: object) -> Iterator[object]:
     """Yield the members of a list or tuple if a set or dict may have them. Raises TypeError."""
     if not isinstance(items, list | tuple):
-        raise TypeError(f"members that are {shown(items)}")
+        raise TypeError(f"members that are {quote(items)}")
     for item in items:
         _check_hashed(item)
         yield item
@@ -364,7 +364,7 @@ def _is_hashed(key: object) -> bool:
 
 def _check_hashed(key: object) -> None:
     if not _is_hashed(key):
-        raise TypeError(f"the key {shown(key)}: only text and numbers of 64 bits are read")
+        raise TypeError(f"the key {quote(key)}: only text and numbers of 64 bits are read")
 
 
 _STOP = ord(".")
@@ -403,7 +403,7 @@ _STEPS: Mapping[int, Callable[[_Machine], object]] = {
     ord("u"): lambda m: m.set_items(m.pop_to_mark()),
     0x8F: lambda m: m.push(set()),
     0x90: _Machine.add_items,
-    0x91: _Machine.frozen,
+    0x91: _Machine.frozen_set,
     ord("c"): lambda m: m.look_up(m.line(), m.line()),
     0x93: _Machine.stack_name,
     ord("R"): _Machine.call,

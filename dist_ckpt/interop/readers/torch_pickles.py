@@ -22,7 +22,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     Size,
 )
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.readers.restricted_pickle import PlaceholderFactory, hashed, shown
+from dist_ckpt.interop.readers.restricted_pickle import PlaceholderFactory, members, quote
 
 _MAX_NDIM = 64
 _MAX_KEY_CHARS = 1 << 16
@@ -132,7 +132,7 @@ def _sizes(value: object) -> Shape:
         raise TypeError("invalid sizes")
     for size in value:
         if type(size) is not int or not 0 <= size < 1 << 63:
-            raise ValueError(f"{shown(size)} is not a size")
+            raise ValueError(f"{quote(size)} is not a size")
     return tuple(value)
 
 
@@ -142,7 +142,7 @@ def _parameter(tensor: object, *_: object) -> TensorView:
     return tensor
 
 
-def _of_class(function: object, cls: object, args: object, _: object) -> object:
+def _tensor_of_class(function: object, cls: object, args: object, _: object) -> object:
     """`_rebuild_from_type_v2`: a tensor with attributes, which are dropped."""
     if (
         cls not in _TENSOR_CLASSES
@@ -150,7 +150,7 @@ def _of_class(function: object, cls: object, args: object, _: object) -> object:
         or type(args) is not tuple
     ):
         raise TypeError("a tensor of another class")
-    if function.make is _of_class:  # again and again: as deep as a file likes
+    if function.make is _tensor_of_class:  # again and again: as deep as a file likes
         raise TypeError("a tensor of a class within another")
     return _parameter(function.make(*args))
 
@@ -174,14 +174,14 @@ def _list(items: object = ()) -> list[object]:
     return list(items)
 
 
-def _ordered(pairs: object = ()) -> OrderedDict[Any, object]:
+def _ordered_dict(pairs: object = ()) -> OrderedDict[Any, object]:
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
         raise TypeError("invalid pairs")
     if any(type(key) in (str, bytes) and len(key) > _MAX_KEY_CHARS for key, _ in pairs):
         raise TypeError("a long key")  # compared whole, again and again
-    list(hashed([key for key, _ in pairs]))
+    list(members([key for key, _ in pairs]))
     return OrderedDict((key, value) for key, value in pairs)
 
 
@@ -299,8 +299,8 @@ _TENSOR_CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.par
 
 _BUILTINS: Mapping[str, Callable[..., object]] = {
     "list": _list,
-    "set": lambda items=(): set(hashed(items)),
-    "frozenset": lambda items=(): frozenset(hashed(items)),
+    "set": lambda items=(): set(members(items)),
+    "frozenset": lambda items=(): frozenset(members(items)),
     "complex": _complex,
     "range": range,
     # Only the names are used: for a defaultdict.
@@ -325,10 +325,10 @@ TABLE: Mapping[str, object] = {
     "torch._utils _rebuild_tensor_v3": PlaceholderFactory("tensor", _tensor_of_dtype),
     "torch._utils _rebuild_parameter": PlaceholderFactory("parameter", _parameter),
     "torch._utils _rebuild_parameter_with_state": PlaceholderFactory("parameter", _parameter),
-    "torch._tensor _rebuild_from_type_v2": PlaceholderFactory("tensor", _of_class),
+    "torch._tensor _rebuild_from_type_v2": PlaceholderFactory("tensor", _tensor_of_class),
     "torch Size": PlaceholderFactory("Size", lambda sizes: Size(_sizes(sizes))),
     "torch device": PlaceholderFactory("device", _device),
-    "collections OrderedDict": PlaceholderFactory("OrderedDict", _ordered),
+    "collections OrderedDict": PlaceholderFactory("OrderedDict", _ordered_dict),
     "collections Counter": PlaceholderFactory("Counter", _counter),
     "collections defaultdict": PlaceholderFactory("defaultdict", _defaultdict),
     "collections deque": PlaceholderFactory("deque", _deque),

@@ -163,7 +163,7 @@ class _FieldReader:
         except UnicodeDecodeError as error:
             raise self.corrupt(f"{thing} is not UTF-8", at + error.start) from None
 
-    def named(self, least: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
+    def entries(self, least: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
         """Read a count, then that many names and values of at least `least` bytes together."""
         count = self.u32(f"the number of {thing}s")
         self.check(count * least, f"the smallest list of {count} {thing}s")
@@ -172,14 +172,14 @@ class _FieldReader:
             at = self.at
             name = self.text(f"the name of {thing} {number}")
             if name in fields:
-                raise self.corrupt(f"{thing} {number} has the name {_shown(name)} again", at)
+                raise self.corrupt(f"{thing} {number} has the name {_quote(name)} again", at)
             if len(name) > _MAX_NAME_CHARS:
                 raise self.incompatible(
                     f"{thing} {number} has a name of {len(name)} characters: {_MAX_NAME_CHARS} "
                     "are the most in a checkpoint",
                     at,
                 )
-            fields[name] = read(f"{thing} {_shown(name)}")
+            fields[name] = read(f"{thing} {_quote(name)}")
         return fields
 
 
@@ -199,8 +199,8 @@ def _training(fields: _FieldReader) -> dict[str, object]:
         elif tag == _OPTIMIZER:
             state["optim"] = {
                 "type": fields.text("the type of the optimizer"),
-                "scalars": fields.named(12, "scalar", lambda label: fields.floats(1, label)[0]),
-                "buffers": fields.named(12, "buffer", lambda label: _buffer(fields, label)),
+                "scalars": fields.entries(12, "scalar", lambda label: fields.floats(1, label)[0]),
+                "buffers": fields.entries(12, "buffer", lambda label: _buffer(fields, label)),
             }
         else:
             state["epoch"] = fields.u64("the epoch")
@@ -218,7 +218,7 @@ def _buffer(fields: _FieldReader, label: str) -> FileTensor:
 
 
 def _tensors(fields: _FieldReader) -> dict[str, FileTensor]:
-    return fields.named(17, "tensor", lambda label: _tensor(fields, label))
+    return fields.entries(17, "tensor", lambda label: _tensor(fields, label))
 
 
 def _tensor(fields: _FieldReader, label: str) -> FileTensor:
@@ -242,7 +242,7 @@ def _tensor(fields: _FieldReader, label: str) -> FileTensor:
     return FileTensor(dtype.name, shape, fields.skip(nbytes, f"the data of {label}"))
 
 
-def _shown(name: str) -> str:
+def _quote(name: str) -> str:
     return repr(name) if len(name) <= 100 else f"{name[:100]!r}..."
 
 
@@ -269,10 +269,10 @@ def encode(
             f"a .shrew file of version {version} cannot store this state:"
             f"{listed(['', *problems], '; ').removeprefix(';')}"
         )
-    return _encoded(state, version, data_of)
+    return _encode_parts(state, version, data_of)
 
 
-def _encoded(
+def _encode_parts(
     state: Mapping[str, object], version: int, data_of: Callable[[PlainTensor], Buffer]
 ) -> Iterator[Buffer]:
     yield _MAGIC + _u32(version) + (b"" if version == 1 else bytes([_MODEL]))
@@ -349,7 +349,7 @@ def _problems(state: Mapping[str, object]) -> Iterator[str]:
     alone = "or write version 1, which is only the model"
     for name in state:
         if name not in ("model", "optim", *_TRAINING):
-            yield f"{_shown(str(name))} is unknown: leave it out, {alone}"
+            yield f"{_quote(str(name))} is unknown: leave it out, {alone}"
     if "optim" in state:
         yield from _optimizer_problems(state["optim"], alone)
     if missing := [name for name in _TRAINING if name not in state]:
@@ -371,7 +371,7 @@ def _optimizer_problems(optimizer: object, alone: str) -> Iterator[str]:
     if not isinstance(optimizer, Mapping) or optimizer.keys() != fields:
         description = _value(optimizer)
         if isinstance(optimizer, Mapping):
-            description = f"a mapping with {listed([_shown(str(key)) for key in optimizer])}"
+            description = f"a mapping with {listed([_quote(str(key)) for key in optimizer])}"
         yield (
             f"optim is {description}: make it a mapping of 'type', 'scalars' and 'buffers', as in "
             f"an import, leave it out, {alone}"

@@ -35,7 +35,7 @@ from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import RECORD, container, is_mapping
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative
+from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative_params
 from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportContents
 from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
@@ -121,7 +121,7 @@ def plan_export_file(
     state, contained, not_plain = torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.
     tensors = sorted(contained, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-    contents = _ArchiveContents(opened, pickled(state), tensors, not_plain)
+    contents = _ArchiveContents(opened, pickle_state(state), tensors, not_plain)
     return plan_of_file(path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes)
 
 
@@ -303,7 +303,7 @@ class _Walk:
                 raise CorruptError(
                     f"{name}: a group of parameters is not a dict: load an older checkpoint"
                 )
-            params = relative(f"{name}.params", group["params"], self._models)
+            params = relative_params(f"{name}.params", group["params"], self._models)
             items = [*{**group, "params": params}.items(), *items]
         if kind not in ("dict", "OrderedDict", "list", "tuple"):
             self.not_plain.append(name)
@@ -354,7 +354,7 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN and value != b""  # pickled as a call of bytes
 
 
-def pickled(state: object) -> bytes:
+def pickle_state(state: object) -> bytes:
     """Return the pickle of a state, as torch.save makes it, without the tensors' data."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(state)

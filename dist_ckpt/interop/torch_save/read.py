@@ -24,7 +24,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.interop.readers import restricted_pickle
 from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested
-from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, remedied
+from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, unknown_error
 from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView, storage_of
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 
@@ -46,7 +46,7 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
 
     CorruptError, IncompatibleError for another kind of file, or values that cannot be stored.
     """
-    with opened(storage, path) as archive:
+    with open_archive(storage, path) as archive:
         state = dict_of(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
@@ -59,7 +59,7 @@ def dict_of(archive: Archive) -> dict[Any, object]:
     """Return the nonempty dict in an archive. IncompatibleError for anything else."""
     state = archive.read()
     if isinstance(state, UnknownObject):
-        raise remedied(state, archive.label)
+        raise unknown_error(state, archive.label)
     if not isinstance(state, dict) or not state:
         raise IncompatibleError(
             f"{archive.label} contains a {type(state).__name__}, not a nonempty dict: save a dict "
@@ -69,10 +69,12 @@ def dict_of(archive: Archive) -> dict[Any, object]:
 
 
 @contextmanager
-def opened(storage: Storage, path: str, table: Mapping[str, object] = TABLE) -> Iterator[Archive]:
+def open_archive(
+    storage: Storage, path: str, table: Mapping[str, object] = TABLE
+) -> Iterator[Archive]:
     """Open a file of torch.save; `table` has the allowed names. NotFoundError if it is missing."""
     try:
-        file = opened_file(storage, path)
+        file = open_file(storage, path)
     except FileNotFoundError:
         raise NotFoundError(f"{path}: the file does not exist; check the path") from None
     except CorruptError:
@@ -181,7 +183,7 @@ class Archive:
         return bytes(data[:count])
 
 
-def opened_file(storage: Storage, path: str) -> ReadableFile:
+def open_file(storage: Storage, path: str) -> ReadableFile:
     """Open a file, following links. FileNotFoundError, also if a parent is a file."""
     try:
         return storage.open(real_path(path))
@@ -202,7 +204,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 def whole_file(storage: Storage, path: str, most: int) -> bytes:
     """Return the bytes of a file. FileNotFoundError, CorruptError if it has more than `most`."""
-    with closing(opened_file(storage, path)) as file:
+    with closing(open_file(storage, path)) as file:
         if file.nbytes > most:
             raise CorruptError(
                 f"{path} has {file.nbytes} bytes, {most} are the most; fetch it again"
@@ -259,7 +261,7 @@ class ZipRecords:
         self.records: dict[str, ZipRecord] = {}
         start, size = self._directory()
         if size > _MAX_DIRECTORY_NBYTES:
-            raise self._damaged(f"a directory of {size} bytes")
+            raise self._damage(f"a directory of {size} bytes")
         data = self._at(start, size)
         at = 0
         while at < size:
@@ -275,14 +277,14 @@ class ZipRecords:
         data = self._at(start, nbytes)
         checksum = self.records[name].checksum
         if checksum and zlib.crc32(data) != checksum:
-            raise self._damaged(f"its record {name} has another checksum than was written")
+            raise self._damage(f"its record {name} has another checksum than was written")
         return data
 
     def span_of(self, name: str) -> tuple[int, int]:
         """Return the offset of a record's data, and its size."""
         record = self.records.get(name)
         if record is None:
-            raise self._damaged(f"it has no record {name}")
+            raise self._damage(f"it has no record {name}")
         if not record.is_plain:
             raise IncompatibleError(
                 f"{self._label}: its record {name!r} is compressed: save it again with torch.save"
@@ -290,10 +292,10 @@ class ZipRecords:
         head = self._at(record.header_at, _LOCAL.size + len(record.full_name))
         sign, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(head)
         if sign != b"PK\x03\x04" or head[_LOCAL.size :][:name_nbytes] != record.full_name:
-            raise self._damaged(f"the header of its record {name} is damaged")
+            raise self._damage(f"the header of its record {name} is damaged")
         start = record.header_at + _LOCAL.size + name_nbytes + extra_nbytes
         if start + record.nbytes > self._nbytes:
-            raise self._damaged(f"its record {name} ends after the file")
+            raise self._damage(f"its record {name} ends after the file")
         return start, record.nbytes
 
     def _directory(self) -> tuple[int, int]:
@@ -302,7 +304,7 @@ class ZipRecords:
         tail = self._at(tail_at, self._nbytes - tail_at)
         at = tail.rfind(b"PK\x05\x06")
         if at < 0 or at + _END.size > len(tail):
-            raise self._damaged("not an archive of torch.save, or cut off")
+            raise self._damage("not an archive of torch.save, or cut off")
         *_, size, start, _ = _END.unpack_from(tail, at)
         locator_at = at - _LOCATOR.size
         if locator_at >= 0 and tail[locator_at:][:4] == b"PK\x06\x07":
@@ -310,13 +312,13 @@ class ZipRecords:
             end = self._at(end_at, _END64.size)
             sign, *_, size, start = _END64.unpack(end)
             if sign != b"PK\x06\x06":
-                raise self._damaged("the end of its directory is damaged")
+                raise self._damage("the end of its directory is damaged")
         return start, size
 
     def _add(self, data: bytes, at: int) -> int:
         """Add the record of a directory entry; return the offset of the next entry."""
         if at + _ENTRY.size > len(data):
-            raise self._damaged("its directory is cut off")
+            raise self._damage("its directory is cut off")
         fields = _ENTRY.unpack_from(data, at)
         sign, flags, method, checksum, packed, size, *lengths, header_at = fields
         name_nbytes, extra_nbytes, comment_nbytes = lengths
@@ -324,7 +326,7 @@ class ZipRecords:
         extra_at = name_at + name_nbytes
         end: int = extra_at + extra_nbytes + comment_nbytes
         if sign != b"PK\x01\x02" or end > len(data):
-            raise self._damaged("its directory is damaged")
+            raise self._damage("its directory is damaged")
         full_name = data[name_at:extra_at]
         name = full_name.decode("utf-8", "replace").partition("/")[2]
         long = self._long(data[extra_at : extra_at + extra_nbytes])
@@ -332,9 +334,9 @@ class ZipRecords:
             next(long, -1) if value == _BEYOND else value for value in (size, packed, header_at)
         )
         if min(size, packed, header_at) < 0:
-            raise self._damaged("its directory is damaged")
+            raise self._damage("its directory is damaged")
         if name in self.records:
-            raise self._damaged(f"two records of the name {name!r}")
+            raise self._damage(f"two records of the name {name!r}")
         is_plain = not method and packed == size and not flags & _ENCRYPTED
         self.records[name] = ZipRecord(size, header_at, full_name, is_plain, checksum)
         return end
@@ -352,11 +354,11 @@ class ZipRecords:
 
     def _at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._nbytes:
-            raise self._damaged("it is cut off")
+            raise self._damage("it is cut off")
         data = self._read(offset, nbytes)
         if len(data) < nbytes:
-            raise self._damaged("it ended while it was read")
+            raise self._damage("it ended while it was read")
         return data
 
-    def _damaged(self, why: str) -> CorruptError:
+    def _damage(self, why: str) -> CorruptError:
         return CorruptError(f"{self._label}: {why}; fetch it again")
