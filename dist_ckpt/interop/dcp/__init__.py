@@ -15,10 +15,7 @@ __all__ = ["DcpLoadReport", "StorageReader", "StorageWriter", "export_folder", "
 __getattr__ = lazy_exports(
     __name__,
     {
-        "DcpLoadReport": "adapter",
-        "StorageReader": "adapter",
-        "StorageWriter": "adapter",
+        **dict.fromkeys(("DcpLoadReport", "StorageReader", "StorageWriter", "load"), "adapter"),
         "export_folder": "export",
-        "load": "adapter",
     },
 )

@@ -345,12 +345,9 @@ class StorageReader(dcp.StorageReader):
                     torch.save(keys.values[item.storage_index.fqn], data)  # noqa: TID251
                     data.seek(0)
                     planner.load_bytes(item, data)
+        path, attempt = os.fspath(_check_path(self.checkpoint_id, "StorageReader")), opened.attempt
         self.report = DcpLoadReport(
-            os.fspath(_check_path(self.checkpoint_id, "StorageReader")),
-            opened.attempt.name,
-            nbytes_read,
-            nbytes_received,
-            self._phases.seconds,
+            path, attempt.name, nbytes_read, nbytes_received, self._phases.seconds
         )
         self._phases.done(self.report)
         done: Future[None] = Future()

@@ -30,13 +30,13 @@ from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
 from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
+from dist_ckpt.interop.registry import DCP_METADATA
 from dist_ckpt.interop.torch_save.export import can_be_saved
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 _DATA = "__0_0.distcp"
-_METADATA = ".metadata"
 
 # A larger tensor is written in parts. Three windows of this size are in memory.
 _PART_NBYTES = 32 << 20
@@ -79,14 +79,9 @@ def plan_export(
     target, path = open_storage(folder)
     path = real_path(path)
     check_replaceable(target, path, overwrite=None)
-    nbytes = sum(
-        {
-            stored.fqn(key): entry.size.numel() * entry.properties.dtype.itemsize
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }.values()
-    )
-    sizes = {_DATA: nbytes, _METADATA: len(pickle.dumps(metadata))}
+    entries = metadata.state_dict_metadata.items()
+    tensors = {stored.fqn(key) for key, e in entries if isinstance(e, TensorStorageMetadata)}
+    sizes = {_DATA: opened.tensor_nbytes(tensors), DCP_METADATA: len(pickle.dumps(metadata))}
     return WritePlan(path, partial(_write, opened, stored, metadata, (target, path)), lambda: sizes)
 
 
@@ -122,14 +117,15 @@ def _write(
             items |= _put_tensors(opened, first, data, progress)
             data.finish()
         # Tied tensors have the same chunks.
-        metadata.storage_data = items | {
-            MetadataIndex(key, chunk.offsets): items[
-                MetadataIndex(first[stored.fqn(key)], chunk.offsets)
-            ]
-            for key, entry in tensors.items()
-            for chunk in entry.chunks
-        }
-        return data.nbytes + write_document(storage, f"{new}/{_METADATA}", pickle.dumps(metadata))
+        metadata.storage_data = dict(items)
+        for key, entry in tensors.items():
+            stored_key = first[stored.fqn(key)]
+            for offsets in (chunk.offsets for chunk in entry.chunks):
+                location = items[MetadataIndex(stored_key, offsets)]
+                metadata.storage_data[MetadataIndex(key, offsets)] = location
+        return data.nbytes + write_document(
+            storage, f"{new}/{DCP_METADATA}", pickle.dumps(metadata)
+        )
 
 
 def _open_selected(

@@ -25,8 +25,6 @@ _NO_STATE = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".log", ".jinja")
 
 _GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"}
 
-_Add = Callable[["_Folder", str, str, re.Match[str]], None]
-
 
 def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a folder. NotFoundError if accelerate wrote none of its files.
@@ -69,14 +67,14 @@ class _Folder:
         self.num_known = 0
         self._storage = storage
         self._path = path
-        self._has_index: set[str] = set()
 
     def add(self, name: str) -> None:
         path = f"{self._path}/{name}"
         for pattern, add in _KINDS.items():
             if (match := re.fullmatch(pattern, name)) is not None:
                 self.num_known += 1
-                add(self, path, nth_name(_NAMES.get(match[1], match[1]), _number(match)), match)
+                number = int(match[2] or 0) if match.re.groups > 1 else 0
+                add(self, path, nth_name(_NAMES.get(match[1], match[1]), number), match)
                 return
         raise IncompatibleError(
             f"{path} is not a known file of accelerate's save_state: move it away, or import it "
@@ -102,7 +100,7 @@ class _Folder:
         with open_archive(self._storage, path) as archive:
             value = archive.read()
             if match[1] == "optimizer":
-                model = nth_name("model", _number(match))
+                model = f"model{top.removeprefix('optim')}"  # of the same number
                 self.nested.add_optimizer((top,), value, model, archive)
             else:
                 self.nested.add((top,), value, archive)
@@ -135,11 +133,6 @@ class _Folder:
     def refuse(self, path: str, _: str, match: re.Match[str]) -> None:
         """Refuse a form that cannot be read, with the remedy."""
         raise IncompatibleError(f"{path}{_REMEDIES[match[1]]}")
-
-
-def _number(match: re.Match[str]) -> int:
-    number = match[2] if match.re.groups > 1 else None
-    return int(number) if number else 0
 
 
 def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> dict[str, object]:
@@ -188,7 +181,7 @@ _REMEDIES = {
 }
 
 # By the name of a file or folder; the first matching pattern counts.
-_KINDS: Mapping[str, _Add] = {
+_KINDS: Mapping[str, Callable[[_Folder, str, str, re.Match[str]], None]] = {
     r"(model)(?:_(\d+))?\.safetensors": _Folder.add_safetensors,
     r"(model)-\d+-of-\d+\.safetensors": _Folder.add_safetensors,
     r"(pytorch_model)(?:_(\d+))?\.bin": _Folder.add_weights,

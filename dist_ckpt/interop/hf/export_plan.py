@@ -29,7 +29,6 @@ DEFAULT_SHARD_SIZE = "5GB"
 # The data begins on a page, as in shard files. So it can be cloned, and bypass the page cache.
 _ALIGNMENT = 4096
 
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ALL_FLOATS = re.compile(r"(b?float16|float32|float64|float8_\w+)")
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -82,8 +81,9 @@ def dtype_of(option: object) -> str | None:
         return None
     name = str(option).removeprefix("torch.")
     name = _SHORT.get(name, name)
-    if name not in _FLOATS:
-        raise ValueError(f"dtype={option!r}: give one of {', '.join((*_FLOATS, *_SHORT))}")
+    if name not in _SHORT.values():
+        names = ", ".join((*_SHORT.values(), *_SHORT))
+        raise ValueError(f"dtype={option!r}: give one of {names}")
     return name
 
 

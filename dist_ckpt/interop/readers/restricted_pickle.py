@@ -126,9 +126,9 @@ def read(
     invalid stream.
     """
     try:
-        return _Machine(data, table, persistent, keep_unknown=keep_unknown).run()
+        return _Machine(data, table, persistent, PickleBudget(len(data)), keep_unknown).run()
     except _UnknownNameError as error:
-        raise unknown_error(error.unknown, label) from None
+        raise unknown_error(error.args[0], label) from None
     except IncompatibleError as error:
         raise IncompatibleError(f"{label}: {error}") from None
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error) as error:
@@ -136,102 +136,91 @@ def read(
 
 
 class _UnknownNameError(Exception):
-    """A name in a stream that is not in the table."""
-
-    def __init__(self, unknown: UnknownObject) -> None:
-        super().__init__(unknown.name)
-        self.unknown = unknown
+    """A name in a stream that is not in the table. Its argument is the `UnknownObject`."""
 
 
+@dataclass(slots=True)
 class _Machine:
     """One stream being read: its stack, the stacks below its marks, and its memo."""
 
-    def __init__(
-        self,
-        data: bytes,
-        table: Mapping[str, object],
-        persistent: Callable[[object], object] | None,
-        *,
-        keep_unknown: bool,
-    ) -> None:
-        self._keep_unknown = keep_unknown
-        self._data = data
-        self._table = table
-        self._persistent = persistent
-        self._budget = PickleBudget(len(data))
-        self._at = 0
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+    data: bytes
+    table: Mapping[str, object]
+    resolve: Callable[[object], object] | None
+    budget: PickleBudget
+    keep_unknown: bool
+    at: int = 0
+    stack: list[Any] = field(default_factory=list)
+    below: list[list[Any]] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
 
     def run(self) -> object:
-        data, steps = self._data, _STEPS
-        while self._at < len(data):
-            code = data[self._at]
-            self._at += 1
+        data, steps = self.data, _STEPS
+        while self.at < len(data):
+            code = data[self.at]
+            self.at += 1
             if code == _STOP:
-                if self._below or len(self._stack) != 1:
+                if self.below or len(self.stack) != 1:
                     raise ValueError("it ends within a value")
-                return self._stack.pop()
+                return self.stack.pop()
             step = steps.get(code)
             if step is None:
-                raise ValueError(f"opcode {code:#x} at byte {self._at - 1} is not for plain data")
+                raise ValueError(f"opcode {code:#x} at byte {self.at - 1} is not for plain data")
             step(self)
         raise ValueError("it has no end")
 
     def take(self, count: int) -> bytes:
-        end = self._at + count
-        if count < 0 or end > len(self._data):
+        end = self.at + count
+        if count < 0 or end > len(self.data):
             raise ValueError(f"it ends within a value of {count} bytes")
-        data = self._data[self._at : end]
-        self._at = end
+        data = self.data[self.at : end]
+        self.at = end
         return data
 
     def number(self, nbytes: int) -> int:
         return int.from_bytes(self.take(nbytes), "little")
 
     def line(self) -> str:
-        end = self._data.find(b"\n", self._at, self._at + _MAX_NAME_CHARS)
+        end = self.data.find(b"\n", self.at, self.at + _MAX_NAME_CHARS)
         if end < 0:
             raise ValueError("a name does not end")
-        line = self.take(end - self._at).decode()
-        self._at += 1
+        line = self.take(end - self.at).decode()
+        self.at += 1
         return line
 
     def _spend_on(self, items: Collection[object]) -> None:
         """Spend the cost of visiting items: they may be long, and referenced many times."""
         lengths = (len(item) for item in items if isinstance(item, str | bytes))
-        self._budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT_CHARS))
+        self.budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT_CHARS))
 
     # --- the steps --------------------------------------------------------------------------
 
     def push(self, value: object) -> None:
-        self._stack.append(value)
+        self.stack.append(value)
 
     def integer(self, nbytes: int) -> None:
         self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
 
     def mark(self) -> None:
-        self._below.append(self._stack)
-        self._stack = []
+        self.below.append(self.stack)
+        self.stack = []
 
     def pop_to_mark(self) -> list[Any]:
         """Return the items above the last mark, and restore the stack below it."""
-        items, self._stack = self._stack, self._below.pop()
+        items, self.stack = self.stack, self.below.pop()
         return items
 
     def pop(self) -> None:
-        if self._stack:
-            self._stack.pop()
+        if self.stack:
+            self.stack.pop()
         else:
             self.pop_to_mark()
 
     def tuple_of(self, count: int) -> None:
-        items = [self._stack.pop() for _ in range(count)]
+        items = [self.stack.pop() for _ in range(count)]
         self.push(tuple(reversed(items)))
 
     def extend(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is UnknownObject:
             return
         if type(target) not in (list, deque):
@@ -239,10 +228,10 @@ class _Machine:
         target.extend(items)
 
     def append(self) -> None:
-        self.extend([self._stack.pop()])
+        self.extend([self.stack.pop()])
 
     def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is UnknownObject:
             return
         if not isinstance(target, dict) or len(items) % 2:
@@ -253,18 +242,18 @@ class _Machine:
 
     def _hashable(self, key: object) -> object:
         """Return a key of a dict, or with `keep_unknown` an `UnknownObject` for a bad key."""
-        if not self._keep_unknown:
+        if not self.keep_unknown:
             _check_hashed(key)
         elif not _is_hashed(key):
             return UnknownObject(f"the key {quote(key)}")
         return key
 
     def set_item(self) -> None:
-        value = self._stack.pop()
-        self.set_items([self._stack.pop(), value])
+        value = self.stack.pop()
+        self.set_items([self.stack.pop(), value])
 
     def add_items(self) -> None:
-        items, target = self.pop_to_mark(), self._stack[-1]
+        items, target = self.pop_to_mark(), self.stack[-1]
         if type(target) is UnknownObject:
             return
         if type(target) is not set:
@@ -278,8 +267,8 @@ class _Machine:
         self.push(frozenset(members(items)))
 
     def stack_name(self) -> None:
-        name = self._stack.pop()
-        module = self._stack.pop()
+        name = self.stack.pop()
+        module = self.stack.pop()
         if type(name) is not str or type(module) is not str:
             raise TypeError("a name that is not text")
         if len(module) + len(name) > _MAX_NAME_CHARS:
@@ -289,36 +278,36 @@ class _Machine:
     def look_up(self, module: str, name: str) -> None:
         key = f"{module} {name}"
         unknown = UnknownObject(ascii(f"{module}.{name}"[:200])[1:-1])
-        if key not in self._table and not self._keep_unknown:
+        if key not in self.table and not self.keep_unknown:
             raise _UnknownNameError(unknown)
-        self.push(self._table.get(key, unknown))
+        self.push(self.table.get(key, unknown))
 
     def call_with_names(self) -> None:
-        names = self._stack.pop()
+        names = self.stack.pop()
         if type(names) is not dict:
             raise TypeError("argument names that are not a dict")
-        if type(self._stack[-2]) is PlaceholderFactory and names:
-            raise TypeError(f"a call of {quote(self._stack[-2])} with names")
+        if type(self.stack[-2]) is PlaceholderFactory and names:
+            raise TypeError(f"a call of {quote(self.stack[-2])} with names")
         self.call()
 
     def call(self) -> None:
-        args = self._stack.pop()
-        maker = self._stack.pop()
-        self._budget.spend(_CALL_COST * len(args) if type(args) is tuple else 0)
+        args = self.stack.pop()
+        maker = self.stack.pop()
+        self.budget.spend(_CALL_COST * len(args) if type(args) is tuple else 0)
         if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
             self.push(UnknownObject(unknown.name))
             return
         if type(maker) is not PlaceholderFactory or type(args) is not tuple:
             raise TypeError(f"a call of {quote(maker)}")
         # The result may copy its arguments: a set takes a hundred bytes for each member.
-        self._budget.spend(_CALL_COST * sum(len(a) for a in args if hasattr(a, "__len__")))
+        self.budget.spend(_CALL_COST * sum(len(a) for a in args if hasattr(a, "__len__")))
         for arg in args:
             self._spend_on(arg if isinstance(arg, list | tuple | dict) else ())
         self.push(maker.make(*args))
 
     def build(self) -> None:
-        state = self._stack.pop()
-        target = self._stack[-1]
+        state = self.stack.pop()
+        target = self.stack[-1]
         if type(target) in (OrderedDict, UnknownObject):
             return  # its attributes, such as the versions of modules, are dropped
         set_state = getattr(type(target), "set_state", None)
@@ -327,20 +316,20 @@ class _Machine:
         set_state(target, state)
 
     def persistent(self) -> None:
-        if self._persistent is None:
+        if self.resolve is None:
             raise TypeError("a persistent id where none is allowed")
-        identity = self._stack.pop()
+        identity = self.stack.pop()
         parts = identity if type(identity) is tuple else ()
-        self.push(_first_unknown(parts) or self._persistent(identity))
+        self.push(_first_unknown(parts) or self.resolve(identity))
 
     def put(self, nbytes: int) -> None:
-        self._memo[self.number(nbytes)] = self._stack[-1]
+        self.memo[self.number(nbytes)] = self.stack[-1]
 
     def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self.memo[len(self.memo)] = self.stack[-1]
 
     def get(self, nbytes: int) -> None:
-        self.push(self._memo[self.number(nbytes)])
+        self.push(self.memo[self.number(nbytes)])
 
 
 def members(items: object) -> Iterator[object]:

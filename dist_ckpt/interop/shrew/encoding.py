@@ -99,7 +99,7 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
     fields = _FieldReader(file, label)
     if (magic := fields.take(4, "the magic number")) != _MAGIC:
         raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, the first bytes of a .shrew file", 0)
-    version = fields.u32("the version")
+    version = fields.unsigned(4, "the version")
     if version not in (1, 2):
         raise IncompatibleError(f"{label}, byte 4: version {version}: only 1 and 2 are supported")
     state: dict[str, object] = {"model": _tensors(fields)} if version == 1 else _training(fields)
@@ -143,20 +143,14 @@ class _FieldReader:
         self.file.read_into(start, data)
         return bytes(data)
 
-    def u8(self, thing: str) -> int:
-        return self.take(1, thing)[0]
-
-    def u32(self, thing: str) -> int:
-        return int.from_bytes(self.take(4, thing), "little")
-
-    def u64(self, thing: str) -> int:
-        return int.from_bytes(self.take(8, thing), "little")
+    def unsigned(self, nbytes: int, thing: str) -> int:
+        return int.from_bytes(self.take(nbytes, thing), "little")
 
     def floats(self, count: int, thing: str) -> list[float]:
         return list(struct.unpack(f"<{count}d", self.take(8 * count, thing)))
 
     def text(self, thing: str) -> str:
-        nbytes, at = self.u32(f"the length of {thing}"), self.at
+        nbytes, at = self.unsigned(4, f"the length of {thing}"), self.at
         data = self.take(nbytes, thing)
         try:
             return data.decode("utf-8")
@@ -165,7 +159,7 @@ class _FieldReader:
 
     def entries(self, least: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
         """Read a count, then that many names and values of at least `least` bytes together."""
-        count = self.u32(f"the number of {thing}s")
+        count = self.unsigned(4, f"the number of {thing}s")
         self.check(count * least, f"the smallest list of {count} {thing}s")
         fields: dict[str, T] = {}
         for number in range(count):
@@ -187,7 +181,7 @@ def _training(fields: _FieldReader) -> dict[str, object]:
     """Read sections in any order; missing values have the defaults of shrew's reader."""
     state: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
     seen: set[int] = set()
-    while (tag := fields.u8("the number of a section")) != _END:
+    while (tag := fields.unsigned(1, "the number of a section")) != _END:
         at = fields.at - 1
         if tag not in _PARTS:
             raise fields.corrupt(f"0x{tag:02X} is not the number of a section", at)
@@ -203,17 +197,17 @@ def _training(fields: _FieldReader) -> dict[str, object]:
                 "buffers": fields.entries(12, "buffer", lambda label: _buffer(fields, label)),
             }
         else:
-            state["epoch"] = fields.u64("the epoch")
-            state["global_step"] = fields.u64("the global step")
+            state["epoch"] = fields.unsigned(8, "the epoch")
+            state["global_step"] = fields.unsigned(8, "the global step")
             (state["best_loss"],) = fields.floats(1, "the best loss")
-            count = fields.u32("the number of losses")
+            count = fields.unsigned(4, "the number of losses")
             state["loss_history"] = fields.floats(count, f"a history of {count} losses")
     # In the order of a file.
     return {name: state[name] for name in ("model", "optim", *_TRAINING) if name in state}
 
 
 def _buffer(fields: _FieldReader, label: str) -> FileTensor:
-    count = fields.u64(f"the length of {label}")
+    count = fields.unsigned(8, f"the length of {label}")
     return FileTensor("float64", (count,), fields.skip(8 * count, f"{label}, of {count} numbers,"))
 
 
@@ -223,11 +217,11 @@ def _tensors(fields: _FieldReader) -> dict[str, FileTensor]:
 
 def _tensor(fields: _FieldReader, label: str) -> FileTensor:
     at = fields.at
-    tag = fields.u8(f"the dtype of {label}")
+    tag = fields.unsigned(1, f"the dtype of {label}")
     if tag >= len(_DTYPES):
         raise fields.incompatible(f"{label} has the dtype {tag}: only 0 to 6 are supported", at)
     dtype, at = DTYPES[_DTYPES[tag]], fields.at
-    ndim = fields.u32(f"the number of dimensions of {label}")
+    ndim = fields.unsigned(4, f"the number of dimensions of {label}")
     dims = fields.take(4 * ndim, f"{label}: a shape of {ndim} dimensions")
     shape = struct.unpack(f"<{ndim}I", dims)
     try:
@@ -235,7 +229,7 @@ def _tensor(fields: _FieldReader, label: str) -> FileTensor:
     except ValueError as error:
         raise fields.incompatible(f"{label}: {error}: no checkpoint can store it", at) from None
     at = fields.at
-    nbytes, expected = fields.u64(f"the size of {label}"), prod(shape) * dtype.itemsize
+    nbytes, expected = fields.unsigned(8, f"the size of {label}"), prod(shape) * dtype.itemsize
     if nbytes != expected:
         fact = f"{label} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
         raise fields.corrupt(fact, at)

@@ -121,7 +121,9 @@ def plan_export_file(
     state, contained, not_plain = torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.
     tensors = sorted(contained, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-    contents = _ArchiveContents(opened, pickle_state(state), tensors, not_plain)
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(state)
+    contents = _ArchiveContents(opened, buffer.getvalue(), tensors, not_plain)
     return plan_of_file(path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes)
 
 
@@ -354,14 +356,9 @@ def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN and value != b""  # pickled as a call of bytes
 
 
-def pickle_state(state: object) -> bytes:
-    """Return the pickle of a state, as torch.save makes it, without the tensors' data."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(state)
-    return buffer.getvalue()
-
-
 class _Pickler(pickle.Pickler):
+    """Pickles as torch.save does, without the tensors' data."""
+
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
         if type(value) is not ExportContents:
             return None
