@@ -11,7 +11,7 @@ import json
 from base64 import b64encode
 from binascii import Error, a2b_base64
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from math import prod
@@ -97,7 +97,7 @@ def to_bytes(state: State) -> bytes:
         nbytes = start + sum(file.nbytes - file.header.nbytes for file in files)
         out.seek(nbytes - 1)
         out.write(b"\0")
-        writing = _DataWriter(out, start, files)
+        writing = _DataWriter(out, start, {file.name: file for file in files})
         content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
         write_shard_files(writing, "", content, threads=1, slots=BufferPool())
         header = _header(plan, files, objects, writing.headers)
@@ -161,17 +161,17 @@ def _header(
     return encode_header(documents)
 
 
+@dataclass(slots=True)
 class _DataWriter:
     """A storage for the one shard file: writes its data to `out`, and returns its header."""
 
-    alignment = 1
-
-    def __init__(self, out: BytesIO, start: int, files: tuple[FilePlan, ...]) -> None:
-        self.headers: dict[str, bytes] = {}
-        self._out = out
-        self._start = start
-        self._files = {file.name: file for file in files}
-        self._name, self._nbytes = "", 0
+    out: BytesIO
+    start: int
+    files: Mapping[str, FilePlan]
+    alignment: int = 1
+    headers: dict[str, bytes] = field(default_factory=dict)
+    _name: str = ""
+    _nbytes: int = 0
 
     def create(self, path: str, nbytes: int) -> _DataWriter:
         """Return this object: there is only one file."""
@@ -181,12 +181,12 @@ class _DataWriter:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write data to `out`, or store the header."""
-        header_nbytes = self._files[self._name].header.nbytes
+        header_nbytes = self.files[self._name].header.nbytes
         if offset < header_nbytes:
             self.headers[self._name] = bytes(data)
             return
-        self._out.seek(self._start + offset - header_nbytes)
-        self._out.write(data)
+        self.out.seek(self.start + offset - header_nbytes)
+        self.out.write(data)
 
     def finish(self) -> int:
         """Return the size of the file."""
@@ -290,9 +290,9 @@ def encode_header(documents: EncodedDocuments) -> bytes:
     """Return all before the tensors' data. ValueError if it is longer than safetensors reads."""
     index = json.dumps(documents.index.decode("utf-8"), ensure_ascii=False)
     fields = [f'"{_INDEX}":{index}']
-    for field, name in _OBJECTS_FILES.items():
+    for key, name in _OBJECTS_FILES.items():
         encoded = b64encode(documents.objects.get(name, b"")).decode("ascii")
-        fields.append(f'"{field}":"{encoded}"')
+        fields.append(f'"{key}":"{encoded}"')
     rest = documents.header[8:].rstrip(b" ").decode("utf-8").removeprefix(_START) or _NO_SHARDS
     text = ",".join([_START + fields[0], *fields[1:], rest]).encode("utf-8")
     room = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
@@ -334,11 +334,11 @@ def _documents(text: str) -> EncodedDocuments:
         )
     index_text, at = _DECODER.raw_decode(text, len(start) - 1)
     objects = {}
-    for field, name in _OBJECTS_FILES.items():
-        before = f',"{field}":"'
+    for key, name in _OBJECTS_FILES.items():
+        before = f',"{key}":"'
         stop = text.find('"', at + len(before))
         if not text.startswith(before, at) or stop < 0:
-            raise ValueError(f"no {field}")
+            raise ValueError(f"no {key}")
         if encoded := a2b_base64(text[at + len(before) : stop], strict_mode=True):
             objects[name] = encoded
         at = stop + 1

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from threading import Lock
@@ -19,7 +19,7 @@ from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.format.index.index import Catalog, Index, Key
+from dist_ckpt.core.format.index.index import Catalog, Index, Key, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
@@ -132,6 +132,7 @@ class TensorWindow:
         return self.data.nbytes
 
 
+@dataclass(eq=False, repr=False)
 class OpenCheckpoint:
     """A committed checkpoint that is open for reading. No torch.
 
@@ -142,30 +143,18 @@ class OpenCheckpoint:
     read at once; the default comes from the environment.
     """
 
-    def __init__(  # noqa: PLR0913 - the checkpoint, and how it is read
-        self,
-        storage: Storage,
-        path: str,
-        attempt: Attempt,
-        index: Index,
-        *,
-        make: Callable[[Placeholder], object] = lambda value: value,
-        slots: BufferPool | None = None,
-        most_kept: int | None = None,
-        threads: int | None = None,
-    ) -> None:
-        self.storage = storage
-        self.path = path
-        self.attempt = attempt
-        self.index = index
-        self._make = make
-        self._slots = slots or BufferPool()
-        self._most_kept = most_kept
-        self._threads = threads
-        self._files: OrderedDict[int, OpenFile] | None = OrderedDict()
-        self._objects: dict[str, ObjectsFile] = {}
-        self._objects_records = {record.name: record for record in index.objects}
-        self._turn = Lock()
+    storage: Storage
+    path: str
+    attempt: Attempt
+    index: Index
+    _: KW_ONLY
+    make: Callable[[Placeholder], object] = lambda value: value
+    slots: BufferPool = field(default_factory=BufferPool)
+    most_kept: int | None = None
+    threads: int | None = None
+    _files: OrderedDict[int, OpenFile] | None = field(default_factory=OrderedDict, init=False)
+    _objects: dict[str, ObjectsFile] = field(default_factory=dict, init=False)
+    _turn: Lock = field(default_factory=Lock, init=False)
 
     @classmethod
     def open(
@@ -200,9 +189,8 @@ class OpenCheckpoint:
         return f"{self.path}/{self.attempt.name}"
 
     @property
-    def threads(self) -> int:
-        """How many threads read at once."""
-        return self._threads or Config.from_environment().threads
+    def _num_threads(self) -> int:
+        return self.threads or Config.from_environment().threads
 
     @property
     def catalog(self) -> Catalog:
@@ -220,6 +208,10 @@ class OpenCheckpoint:
         return attempts.not_found_if_removed(self.storage, self.path, self.attempt)
 
     # --- values ---
+
+    @cached_property
+    def _objects_records(self) -> Mapping[str, ObjectsFileRecord]:
+        return {record.name: record for record in self.index.objects}
 
     def has_objects(self, rank: int | None = None) -> bool:
         """Return True if the index lists the objects file of a rank, or the global one."""
@@ -240,7 +232,7 @@ class OpenCheckpoint:
                 )
             with self.not_found_if_removed():
                 self._objects[name] = read_objects(
-                    self.storage, self.folder, record, make=self._make
+                    self.storage, self.folder, record, make=self.make
                 )
         return self._objects[name]
 
@@ -325,7 +317,7 @@ class OpenCheckpoint:
 
     def free_buffers(self) -> None:
         """Free the scratch memory of the next read."""
-        self._slots.clear()
+        self.slots.clear()
 
     def check(self, wanted: Sequence[TensorRequest]) -> None:
         """Check all blocks of the wanted cells, without returning their data."""
@@ -339,14 +331,14 @@ class OpenCheckpoint:
             raise ValueError(f"{self.path} was closed; open it again")
         plan = plan_load(self.index, wanted)
         opened = open_files(
-            self.storage, self.folder, self.index, plan, threads=self.threads, opened=files
+            self.storage, self.folder, self.index, plan, threads=self._num_threads, opened=files
         )
         for number in plan:
             files[number] = opened.files[number]
             files.move_to_end(number)
-        most = len(plan) if self._most_kept is None else self._most_kept
+        most = len(plan) if self.most_kept is None else self.most_kept
         try:
-            BlockReader(opened, targets, verify=True, slots=self._slots).run(self.threads)
+            BlockReader(opened, targets, verify=True, slots=self.slots).run(self._num_threads)
         finally:
             while len(files) > most:
                 files.popitem(last=False)[1].close()
@@ -418,7 +410,7 @@ class OpenCheckpoint:
             self.folder,
             target,
             files,
-            threads=self.threads,
+            threads=self._num_threads,
             most_names=most_names,
             links=links,
             report=CopyProgress(sum(record.nbytes for record in files.values()), progress),

@@ -37,22 +37,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = [
-    "DCP_VERSION",
-    "LOAD_HOOKS",
-    "SAVE_HOOKS",
-    "AsyncCollectiveTensor",
-    "DcpStorageInfo",
-    "ShardedTensor",
-    "StridedShard",
-    "cuts_strided_alike",
-    "default_store",
-    "has_load_hooks",
-    "local_tensor",
-    "module_fqns",
-    "storage_id",
-    "wrapped_child",
-]
+__all__ = ["DCP_VERSION", "LOAD_HOOKS", "SAVE_HOOKS", "AsyncCollectiveTensor", "DcpStorageInfo"]
+__all__ += ["ShardedTensor", "StridedShard", "cuts_strided_alike", "default_store"]
+__all__ += ["has_load_hooks", "local_tensor", "module_fqns", "storage_id", "wrapped_child"]
 
 # Without its cache of torch 2.7, which keeps every module for ever.
 module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)

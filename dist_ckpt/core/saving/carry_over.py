@@ -90,7 +90,9 @@ class CarrySource:
     ) -> OpenCheckpoint:
         """Return it as an open checkpoint on a storage."""
         return OpenCheckpoint(
-            storage, self.path, self.attempt, self.index, slots=slots, threads=threads
+            *(storage, self.path, self.attempt, self.index),
+            slots=slots or BufferPool(),
+            threads=threads,
         )
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -163,35 +163,34 @@ class CountingStorage(ForwardingStorage):
 STEP_S = 0.05
 
 
+@dataclass(slots=True, eq=False)
 class RateLimit:
     """Limits bytes per second over all users. Thread-safe. `check` may raise to end a wait."""
 
-    def __init__(
-        self,
-        max_bytes_per_s: float,
-        check: Callable[[], None] = lambda: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if not 0 < max_bytes_per_s < float("inf"):
-            raise ValueError(f"max_bytes_per_s={max_bytes_per_s}: it must be a positive number")
-        self._max_bytes_per_s = max_bytes_per_s
-        self._check = check
-        self._clock = clock
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._free_at = clock()
+    max_bytes_per_s: float
+    check: Callable[[], None] = lambda: None
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _free_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_bytes_per_s < float("inf"):
+            raise ValueError(
+                f"max_bytes_per_s={self.max_bytes_per_s}: it must be a positive number"
+            )
+        self._free_at = self.clock()
 
     def take(self, nbytes: int) -> None:
         """Return when `nbytes` may be moved."""
         with self._lock:
             # Unused time is lost: later bursts do not get it.
-            begin_at = max(self._free_at, self._clock())
-            self._free_at = begin_at + nbytes / self._max_bytes_per_s
-        while (remaining_s := begin_at - self._clock()) > 0:
-            self._check()
-            self._sleep(min(remaining_s, STEP_S))
+            begin_at = max(self._free_at, self.clock())
+            self._free_at = begin_at + nbytes / self.max_bytes_per_s
+        while (remaining_s := begin_at - self.clock()) > 0:
+            self.check()
+            self.sleep(min(remaining_s, STEP_S))
 
 
 class RateLimitedStorage(ForwardingStorage):
