@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 
 from msgspec import structs
 
@@ -176,25 +176,28 @@ class SharedRangePart:
 
 
 class SharedWork:
-    """The reads of a rank that fill its targets: its own, and `shared_ranges` by file."""
+    """The reads of a rank that fill its targets: its own, and `shared_ranges`, in order."""
 
     def __init__(
         self,
         rank: int,
         files: OpenFiles,
         targets: CellTargets | None,
-        shared_ranges: Mapping[int, Sequence[SharedBlockRange]],
+        shared_ranges: Sequence[SharedBlockRange],
     ) -> None:
         self.rank = rank
         self.slot_nbytes = slot_nbytes(files)
         self._files = files
         self._targets = targets
         self._shared_ranges = shared_ranges
-        self._all = [r for file in sorted(shared_ranges) for r in shared_ranges[file]]
+        self._by_file: defaultdict[int, list[SharedBlockRange]] = defaultdict(list)
+        for shared_range in shared_ranges:
+            self._by_file[shared_range.file].append(shared_range)
         # Number the ranges from each fetcher to each agent, the same on both.
         tags: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
         self._tags = {
-            r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents} for r in self._all
+            r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents}
+            for r in shared_ranges
         }
         self._divided: dict[int, tuple[list[PlannedRead], dict[int, SharedRangePart]]] = {}
 
@@ -206,16 +209,16 @@ class SharedWork:
 
     def fetched(self) -> Iterator[SharedRangePart]:
         """Yield the shared ranges that this rank reads, in the order of all ranks."""
-        return (self.part(r.key) for r in self._all if r.fetcher == self.rank)
+        return (self.part(r.key) for r in self._shared_ranges if r.fetcher == self.rank)
 
     def relayed(self) -> Iterator[SharedRangePart]:
         """Yield the shared ranges that it receives from other hosts, in the same order."""
-        return (self.part(r.key) for r in self._all if self.rank in r.agents)
+        return (self.part(r.key) for r in self._shared_ranges if self.rank in r.agents)
 
     def keys_by_sender(self) -> dict[int, set[RangeKey]]:
         """Return the keys of the ranges that other ranks of this host hand on, by rank."""
         keys: dict[int, set[RangeKey]] = {}
-        for shared_range in self._all:
+        for shared_range in self._shared_ranges:
             first = shared_range.host_of(self.rank)[0]
             if first != self.rank:
                 keys.setdefault(first, set()).add(shared_range.key)
@@ -230,7 +233,7 @@ class SharedWork:
         """Return how many bytes come from storage, and from other ranks, when all is done."""
         own = sum(read.span.nbytes for _, read in self.own_reads())
         fetched = sum(part.span.nbytes for part in self.fetched())
-        shared = sum(self.part(shared_range.key).span.nbytes for shared_range in self._all)
+        shared = sum(self.part(r.key).span.nbytes for r in self._shared_ranges)
         return own + fetched, shared - fetched
 
     def _divide(self, number: int) -> tuple[list[PlannedRead], dict[int, SharedRangePart]]:
@@ -238,7 +241,7 @@ class SharedWork:
         if number in self._divided:
             return self._divided[number]
         file = self._files.files[number]
-        shared_ranges = self._shared_ranges.get(number, ())
+        shared_ranges = self._by_file[number]
         bounds = [
             file.block_starts[block]
             for shared_range in shared_ranges
@@ -304,7 +307,7 @@ class UnreachableRanks(Message, frozen=True):
 class SharedReadGroup:
     """The requests of each rank, the ranges that this rank shares, and its links.
 
-    `shared_ranges` are those with other ranks, by file. Before `settle`, they assume that all
+    `shared_ranges` are those with other ranks, in order. Before `settle`, they assume that all
     ranks can share. `links` lead to the ranks of its host; if they are None, this rank shares
     nothing. `missed` are the ranks that it cannot reach.
     """
@@ -313,7 +316,7 @@ class SharedReadGroup:
     files: OpenFiles
     between_hosts: bool
     runs_by_rank: Mapping[int, RankBlockRuns]
-    shared_ranges: Mapping[int, tuple[SharedBlockRange, ...]]
+    shared_ranges: tuple[SharedBlockRange, ...]
     links: HostLinks | None
     missed: FailedLinks
 
@@ -328,10 +331,9 @@ class SharedReadGroup:
         stack: ExitStack,
     ) -> SharedReadGroup:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
-        ranges_by_file = _shared_ranges_of(
+        shared_ranges = _shared_ranges_of(
             session.channel.rank, runs_by_rank, files, between_hosts=between_hosts
         )
-        shared_ranges = [*chain.from_iterable(ranges_by_file.values())]
         missed: tuple[int, ...] | None = ()
         if shared_ranges:
             # Slots for what it reads, and between hosts also for what it receives.
@@ -345,16 +347,16 @@ class SharedReadGroup:
                 links.offer(memory)
                 missed = tuple(links.connect(receivers_of(links.rank, shared_ranges)))
         return SharedReadGroup(
-            session, files, between_hosts, runs_by_rank, ranges_by_file, links, FailedLinks(missed)
+            session, files, between_hosts, runs_by_rank, shared_ranges, links, FailedLinks(missed)
         )
 
     def meet(self, exchange: Exchange) -> None:
-        """Gather `missed` of all ranks, and decide. Each rank calls this inside the exchange."""
-        if (gathered := exchange.gather(self.missed)) is not None:
-            exchange.decide(self.judge(gathered))
+        """Gather `missed` of all ranks. Each rank calls this inside the exchange.
 
-    def judge(self, failed_links: Sequence[FailedLinks]) -> UnreachableRanks:
-        """Return the ranks that cannot share, and warn about them. Coordinator only."""
+        The coordinator decides which ranks cannot share, and warns about them.
+        """
+        if (failed_links := exchange.gather(self.missed)) is None:
+            return
         unlinked = {rank for rank, missed in enumerate(failed_links) if missed.ranks is None}
         hosts = {
             self.runs_by_rank[rank].host
@@ -369,9 +371,8 @@ class SharedReadGroup:
                 "name (DIST_CKPT_HOST)",
                 ranks_text(alone),
             )
-        return UnreachableRanks(
-            tuple(sorted(unlinked)), tuple(r for r in apart if r not in unlinked)
-        )
+        elsewhere = tuple(rank for rank in apart if rank not in unlinked)
+        exchange.decide(UnreachableRanks(tuple(sorted(unlinked)), elsewhere))
 
     def settle(self, unreachable: UnreachableRanks) -> SharedReadGroup | None:
         """Return the group with the ranges that can be shared; None if this rank has none.
@@ -392,29 +393,27 @@ class SharedReadGroup:
                 own, runs_by_rank, self.files, between_hosts=self.between_hosts
             )
             group = replace(self, shared_ranges=shared_ranges)
-        return group if any(group.shared_ranges.values()) else None
+        return group if group.shared_ranges else None
 
     @property
     def partners(self) -> list[int]:
         """The ranks of this host with which it has ranges in common."""
-        if self.links is None:
-            return []
-        return receivers_of(self.links.rank, chain.from_iterable(self.shared_ranges.values()))
+        return [] if self.links is None else receivers_of(self.links.rank, self.shared_ranges)
 
     def give_up(self) -> None:
         """Close the links after an error, so that no rank waits for this one. Never raises."""
         if self.links is not None:
             self.links.close()
-        if any(len(r.hosts) > 1 for r in chain.from_iterable(self.shared_ranges.values())):
+        if any(len(shared_range.hosts) > 1 for shared_range in self.shared_ranges):
             self.session.collective.break_off()
 
 
 def _shared_ranges_of(
     own: int, runs_by_rank: Mapping[int, RankBlockRuns], files: OpenFiles, *, between_hosts: bool
-) -> dict[int, tuple[SharedBlockRange, ...]]:
-    """Return the ranges that a rank shares with the ranks in `runs_by_rank`, by file."""
+) -> tuple[SharedBlockRange, ...]:
+    """Return the ranges that a rank shares with the ranks in `runs_by_rank`, in order."""
     if own not in runs_by_rank:
-        return {}
+        return ()
     by_file: dict[int, dict[int, RankBlockRuns]] = {
         file: {} for file in runs_by_rank[own].gaps_and_lengths
     }
@@ -422,11 +421,10 @@ def _shared_ranges_of(
         if between_hosts or rank_runs.host == runs_by_rank[own].host:
             for file in rank_runs.gaps_and_lengths.keys() & by_file.keys():
                 by_file[file][rank] = rank_runs
-    ranges_by_file = {}
-    for file, requests in sorted(by_file.items()):
-        if len(requests) > 1:
-            shared_ranges = shared_block_ranges(file, files.files[file].block_starts, requests)
-            ranges_by_file[file] = tuple(
-                r for r in shared_ranges if any(own in ranks for ranks in r.hosts)
-            )
-    return ranges_by_file
+    return tuple(
+        shared_range
+        for file, requests in sorted(by_file.items())
+        if len(requests) > 1
+        for shared_range in shared_block_ranges(file, files.files[file].block_starts, requests)
+        if any(own in ranks for ranks in shared_range.hosts)
+    )

@@ -277,12 +277,12 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         kinds = ((ways[isinstance(view, RuleSharded)], ranks) for view, ranks in views.items())
         raise ValueError("held " + difference_text(kinds))
     if rules:
-        return _under_rules(rules[0], holding)
+        return _merge_rule_sharded(rules[0], holding)
     shape = shares[0].shape
     if any(share.shape != shape for share in shares):
         raise ValueError("shape " + difference_text((share.shape, share.ranks) for share in shares))
     layouts = [
-        _present(layout_of(view, shape), view.mesh, ranks)
+        _drop_absent(layout_of(view, shape), view.mesh, ranks)
         if isinstance(view, MeshPlaced | Flattened)
         else whole_layout(shape, ranks)
         for view, ranks in views.items()
@@ -306,7 +306,7 @@ def difference_text(values: Iterable[tuple[object, Iterable[int]]]) -> str:
     return ", ".join(f"{value} on {ranks_text(with_value)}" for value, with_value in ranks.items())
 
 
-def _present(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
+def _drop_absent(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
     """Return the layout without the ranks whose state lacks the tensor."""
     present = frozenset(ranks)
     if present.issuperset(mesh.ranks):
@@ -424,7 +424,7 @@ def _overlap(cell: Cell, other: Cell, holders: _RanksByCell) -> str:
 # --- parts under a ShardingConfig ------------------------------------------------------------
 
 
-def _under_rules(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, Layout]:
+def _merge_rule_sharded(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     """Combine the local tensors along the mesh axes that cut each dimension."""
     mesh, strides = view.mesh, row_major_strides(view.mesh.shape)
     if {len(share.shape) for share in shares} != {len(view.axes)}:
@@ -448,7 +448,7 @@ def _under_rules(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, 
     used = {axis for axes in view.axes for axis in axes}
     free = [axis for axis in range(len(mesh.shape)) if axis not in used]
     holders = holders_of(mesh.ranks, positions, positions_of(free, mesh.shape, strides))
-    return tuple(shape), _present(Layout(cut, holders), mesh, list(shapes))
+    return tuple(shape), _drop_absent(Layout(cut, holders), mesh, list(shapes))
 
 
 def _sizes(
