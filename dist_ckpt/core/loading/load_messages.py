@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
+from itertools import compress
 from operator import and_
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, Opener
@@ -89,14 +90,9 @@ class ResolvedSources:
 
     def by_checkpoint(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
         """Decode a bitmap over `names` into the names of each checkpoint."""
-        digits = iter(f"{bits:0{len(self.names)}b}")
-        return [
-            (
-                checkpoint,
-                [n for n, bit in zip(checkpoint.names, digits, strict=False) if bit == "1"],
-            )
-            for checkpoint in self.checkpoints
-        ]
+        digits = map(int, f"{bits:0{len(self.names)}b}")
+        # Each list takes as many digits as its checkpoint has names.
+        return [(source, [*compress(source.names, digits)]) for source in self.checkpoints]
 
 
 class CheckFindings(Message, frozen=True):

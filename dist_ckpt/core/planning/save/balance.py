@@ -100,12 +100,9 @@ def _measures(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
             replicated = (
                 n for n, ranks in zip(numels, layout.holders, strict=True) if len(ranks) > 1
             )
-            measures[id(layout)] = _Measure(
-                numel=sum(numels),
-                replicas=max(map(len, layout.holders)),
-                largest=max(replicated, default=0),
-                group=groups.setdefault(layout.holders, len(groups)),
-            )
+            largest, replicas = max(replicated, default=0), max(map(len, layout.holders))
+            group = groups.setdefault(layout.holders, len(groups))
+            measures[id(layout)] = _Measure(sum(numels), replicas, largest, group)
     return measures
 
 

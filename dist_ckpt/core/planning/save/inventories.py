@@ -212,11 +212,8 @@ def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
 
 def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
     """Return the components that have tensors, in order, with the stems of their files."""
-    used = {
-        body.inventory.components[entry.component]: None
-        for body in bodies
-        for entry in body.inventory.tensors
-    }
+    inventories = [body.inventory for body in bodies]
+    used = dict.fromkeys(i.components[entry.component] for i in inventories for entry in i.tensors)
     if len(used) > MAX_COMPONENTS:
         return (Component(ONLY_COMPONENT, ONLY_COMPONENT),)
     plain = {name for name in used if is_stem(name)}

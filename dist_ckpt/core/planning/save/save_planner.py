@@ -93,13 +93,9 @@ def plan_save(
     alike: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
         layout, rotation = stored[fqn]
-        record = TensorRecord(
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            layout=layouts.setdefault(id(layout), (len(layouts), layout))[0],
-            rotation=rotation,
-            component=numbers.get(tensor.component, 0),
-        )
+        number, _ = layouts.setdefault(id(layout), (len(layouts), layout))
+        component = numbers.get(tensor.component, 0)
+        record = TensorRecord(tensor.dtype, tensor.shape, number, rotation, component)
         records[fqn] = alike.setdefault(record, record)
     # A tensor that some rank has in `linkable` goes to a separate file, to be linked later.
     fqns = frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
@@ -381,15 +377,9 @@ def _file_plan(
         world_size=catalog.world_size,
         block_nbytes=BLOCK_NBYTES,
     )
-    return FilePlan(
-        name=filenames.shard_file(component.stem, rank),
-        header=header,
-        nbytes=header.nbytes + shards[-1].span.stop,
-        items=shards,
-        block_nbytes=BLOCK_NBYTES,
-        batches=batches_of((s.span.nbytes for s in shards), BLOCK_NBYTES),
-        is_linkable=is_linkable,
-    )
+    name, nbytes = filenames.shard_file(component.stem, rank), header.nbytes + shards[-1].span.stop
+    batches = batches_of((shard.span.nbytes for shard in shards), BLOCK_NBYTES)
+    return FilePlan(name, header, nbytes, shards, BLOCK_NBYTES, batches, is_linkable)
 
 
 def batches_of(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:

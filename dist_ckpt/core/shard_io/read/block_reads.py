@@ -270,14 +270,10 @@ def divide(
         if item is not None and starts[number + 1] - starts[number] <= small
     }
     runs = [run for run in _runs(sorted(fitting), starts) if len(run) >= MIN_SHARDS]
-    small_runs = [
-        SmallShardRun(
-            run.start,
-            tuple(map(fitting.__getitem__, run)),
-            ByteRange(starts[run.start], starts[run.stop]),
-        )
-        for run in runs
-    ]
+    small_runs = []
+    for run in runs:
+        span = ByteRange(starts[run.start], starts[run.stop])
+        small_runs.append(SmallShardRun(run.start, tuple(map(fitting.__getitem__, run)), span))
     if sum(map(len, runs)) == len(items):
         return small_runs, ()
     placed = {number for run in runs for number in run}
