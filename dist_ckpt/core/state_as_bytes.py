@@ -34,10 +34,9 @@ from dist_ckpt.core.planning.mesh import cells_of
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
 from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
 from dist_ckpt.core.planning.selection import Cast
-from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.saving.local_save_state import objects_files
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_shard_files
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import ReadableFile
@@ -99,7 +98,7 @@ def to_bytes(state: State) -> bytes:
         out.write(b"\0")
         writing = _DataWriter(out, start, {file.name: file for file in files})
         content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
-        write_shard_files(writing, "", content, threads=1, slots=BufferPool())
+        write_all(writing, "", content, threads=1)
         header = _header(plan, files, objects, writing.headers)
         assert len(header) == start, "no digest changes the length of the header"
         out.seek(0)

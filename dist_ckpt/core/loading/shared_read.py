@@ -274,7 +274,7 @@ def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]
     Every rank of `group` calls this. Returns how many bytes came from storage, and how many from
     other ranks. Raises the errors of `BlockReader.run`, and SecondaryError if another rank fails.
     """
-    work = _work_of(group, reading)
+    work = SharedWork(group, reading.targets)
     with reading.name_touched():
         SharedReading(group, work, reading).run()
     return work.nbytes_moved()
@@ -285,16 +285,11 @@ def verify(session: Session, group: SharedReadGroup | None, reading: BlockReader
     if group is None:
         reading.run(session.config.threads)
         return
-    work = _work_of(group, reading)
+    work = SharedWork(group, reading.targets)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
     reads = chain(work.own_reads(), fetched)
     with reading.name_touched():
         parallel_for(lambda args: reading.read(*args), reads, threads=group.session.config.threads)
-
-
-def _work_of(group: SharedReadGroup, reading: BlockReader) -> SharedWork:
-    rank = group.session.channel.rank
-    return SharedWork(rank, reading.files, reading.targets, group.shared_ranges)
 
 
 class SharedReading:

@@ -176,28 +176,22 @@ class SharedRangePart:
 
 
 class SharedWork:
-    """The reads of a rank that fill its targets: its own, and `shared_ranges`, in order."""
+    """The reads of a rank that fill its targets: its own, and the shared ranges of its group."""
 
-    def __init__(
-        self,
-        rank: int,
-        files: OpenFiles,
-        targets: CellTargets | None,
-        shared_ranges: Sequence[SharedBlockRange],
-    ) -> None:
-        self.rank = rank
-        self.slot_nbytes = slot_nbytes(files)
-        self._files = files
+    def __init__(self, group: SharedReadGroup, targets: CellTargets | None) -> None:
+        self.rank = group.session.channel.rank
+        self.slot_nbytes = slot_nbytes(group.files)
+        self._files = group.files
         self._targets = targets
-        self._shared_ranges = shared_ranges
+        self._shared_ranges = group.shared_ranges
         self._by_file: defaultdict[int, list[SharedBlockRange]] = defaultdict(list)
-        for shared_range in shared_ranges:
+        for shared_range in group.shared_ranges:
             self._by_file[shared_range.file].append(shared_range)
         # Number the ranges from each fetcher to each agent, the same on both.
         tags: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
         self._tags = {
             r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents}
-            for r in shared_ranges
+            for r in group.shared_ranges
         }
         self._divided: dict[int, tuple[list[PlannedRead], dict[int, SharedRangePart]]] = {}
 

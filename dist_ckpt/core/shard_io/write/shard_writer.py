@@ -99,9 +99,7 @@ def write_all(
     unfinished files may remain; the attempt cannot be committed and is removed as a whole.
     ConflictError if the folder is gone or a file exists, StorageError otherwise.
     """
-    receipts = write_shard_files(
-        storage, folder, files, threads=threads, slots=slots or BufferPool()
-    )
+    receipts = _write_shard_files(storage, folder, files, threads, slots or BufferPool())
     receipts += tuple(
         write_document(storage, folder, name, data) for name, data in sorted(files.objects.items())
     )
@@ -119,10 +117,9 @@ def write_document(storage: WritableStorage, folder: str, name: str, data: bytes
     return name, len(data), 0, checksums.document_digest(data)
 
 
-def write_shard_files(
-    storage: WritableStorage, folder: str, files: RankFiles, *, threads: int, slots: BufferPool
+def _write_shard_files(
+    storage: WritableStorage, folder: str, files: RankFiles, threads: int, slots: BufferPool
 ) -> tuple[FileReceipt, ...]:
-    """Write a rank's shard files. They are durable on return, except their names."""
     with ExitStack() as stack:
         # Create all files, and reserve their space, before the first byte is written.
         file_writes = []
@@ -130,11 +127,8 @@ def write_shard_files(
             path = f"{folder}/{plan.name}"
             file = create_file(storage, path, plan.nbytes, stack)
             file_writes.append(_FileWrite(path, plan, file, source_of, files))
-        room = max((file_write.slot_nbytes for file_write in file_writes), default=0)
-        slots = slots.fitting(room)
-        work = (
-            (file_write, batch) for file_write in file_writes for batch in file_write.plan.batches
-        )
+        slots = slots.fitting(max((write.slot_nbytes for write in file_writes), default=0))
+        work = ((write, batch) for write in file_writes for batch in write.plan.batches)
         # To make one file durable may take as long as to write all of them.
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
