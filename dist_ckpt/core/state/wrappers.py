@@ -115,7 +115,14 @@ class RNG:
         """Return the states as plain data; those of numpy and torch only if imported."""
         data: dict[str, object] = {"python": random.getstate()}
         if "numpy" in sys.modules:
-            data["numpy"] = _numpy_state(sys.modules["numpy"])
+            state = sys.modules["numpy"].random.get_state(legacy=False)
+            if (kind := state["bit_generator"]) != "MT19937":
+                raise TypeError(
+                    f"numpy's global generator is {kind}, which RNG does not support: store its "
+                    "state in a PerRank"
+                )
+            key = state["state"]["key"].astype("<u4").tobytes()
+            data["numpy"] = key, state["state"]["pos"], state["has_gauss"], state["gauss"]
         if "torch" in sys.modules:
             torch = sys.modules["torch"]
             data["torch"] = _bytes(torch.get_rng_state())
@@ -292,17 +299,6 @@ _SETTERS: dict[str, Callable[..., None]] = {
     "torch": _set_torch,
     "accelerator": _set_accelerator,
 }
-
-
-def _numpy_state(numpy: ModuleType) -> tuple[bytes, int, int, float]:
-    state = numpy.random.get_state(legacy=False)
-    if (kind := state["bit_generator"]) != "MT19937":
-        raise TypeError(
-            f"numpy's global generator is {kind}, which RNG does not support: store its state in a "
-            "PerRank"
-        )
-    key: bytes = state["state"]["key"].astype("<u4").tobytes()
-    return key, state["state"]["pos"], state["has_gauss"], state["gauss"]
 
 
 def _module(name: str) -> ModuleType | None:

@@ -73,8 +73,15 @@ class AliasStaging:
 
 def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
     """Return the numbers of tensors, given by parts, that share bytes or interleave."""
-    if _are_apart([part for parts in tensors for part in parts]):
-        return frozenset()
+    all_parts = [part for parts in tensors for part in parts]
+    if all(part.is_cpu and part.is_contiguous() for part in all_parts):
+        # A cheap check, and mostly enough. Without overlap, all earlier parts have ended where the
+        # next one begins.
+        starts = [part.data_ptr() for part in all_parts]
+        stops = sorted(map(add, starts, [part.nbytes for part in all_parts]))
+        starts.sort()
+        if all(map(le, stops, islice(starts, 1, None))):
+            return frozenset()
     reaches = sorted(
         (device, start, stop, number)
         for number, parts in enumerate(tensors)
@@ -94,17 +101,6 @@ def _undoes(other: AliasStaging, staging: AliasStaging) -> bool:
     staging.put()
     other.put()
     return not staging.is_in_place()
-
-
-def _are_apart(parts: Sequence[torch.Tensor]) -> bool:
-    """Return True if surely no two parts share a byte. Cheap, and mostly true."""
-    if not all(part.is_cpu and part.is_contiguous() for part in parts):
-        return False
-    starts = [part.data_ptr() for part in parts]
-    # Without overlap, all earlier parts have ended where the next one begins.
-    stops = sorted(map(add, starts, [part.nbytes for part in parts]))
-    starts.sort()
-    return all(map(le, stops, islice(starts, 1, None)))
 
 
 def _reach(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -328,7 +328,12 @@ def _read_container(
     if _ATOMS.issuperset(map(type, entries.values())):
         return PlainLeaf(value)
     if isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value):
-        return _read_modules(value, fqn, above)
+        # One model in parts, unless they share names.
+        states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(value)]
+        if (whole := merge_states(states)) is not None:
+            return _read_module(whole, fqn, above)
+        models = (_read_module(state, join(fqn, n), above) for n, state in enumerate(states))
+        return Branch(kind_of(value) or "list", value, dict(enumerate(models)))
     children = _children(entries, fqn, above)
     if all(isinstance(child, PlainLeaf) for child in children.values()):
         return PlainLeaf(value)
@@ -377,17 +382,6 @@ def _check_key(key: object, parent: str) -> None:
         raise ValueError(f"{parent} has an empty key: give it a name")
     if isinstance(key, str) and not is_text(key):
         raise ValueError(f"{parent} has the key {key!r}, which is not valid text: rename it")
-
-
-def _read_modules(
-    modules: list[nn.Module] | tuple[nn.Module, ...], fqn: str, above: tuple[int, ...]
-) -> ModuleLeaf | Branch:
-    """Read a list of modules: one model in parts, unless they share names."""
-    states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(modules)]
-    if (whole := merge_states(states)) is not None:
-        return _read_module(whole, fqn, above)
-    models = (_read_module(state, join(fqn, n), above) for n, state in enumerate(states))
-    return Branch(kind_of(modules) or "list", modules, dict(enumerate(models)))
 
 
 def _read_module_state(module: nn.Module, fqn: str) -> ModuleState:

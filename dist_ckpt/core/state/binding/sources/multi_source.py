@@ -105,7 +105,9 @@ class _Allocation:
     def take(self, view: SourceView) -> _SourceNames:
         """Return the names that one more source provides, and record them."""
         key, saved = view.scope.key, self._regroup(view)
-        units = _units(saved)
+        records = (name for name in saved.leaves if name.endswith(f".{RECORD}"))
+        compounds = (record.removesuffix(f".{RECORD}") for record in records)
+        units = frozenset((*compounds, *saved.params, *_states(saved)))
         provided: dict[str, str] = {}
         empty = (name for name in saved.kinds if name and not saved.children(name))
         for name in (*saved.leaves, *(name for name in empty if name not in saved.leaves)):
@@ -197,11 +199,6 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
         },
         numpy=frozenset(to for name in saved.numpy if (to := new(name)) is not None),
     )
-
-
-def _units(saved: SavedTree) -> frozenset[str]:
-    compounds = (n.removesuffix(f".{RECORD}") for n in saved.leaves if n.endswith(f".{RECORD}"))
-    return frozenset((*compounds, *saved.params, *_states(saved)))
 
 
 def _states(saved: SavedTree) -> Iterator[str]:
