@@ -12,7 +12,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import CompareResult, extend
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
-from dist_ckpt.tools.inspect.diff import Comparison, RunSummary
+from dist_ckpt.tools.inspect.diff import Comparison
 from dist_ckpt.tools.inspect.diff import compare as compare_runs
 
 
@@ -68,7 +68,16 @@ def _print_csv(comparison: Comparison) -> None:
 def _print_table(comparison: Comparison) -> None:
     best = [] if comparison.metric is None else [f"BEST {comparison.metric}", "AT STEP"]
     heads = ["RUN", "KIND", "PARAMETERS", "CHECKPOINTS", "STEP", *best, "METRICS", "NOTES"]
-    rows = [_row(run, has_best=bool(best)) for run in comparison.runs]
+    rows = [
+        [
+            *(run.name, _text(run.kind)),
+            "-" if run.num_parameters is None else f"{run.num_parameters:,}",
+            *(str(run.num_checkpoints), _text(run.step)),
+            *([_text(run.best), _text(run.best_step)] if best else []),
+            *(output.metrics_cell(run.metrics), "; ".join(run.problems)),
+        ]
+        for run in comparison.runs
+    ]
     right = {2, 3, 4, *range(5, 5 + len(best))}
     output.print_table([output.printable(head) for head in heads], rows, right=frozenset(right))
     metrics = sorted({name for run in comparison.runs for name in run.metrics})
@@ -78,17 +87,6 @@ def _print_table(comparison: Comparison) -> None:
     for name, by_run in comparison.differing.items():
         values = ", ".join(f"{run}: {value}" for run, value in by_run.items())
         click.echo(output.printable(f"config.{name} differs: {values}"))
-
-
-def _row(run: RunSummary, *, has_best: bool) -> list[str]:
-    best = [_text(run.best), _text(run.best_step)] if has_best else []
-    return [
-        *(run.name, _text(run.kind)),
-        "-" if run.num_parameters is None else f"{run.num_parameters:,}",
-        *(str(run.num_checkpoints), _text(run.step), *best),
-        output.metrics_cell(run.metrics),
-        "; ".join(run.problems),
-    ]
 
 
 def _text(value: object) -> str:

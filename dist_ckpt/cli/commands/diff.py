@@ -36,20 +36,15 @@ def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
         difference = differ(a, b, **options, progress=update)
     with output.exit_with(output.FINE if difference.same else output.FINDING):
         if as_json:
-            output.print_json(_document(difference))
+            objects = None if difference.objects is None else _pairs(difference.objects)
+            config, changed = _pairs(difference.config), _pairs(difference.changed)
+            document = extend(
+                difference, DiffResult, config=config, changed=changed, objects=objects
+            )
+            output.print_json(document)
         else:
             for line in _diff_lines(difference):
                 click.echo(output.printable(line))
-
-
-def _document(difference: Difference) -> DiffResult:
-    return extend(
-        difference,
-        DiffResult,
-        config=_pairs(difference.config),
-        changed=_pairs(difference.changed),
-        objects=None if difference.objects is None else _pairs(difference.objects),
-    )
 
 
 def _pairs(differing: Mapping[str, tuple[str, str]]) -> dict[str, Pair]:

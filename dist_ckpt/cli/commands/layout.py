@@ -11,7 +11,6 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import FileRow, LayoutResult, extend
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.reports import format_size
-from dist_ckpt.tools.inspect.describe import CheckpointLayout
 from dist_ckpt.tools.inspect.describe import layout as layout_of
 
 
@@ -30,7 +29,14 @@ def layout(path: str, *, as_json: bool, **selection: Any) -> None:
     """  # noqa: D301 - click knows the backspace
     shard_layout = layout_of(path, **selection)
     if as_json:
-        output.print_json(_document(shard_layout))
+        files = []
+        for file in shard_layout.files:
+            shards = [
+                {"tensor": shard.tensor, "nbytes": shard.nbytes, **asdict(shard.cell)}
+                for shard in file.shards
+            ]
+            files.append(extend(file, FileRow, shards=shards))
+        output.print_json(extend(shard_layout, LayoutResult, files=files))
         return
     rows = []
     for file in shard_layout.files:
@@ -48,14 +54,3 @@ def layout(path: str, *, as_json: bool, **selection: Any) -> None:
         f"{len(ranks)} ranks, {format_size(sum(ranks))}; the most is {format_size(ranks[most])} "
         f"on rank {most}, {shard_layout.imbalance:.2f} times the mean"
     )
-
-
-def _document(shard_layout: CheckpointLayout) -> LayoutResult:
-    files = []
-    for file in shard_layout.files:
-        shards = [
-            {"tensor": shard.tensor, "nbytes": shard.nbytes, **asdict(shard.cell)}
-            for shard in file.shards
-        ]
-        files.append(extend(file, FileRow, shards=shards))
-    return extend(shard_layout, LayoutResult, files=files)
