@@ -199,22 +199,6 @@ class Mean:
 
         After the newest the mean replaces the content of its window.
         """
-        for each, totals, buffer in self._parts(ranges, windows):
-            for number, values in enumerate(each, first):
-                term = values if values.dtype == totals.dtype else buffer.copy_(values)
-                if (weight := self._weights[number]) != 1:
-                    term = torch.mul(term, weight, out=buffer)
-                if number:
-                    totals.add_(term)
-                else:
-                    totals.copy_(term)
-            if first + len(each) == len(self._weights):
-                each[-1].copy_(totals.div_(self._sum))
-
-    def _parts(
-        self, ranges: Sequence[AveragedRange], windows: Sequence[memoryview]
-    ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]]:
-        """Yield the elements of some windows, their sums and a buffer for a term, in pieces."""
         start = 0
         for part in ranges:
             values = [_tensor(window, part.dtype, part.start, part.numel) for window in windows]
@@ -222,8 +206,23 @@ class Mean:
             start += totals.nbytes
             buffer = _tensor(self._term, part.sum_dtype, 0, min(part.numel, _NUMEL))
             pieces = zip(*(whole.split(_NUMEL) for whole in values), strict=True)
-            for each, sums in zip(pieces, totals.split(_NUMEL), strict=True):
-                yield each, sums, buffer[: len(sums)]
+            for piece, sums in zip(pieces, totals.split(_NUMEL), strict=True):
+                self._add(first, piece, sums, buffer[: len(sums)])
+
+    def _add(
+        self, first: int, piece: Sequence[torch.Tensor], totals: torch.Tensor, buffer: torch.Tensor
+    ) -> None:
+        """Add the same elements of some checkpoints to their sums; `buffer` is for a term."""
+        for number, values in enumerate(piece, first):
+            term = values if values.dtype == totals.dtype else buffer.copy_(values)
+            if (weight := self._weights[number]) != 1:
+                term = torch.mul(term, weight, out=buffer)
+            if number:
+                totals.add_(term)
+            else:
+                totals.copy_(term)
+        if first + len(piece) == len(self._weights):
+            piece[-1].copy_(totals.div_(self._sum))
 
 
 def _tensor(memory: memoryview, dtype: str, start: int, numel: int) -> torch.Tensor:

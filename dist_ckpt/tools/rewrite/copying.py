@@ -185,13 +185,32 @@ def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan
         raise ExistsError(f"{folder} is a checkpoint, so it cannot hold backups: rename it first")
     check_upgraded(storage, root)
     source = OpenCheckpoint.at(storage, path)
-    is_new = _backup_attempt(storage, target, source.index) is None
-    return WritePlan(
-        target,
-        partial(_backup, source, (root, folder, target), overwrite=overwrite),
-        partial(_sizes, source.index) if is_new else dict,
-        paths_to_replace(storage, target, overwrite=overwrite) if is_new else (),
-    )
+    index = source.index
+
+    def execute(progress: Progress | None) -> str:
+        with leased(storage, path, source.attempt, index):
+            attempt = _backup_attempt(storage, target, index)
+            if attempt is None:
+                transaction, decision, _ = _write(
+                    source, target, "backup", progress, overwrite=overwrite, links=True
+                )
+                attempt = transaction.attempt
+                text = "%s: backup is %s: linked %d of %d files"
+                _log.info(text, path, target, decision.num_linked, len(files_of(index)))
+            # The process that made an existing backup may have died before it synced.
+            for made in (f"{target}/{attempt}", target, folder, root):
+                storage.sync(made)
+            if index.step is not None:
+                metrics = _metrics_of(storage, root, (index.step, source.attempt))
+                where = (index.step, attempt)
+                if metrics and metrics != _metrics_of(storage, folder, where):
+                    put_metrics(storage, folder, where, metrics)
+        return target
+
+    if _backup_attempt(storage, target, index) is not None:
+        return WritePlan(target, execute, dict)
+    replaces = paths_to_replace(storage, target, overwrite=overwrite)
+    return WritePlan(target, execute, partial(_sizes, index), replaces)
 
 
 def _backup_attempt(storage: Storage, target: str, index: Index) -> Attempt | None:
@@ -203,32 +222,3 @@ def _backup_attempt(storage: Storage, target: str, index: Index) -> Attempt | No
     # An index from before saves had ids is recognised by the digests of its files.
     is_same = (backup_index.save, backup_index.files) == (index.save, index.files)
     return attempt if is_same or (index.save and backup_index.save == index.save) else None
-
-
-def _backup(
-    source: OpenCheckpoint,
-    paths: tuple[str, str, str],
-    progress: Progress | None,
-    *,
-    overwrite: bool,
-) -> str:
-    storage, index = source.storage, source.index
-    root, folder, target = paths
-    with leased(storage, source.path, source.attempt, index):
-        attempt = _backup_attempt(storage, target, index)
-        if attempt is None:
-            transaction, decision, _ = _write(
-                source, target, "backup", progress, overwrite=overwrite, links=True
-            )
-            attempt = transaction.attempt
-            text = "%s: backup is %s: linked %d of %d files"
-            _log.info(text, source.path, target, decision.num_linked, len(files_of(index)))
-        # The process that made an existing backup may have died before it synced.
-        for path in (f"{target}/{attempt}", target, folder, root):
-            storage.sync(path)
-        if index.step is not None:
-            metrics = _metrics_of(storage, root, (index.step, source.attempt))
-            where = (index.step, attempt)
-            if metrics and metrics != _metrics_of(storage, folder, where):
-                put_metrics(storage, folder, where, metrics)
-    return target
