@@ -328,7 +328,7 @@ class BarrierRounds:
             boundary = self._barrier.set_ahead(self._lookahead(proposal))
         self._seen_at = now
         # After the barrier is set: a rank that has answered must not pass this boundary.
-        self._notes.put(self._answer_key(self._rank), str(boundary))
+        self._notes.put(self._round_key(f"answer/{self._rank}"), str(boundary))
         return True
 
     def _join_decision(self) -> bool:
@@ -363,7 +363,7 @@ class BarrierRounds:
     def _decide(self) -> str | None:
         """Return the decision that this rank can write, if any."""
         waited_s = time.monotonic() - self._seen_at
-        keys = [self._answer_key(rank) for rank in range(self._world_size)]
+        keys = [self._round_key(f"answer/{rank}") for rank in range(self._world_size)]
         if self._rank == COORDINATOR and (answers := self._notes.read(keys)) is not None:
             return f"go {max(map(int, answers))}"
         looks = self._rank == COORDINATOR or waited_s > AGAIN_S  # others leave it to rank 0
@@ -442,9 +442,6 @@ class BarrierRounds:
         if self._rank == COORDINATOR and (last := self._barrier.round - 1):
             names = ["ask", "decision", *(f"answer/{rank}" for rank in range(self._world_size))]
             self._notes.remove([self._key(f"{last}/{name}") for name in names])
-
-    def _answer_key(self, rank: int) -> str:
-        return self._round_key(f"answer/{rank}")
 
     def _round_key(self, name: str) -> str:
         return self._key(f"{self._barrier.round}/{name}")

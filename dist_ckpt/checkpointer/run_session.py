@@ -80,9 +80,7 @@ class RunSaves:
         """Return True if a completed step is not durable, and no save of it has begun."""
         return step != self.last or self.in_memory_only
 
-    def save(
-        self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool] = bool
-    ) -> None:
+    def save(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         """Save a step. Collective.
 
         If `is_urgent` is or becomes true, it supersedes a save that no writer has begun instead of

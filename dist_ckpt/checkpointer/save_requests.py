@@ -70,10 +70,6 @@ class Signals:
             self.close()
             raise
 
-    def clear(self) -> None:
-        """Clear the received signal."""
-        self.received = None
-
     def close(self) -> None:
         """Restore the previous handlers, unless others were set since."""
         for number, previous in self._previous.items():
@@ -170,7 +166,7 @@ class RankRequests:
         if proposal is None:
             return
         if proposal.stops:
-            self.signals.clear()
+            self.signals.received = None
         if self.maintenance is not None:
             self.maintenance.finish(proposal)
 

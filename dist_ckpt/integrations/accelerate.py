@@ -28,6 +28,7 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
 from dist_ckpt.integrations.adapter_state import (
     broadcast_inner_buffers,
+    check_num_batches,
     check_on_reshard,
     extra_state_of,
     set_sources,
@@ -250,12 +251,7 @@ class AcceleratedRun:
                 set_sources([loader], self._order)
             self._order, self._num_batches = _order_of(loader), count
             return iter(loader)
-        if count != self._num_batches:
-            raise IncompatibleError(
-                f"saved after batch {self._batches} of an epoch of {self._num_batches} batches on "
-                f"each rank, but now it has {count}: batches would be lost or repeated. Use the "
-                f"data and the batch size of the save"
-            )
+        check_num_batches(self._batches, self._num_batches, count)
         assert self._order is not None, "saved within an epoch"
         set_sources([loader], self._order)
         RNG().restore(self._order["rng"])

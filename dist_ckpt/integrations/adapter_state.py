@@ -31,6 +31,15 @@ def check_on_reshard(on_reshard: str) -> None:
         raise ValueError(f'`on_reshard` is {on_reshard!r}: give "error" or "drop"')
 
 
+def check_num_batches(done: int, then: int | None, now: int | None) -> None:
+    """Raise IncompatibleError if the epochs of a loader have another number of batches now."""
+    if now != then:
+        raise IncompatibleError(
+            f"saved after batch {done} of an epoch of {then} batches on each rank, but now it has "
+            f"{now}: batches would be lost or repeated. Use the data and the batch size of the save"
+        )
+
+
 def broadcast_module_buffers(model: object) -> None:
     """Broadcast the buffers of rank 0, if DDP does so at each forward. Collective with DDP."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and model.broadcast_buffers:

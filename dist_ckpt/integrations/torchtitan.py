@@ -140,8 +140,6 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         if (ck := getattr(self, "_checkpointer", None)) is not None:
             ck.__exit__(type(error) if error else None, error, None)
 
-    # --- state -----------------------------------------------------------------------------------
-
     def _state(self, loader_state: object) -> dict[str, Any]:
         key = None
         if (rank := getattr(self._loader, "dp_rank", None)) is not None:

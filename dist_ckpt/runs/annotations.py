@@ -35,8 +35,6 @@ METRICS, SAVED = "metrics", "saved"
 # The phases of a background save during which the training waits.
 _STALLING = frozenset({"ready", "agree", "stage"})
 
-_AS_TEXT = ("nan", "inf", "-inf")
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointAnnotations:
@@ -144,5 +142,5 @@ def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
 
 def _number(value: Scalar) -> float | None:
     if isinstance(value, str):
-        return float(value) if value in _AS_TEXT else None
+        return float(value) if value in ("nan", "inf", "-inf") else None
     return None if value is None else float(value)

@@ -163,9 +163,6 @@ def _clear(storage: Storage, root: str, path: str) -> None:
     storage.sync(root)
 
 
-# --- after a crash ---------------------------------------------------------------------------
-
-
 def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation]) -> None:
     """Finish interrupted removals, and remove annotations of checkpoints that are long gone.
 

@@ -145,9 +145,6 @@ def _list_text(kind: str, names: Iterable[str]) -> str:
     return f"the {kind} there are: {listed(names)}" if names else f"there are no {kind}"
 
 
-# --- with a lease ----------------------------------------------------------------------------
-
-
 def lease_selected(
     storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
 ) -> RunCheckpoint:

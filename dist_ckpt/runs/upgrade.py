@@ -132,9 +132,6 @@ def _roots(root: str, entries: Sequence[Entry]) -> list[str]:
     return [f"{root}/{BACKUP}"] * len(backups) + [root]
 
 
-# --- checks ----------------------------------------------------------------------------------
-
-
 def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
     """Return the old records, lowest first. CorruptError if a new one of a number is another."""
     new = set(incarnations_in(storage, f"{root}/{INCARNATIONS}"))
@@ -216,9 +213,6 @@ def _alive(
         for where in sorted(leases)
         for owner in leases[where]
     ]
-
-
-# --- conversion ------------------------------------------------------------------------------
 
 
 def _merge_annotations(storage: Storage, root: str) -> None:

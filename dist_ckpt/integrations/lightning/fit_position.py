@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.adapter_state import set_sources, sources_of
+from dist_ckpt.integrations.adapter_state import check_num_batches, set_sources, sources_of
 
 
 class AtBoundary(Protocol):
@@ -38,8 +38,6 @@ class FitPosition:
         self._is_stateful = False
         self._num_batches: int | None = None
         self._patched: list[tuple[Any, str]] = []
-
-    # --- save ------------------------------------------------------------------------------------
 
     def capture(self, fit_loop: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the common part of all ranks, and the part of this rank.
@@ -67,8 +65,6 @@ class FitPosition:
             "order": self._order if batches else self._current_order(),
         }
         return common, of_rank
-
-    # --- resume ----------------------------------------------------------------------------------
 
     def resume_from(
         self, common: Any, of_rank: Any, fit_loop: dict[str, Any], *, can_restart: bool
@@ -100,8 +96,6 @@ class FitPosition:
         if batches and of_rank["loaders"] is not None:
             self._is_stateful = True
             fit_loop["state_dict"]["combined_loader"] = of_rank["loaders"]
-
-    # --- the loops -------------------------------------------------------------------------------
 
     def patch(self) -> None:
         """Replace the loops' methods at the beginning and end of epochs and batches."""
@@ -155,13 +149,7 @@ class FitPosition:
             self._order = before
 
     def _skip_batches(self, fetcher: Any, count: int) -> None:
-        num_batches = _num_batches(self._trainer)
-        if num_batches != self._num_batches:
-            raise IncompatibleError(
-                f"saved after batch {count} of an epoch of {self._num_batches} batches on each "
-                f"rank, but now it has {num_batches}: batches would be lost or repeated. Use the "
-                f"data and the batch size of the save"
-            )
+        check_num_batches(count, self._num_batches, _num_batches(self._trainer))
         if not self._is_stateful:
             for _ in range(count):
                 next(fetcher)
