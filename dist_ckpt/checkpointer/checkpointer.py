@@ -22,7 +22,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.runs.annotations import checked_metrics
+from dist_ckpt.runs.listing import checked_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 DEFAULT_SAVE = save_policy.every(minutes=30) | save_policy.at_end | save_policy.on_signal("TERM")

@@ -1,33 +1,45 @@
-"""List a run's folder: its checkpoints, each with its annotations."""
+"""List a run's folder: its checkpoints, each with its annotations. Add metrics and save times.
+
+    metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
+    verified  {"level": "full"}     every byte was checked; "load": all of it was loaded
+    saved     {"write_s": 1.5}      the seconds of the save's phases, and more: see `put_saved`
+
+Pins, tags and leases, which protect a checkpoint, are in `commit/records/protections.py`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
-from dist_ckpt.core.commit.records.protections import CheckpointKey
+from dist_ckpt.core.commit.records.protections import CheckpointKey, newest_values, protections_of
 from dist_ckpt.core.commit.records.record_store import (
+    VERIFIED,
     StoredAnnotation,
     find_old_folders,
+    new_annotation,
     old_folders_in,
+    put_annotation,
     read_annotations,
     warn_of_old,
 )
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
-from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.format.strict_json import Json, Scalar
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.runs.annotations import CheckpointAnnotations, annotations_of
+from dist_ckpt.reports import SaveReport
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -144,16 +156,32 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
         infos, old = [single], find_old_folders(storage, root)
     warn_of_old(root, old)
     annotations = read_annotations(storage, root, with_old=bool(old))
-    by_checkpoint = annotations_of(annotations, now)
-    history, problem = IncarnationHistory({}), ""
+    history, history_problem = IncarnationHistory({}), ""
     try:
         history = read_history(storage, root, with_old=bool(old))
     except (CorruptError, IncompatibleError) as error:
-        problem = str(error)
-    annotated = [_with_annotations(info, by_checkpoint, history) for info in infos]
-    by_step = sorted(annotated, key=lambda info: (info.where or _BEFORE_STEPS, info.name))
-    problems = by_checkpoint.problems
-    return Listing(root, tuple(by_step), annotations, problems, history.newest, problem, old)
+        history_problem = str(error)
+    metrics, protections = metrics_by_checkpoint(annotations), protections_of(annotations, now)
+    levels = newest_values(annotations, VERIFIED)
+    verified = {where for (where, _), (level, _) in levels.items() if level}
+
+    def annotated(info: RunCheckpoint) -> RunCheckpoint:
+        if (where := info.where) is None:
+            return info
+        return replace(
+            info,
+            metrics=metrics.get(where, {}),
+            tags=tuple(protections.tags.get(where, ())),
+            pin=protections.pins.get(where),
+            leases=tuple(protections.leases.get(where, ())),
+            protected_by=protections.of(where),
+            is_verified=where in verified,
+            is_orphaned=history.is_orphaned(*where),
+        )
+
+    infos = sorted(map(annotated, infos), key=lambda info: (info.where or _BEFORE_STEPS, info.name))
+    problems = tuple(annotation.problem for annotation in annotations if annotation.problem)
+    return Listing(root, tuple(infos), annotations, problems, history.newest, history_problem, old)
 
 
 _BEFORE_STEPS = -1, Attempt(0, "")
@@ -208,19 +236,102 @@ def _read(storage: Storage, path: str) -> RunCheckpoint | None:
     )
 
 
-def _with_annotations(
-    info: RunCheckpoint, annotations: CheckpointAnnotations, history: IncarnationHistory
-) -> RunCheckpoint:
-    if (where := info.where) is None:
-        return info
-    protections = annotations.protections
-    return replace(
-        info,
-        metrics=annotations.metrics.get(where, {}),
-        tags=tuple(protections.tags.get(where, ())),
-        pin=protections.pins.get(where),
-        leases=tuple(protections.leases.get(where, ())),
-        protected_by=protections.of(where),
-        is_verified=where in annotations.verified,
-        is_orphaned=history.is_orphaned(*where),
-    )
+# --- annotations -----------------------------------------------------------------------------
+
+METRICS, SAVED = "metrics", "saved"
+_STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
+
+# The phases of a background save during which the training waits.
+_STALLING = frozenset({"ready", "agree", "stage"})
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """How long a save took, in seconds: the phases of rank 0.
+
+    `stalled_s` is how long the training waited there. `slowest_s` is how long rank `slowest_rank`
+    took to write its files. Unknown fields are None.
+    """
+
+    seconds: Mapping[str, float]
+    stalled_s: float | None
+    slowest_rank: int | None
+    slowest_s: float | None
+
+
+def metrics_by_checkpoint(
+    annotations: Iterable[StoredAnnotation],
+) -> Mapping[CheckpointKey, Mapping[str, float]]:
+    """Return the newest metrics of each checkpoint. Pure."""
+    metrics: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
+    for (where, name), (value, _) in newest_values(annotations, METRICS).items():
+        if (number := _number(value)) is not None:
+            metrics[where][name] = number
+    return metrics
+
+
+def put_metrics(
+    storage: Storage, root: str, where: CheckpointKey, values: Mapping[str, float]
+) -> None:
+    """Add metrics to a checkpoint; durable on return. The last value of a name counts.
+
+    ValueError or TypeError for a bad name or number.
+    """
+    numbers = checked_metrics(values)
+    as_json = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
+    put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
+
+
+def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveReport) -> None:
+    """Note how long a save of a run took; durable on return."""
+    # The training waits for all phases of a foreground save.
+    stalling = _STALLING if "stage" in report.seconds else report.seconds.keys()
+    values: dict[str, Scalar] = {
+        f"{phase.replace(' ', '_')}_s": round(took, 4) for phase, took in report.seconds.items()
+    }
+    stalled_s = sum(report.seconds[phase] for phase in stalling & report.seconds.keys())
+    values |= {_STALLED: round(stalled_s, 4), _SLOWEST: round(report.slowest_s, 4)}
+    values[_SLOWEST_RANK] = report.slowest_rank
+    put_annotation(storage, root, new_annotation(*where, SAVED, values))
+
+
+def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, SaveTimes]:
+    """Return how long saves took, of the checkpoints with that annotation. Pure."""
+    values: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
+    for (where, name), (value, _) in newest_values(annotations, SAVED).items():
+        number = _number(value)
+        if number is not None and isfinite(number) and number >= 0:
+            values[where][name] = number
+    times = {}
+    for where, saved in values.items():
+        stalled_s, slowest_s = saved.pop(_STALLED, None), saved.pop(_SLOWEST, None)
+        rank = saved.get(_SLOWEST_RANK)
+        phases = [name for name in saved if name.endswith("_s")]
+        seconds = {name.removesuffix("_s").replace("_", " "): saved[name] for name in phases}
+        times[where] = SaveTimes(seconds, stalled_s, None if rank is None else int(rank), slowest_s)
+    return times
+
+
+def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as numbers. TypeError or ValueError for a bad name or number."""
+    numbers = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"{name!r} is not the name of a metric: give a text")
+        try:
+            name.encode()
+        except UnicodeError as error:
+            raise ValueError(f"{name!r} is not the name of a metric: {error}") from None
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise TypeError(f"metric {name!r} is {value!r}: give a number")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"metric {name!r}: {error}: give one number") from None
+    return numbers
+
+
+def _number(value: Scalar) -> float | None:
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else None
+    return None if value is None else float(value)

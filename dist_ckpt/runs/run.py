@@ -19,8 +19,14 @@ from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, listed
-from dist_ckpt.runs.annotations import annotations_of, put_metrics
-from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
+from dist_ckpt.runs.listing import (
+    Listing,
+    RunCheckpoint,
+    checkpoints,
+    list_run,
+    metrics_by_checkpoint,
+    put_metrics,
+)
 from dist_ckpt.runs.prune import Decision, metrics_of, plan_prune, prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.selectors import checkpoint_ref_of, lease_selected, select
@@ -83,7 +89,7 @@ class Run:
         kind, metric, sign = ("min", min, 1) if min is not None else ("max", max or "", -1)
         listing = self._list()
         alive = {info.where: info for info in listing.alive}
-        metrics = annotations_of(listing.annotations, time.time()).metrics
+        metrics = metrics_by_checkpoint(listing.annotations)
         values = {where: of[metric] for where, of in metrics.items() if metric in of}
         history = read_history(self._storage, listing.root, with_old=bool(listing.old_folders))
 

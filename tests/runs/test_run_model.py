@@ -20,8 +20,7 @@ from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag,
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import put_verified, read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.runs.annotations import put_metrics
-from dist_ckpt.runs.listing import Listing, list_run
+from dist_ckpt.runs.listing import Listing, list_run, put_metrics
 from dist_ckpt.runs.prune import delete_at, prune
 from dist_ckpt.runs.retention_policy import best, last
 from dist_ckpt.runs.selectors import select

@@ -20,8 +20,7 @@ from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.annotations import SaveTimes, save_times
-from dist_ckpt.runs.listing import RunCheckpoint, list_run
+from dist_ckpt.runs.listing import RunCheckpoint, SaveTimes, list_run, save_times
 from dist_ckpt.tools.inspect.describe import summarize
 from dist_ckpt.tools.report.sizes import bounded, component_sizes, rank_sizes, sizes_tree
 

@@ -27,7 +27,7 @@ from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.reports import Phases, Progress, SaveReport
-from dist_ckpt.runs.annotations import annotations_of, put_metrics
+from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
@@ -112,7 +112,7 @@ def _metrics_of(
     storage: Storage, root: str, where: CheckpointKey, *, with_old: bool = False
 ) -> Mapping[str, float]:
     annotations = read_annotations_of(storage, root, *where, with_old=with_old)
-    return annotations_of(annotations, 0.0).metrics.get(where, {})
+    return metrics_by_checkpoint(annotations).get(where, {})
 
 
 def _sizes(index: Index) -> dict[str, int]:

@@ -39,7 +39,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, listed
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
-from dist_ckpt.runs.annotations import annotations_of, put_metrics
+from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 
 # In `saved_by`: the attempt that this one has replaced.
@@ -200,7 +200,7 @@ def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attem
     if (refs := _annotated_refs(storage, path, source, attempt)) is not None:
         old, new = refs
         annotations = read_annotations(storage, new.root)
-        if metrics := annotations_of(annotations, 0.0).metrics.get(old):
+        if metrics := metrics_by_checkpoint(annotations).get(old):
             put_metrics(storage, new.root, new.key, metrics)
         if (reason := protections_of(annotations, 0.0).pins.get(old)) is not None:
             new.put(PIN, {"pinned": True, "why": reason})
