@@ -109,11 +109,8 @@ def _write(
     metadata.version = DCP_VERSION
     with new_folder(storage, path, overwrite=None) as new:
         with opened, StreamedFile(storage, f"{new}/{_DATA}", opened.tensor_nbytes(first)) as data:
-            items = {
-                MetadataIndex(key): _put_item(data, stored.values[key])
-                for key in entries
-                if key not in tensors
-            }
+            values = ((key, value) for key, value in stored.values.items() if key in entries)
+            items = {MetadataIndex(key): _put_item(data, value) for key, value in values}
             items |= _put_tensors(opened, first, data, progress)
             data.finish()
         # Tied tensors have the same chunks.

@@ -106,22 +106,18 @@ _TABLE = {
 }
 
 # Keys of the model's file that describe its tensors, or contain them.
-_TENSOR_KEYS = frozenset(
-    {
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
-        *("shared_params", "frozen_param_fragments"),
-    }
-)
+_TENSOR_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments"),
+}
 
 # Keys of a partition's file, and of the state in it, that describe or contain tensors.
-_FILE_KEYS = frozenset({"optimizer_state_dict", "ds_config", "ds_version"})
-_LAYOUT_KEYS = frozenset(
-    {
-        *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
-        *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"),
-        *("optimizer_state_dict", "fp32_flat_groups", "ds_version"),
-    }
-)
+_FILE_KEYS = {"optimizer_state_dict", "ds_config", "ds_version"}
+_LAYOUT_KEYS = {
+    *("zero_stage", "partition_count", "group_paddings", "param_alignment_paddings"),
+    *("base_optimizer_state", "single_partition_of_fp32_groups", "param_slice_mappings"),
+    *("optimizer_state_dict", "fp32_flat_groups", "ds_version"),
+}
 
 # A flat vector of a rank: a view and its archive.
 _Vector = tuple[Archive, TensorView]
@@ -302,7 +298,6 @@ class _ZeroFiles:
             return
         bases = [self._base(rank) for rank in range(self._num_ranks)]
         archives = [archive for archive, _ in self._partitions]
-        counts = [len(vectors) for vectors in self._weights]
         for parameter in parameters:
             above = ("optim", "state", f"model.{parameter.name}")
             rank, number = 0, parameter.group
@@ -310,13 +305,10 @@ class _ZeroFiles:
                 rank, number = parameter.runs[0].rank, parameter.runs[0].number
             for key, value in self._entries(bases[rank], number).items():
                 if isinstance(value, TensorView) and value.shape:
-                    flats = [
-                        [
-                            (archive, self._view(self._entries(base, n).get(key)))
-                            for n in range(count)
-                        ]
-                        for base, archive, count in zip(bases, archives, counts, strict=True)
-                    ]
+                    flats = []
+                    for base, archive, weights in zip(bases, archives, self._weights, strict=True):
+                        entries = [self._entries(base, n) for n in range(len(weights))]
+                        flats.append([(archive, self._view(entry.get(key))) for entry in entries])
                     self._add((*above, str(key)), parameter, flats)
                 else:
                     self._nested.add((*above, str(key)), value, archives[rank])

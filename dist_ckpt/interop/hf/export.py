@@ -185,12 +185,10 @@ def _write_file(
     """Write one file, durably. CorruptError if its source is damaged."""
     path = f"{folder}/{file.name}"
     if file.clone_of is not None:
-        source.check(
-            [
-                TensorRequest(tensor.fqn, tensor.saved, tensor.shape, (Region.whole(tensor.shape),))
-                for tensor in file.tensors
-            ]
-        )
+        wanted = [
+            TensorRequest(t.fqn, t.saved, t.shape, (Region.whole(t.shape),)) for t in file.tensors
+        ]
+        source.check(wanted)
         record = source.index.files[file.clone_of]
         stored = f"{source.folder}/{source.index.file_name(record)}"
         if clone(stored, record.header_nbytes, path, file):

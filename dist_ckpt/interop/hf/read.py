@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from math import prod
 
 from dist_ckpt.core.format import strict_json
@@ -88,14 +89,9 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
 
 
 def _state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json]) -> ForeignState:
-    named = [
-        ForeignTensor(f"{MODEL}.{entry.fqn}", entry.dtype, entry.shape, entry.chunks)
-        for entry in tensors
-    ]
-    tree = (
-        Node("", "dict", (MODEL,)),
-        Node(MODEL, "dict", tuple(tensor.fqn for tensor in tensors)),
-    )
+    named = [replace(tensor, fqn=f"{MODEL}.{tensor.fqn}") for tensor in tensors]
+    names = tuple(tensor.fqn for tensor in tensors)
+    tree = (Node("", "dict", (MODEL,)), Node(MODEL, "dict", names))
     return ForeignState(named, tree, {}, dict(metadata))
 
 
