@@ -164,12 +164,10 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_NBYTES, max_length=NONCE_NBYTES)
 _Token = Annotated[str, Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
-# Envelopes and answers are encoded without `pack`: its limit is for their bodies.
-
-
 class Envelope(Message, frozen=True):
     """The result of one rank's part of a phase: a packed message, or a failure.
 
+    Envelopes and answers are encoded without `pack`: its limit is for their bodies.
     `call` and `phase` locate the rank. `operation` is the token of the operation, "" until its
     first answer. `gave_up`: the rank no longer waits for the answer.
     """

@@ -56,10 +56,9 @@ def session_of(group: ProcessGroup | None = None) -> Session:
             f"group is a {type(group).__name__}: give a torch.distributed.ProcessGroup (of a "
             "DeviceMesh: mesh.get_group())"
         )
-    session = _sessions.get(group)
-    if session is None:
-        session = _sessions[group] = _connect(group, Config.from_environment())
-    return session
+    if group not in _sessions:
+        _sessions[group] = _connect(group, Config.from_environment())
+    return _sessions[group]
 
 
 def _alone(group: object, environ: Mapping[str, str]) -> Session:

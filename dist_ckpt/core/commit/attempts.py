@@ -1,8 +1,7 @@
 """Which attempt is the checkpoint: the one file that decides it, its reading and writing.
 
-An attempt is open until its `index.json` exists. That file says "committed" or "abandoned"; it is
-created once, exclusively, and never changes. The checkpoint at a path is its highest committed
-attempt.
+An attempt is open until its `index.json` exists, which says "committed" or "abandoned". It is
+created exclusively, and never changes. The checkpoint at a path is its highest committed attempt.
 """
 
 from __future__ import annotations
@@ -294,9 +293,8 @@ def _exists(storage: Storage, file: str) -> bool:
 def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
     """Abandon an attempt of this or another process; find out what became of it.
 
-    True: it is abandoned or gone, so it will never be committed. False: it is committed. Both are
-    durable. Raises StorageError if neither could be established, CorruptError if its index cannot
-    be read.
+    True: it is abandoned or gone, and will never be committed. False: it is committed. Both are
+    durable. StorageError if neither could be established, CorruptError if its index is unreadable.
     """
     folder = f"{path}/{attempt}"
     try:

@@ -114,8 +114,7 @@ class Claim:
 def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
     """Return the attempts at `path` that a new checkpoint would replace; change nothing.
 
-    Raises the errors that a claim would raise for the contents of the path. Does not check that the
-    path can be written.
+    Raises the errors of a claim for the contents of the path, but does not check for writing.
     """
     check_upgraded(storage, posixpath.dirname(real_path(path)))
     entries = list_replaceable(storage, path, lambda _: overwrite)
@@ -132,8 +131,7 @@ def list_replaceable(
 ) -> Sequence[Entry] | None:
     """Return the entries of `path`, which a new checkpoint may replace; None without the folder.
 
-    Raises ExistsError if they are from another program, or for a checkpoint that `may_replace`
-    refuses.
+    ExistsError if they are from another program, or for a checkpoint that `may_replace` refuses.
     """
     try:
         entries = storage.list(path)
@@ -371,9 +369,8 @@ def check_files(
 ) -> None:
     """Check that an attempt's folder has exactly the files of the receipts. Coordinator only.
 
-    `expected` maps names to sizes. Files of other hosts may take `timeout_s` to appear, as NFS
-    caches listings. Raises StorageError with the missing, unexpected or wrong files; ConflictError
-    if the folder is gone.
+    `expected` maps names to sizes. Files of other hosts may take `timeout_s` to appear: NFS caches
+    listings. StorageError with the missing, unexpected or wrong files; ConflictError without it.
     """
     deadline = time.monotonic() + timeout_s
     while problems := _compare(storage, folder, expected):

@@ -230,22 +230,17 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
     """
     requests = [proposal.request for proposal in proposals]
     check_equal_on_all_ranks("save", requests, _COMPARED)
-    _check_metadata(requests)
-    _check_attached(requests)
-    if problems := unmatched_on_all(proposal.unmatched for proposal in proposals):
-        raise ValueError(f"{requests[0].path}: {listed(problems, '; ')}")
-    names = {proposal.cached for proposal in proposals}
-    return len(names) == 1 and "" not in names
-
-
-def _check_metadata(requests: Sequence[SaveRequest]) -> None:
-    """Raise ValueError if the digests of the ranks' metadata differ."""
     if len(by_digest := distinct(request.metadata for request in requests)) > 1:
         groups = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
         raise ValueError(
             f"the ranks call save with different metadata=, config= or kind=: the metadata of "
             f"{groups}. Every rank must pass the same."
         )
+    _check_attached(requests)
+    if problems := unmatched_on_all(proposal.unmatched for proposal in proposals):
+        raise ValueError(f"{requests[0].path}: {listed(problems, '; ')}")
+    names = {proposal.cached for proposal in proposals}
+    return len(names) == 1 and "" not in names
 
 
 def _check_attached(requests: Sequence[SaveRequest]) -> None:

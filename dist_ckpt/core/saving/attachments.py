@@ -80,9 +80,6 @@ def _too_much(label: str) -> ValueError:
     )
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def _read(path: str, label: str, most: int) -> bytes:
     """Read a whole file. ValueError if it is missing, or has changed after the read."""
     try:
@@ -131,9 +128,6 @@ def _changed(path: str, label: str) -> ValueError:
         f"{label}: {path} was changed while it was read: attach it when it is written, or give its "
         f"bytes"
     )
-
-
-# --- JSON ------------------------------------------------------------------------------------
 
 
 def _encoded(value: object, label: str) -> bytes:

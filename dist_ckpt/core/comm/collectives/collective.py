@@ -1,8 +1,4 @@
-"""The bulk collectives, for data that is too large for the control channel, such as inventories.
-
-Collective: every rank of the group makes the same calls in the same order. In addition, one rank
-can send bytes to another.
-"""
+"""The bulk collectives, for data that is too large for the control channel, such as inventories."""
 
 from __future__ import annotations
 
@@ -30,11 +26,11 @@ class Transfer(Protocol):
 
 
 class Collective(Protocol):
-    """A group's bulk collectives. A call that fails raises RankError and ends the connections.
+    """A group's bulk collectives: every rank makes the same calls in the same order.
 
-    After that, and only then, this rank's `epoch` is one higher: the number of the connections that
-    the next call uses. All ranks must agree on the highest epoch over the control channel, and call
-    `renew` with it before the next call.
+    A call that fails raises RankError and ends the connections. After that, and only then, this
+    rank's `epoch` is one higher: the number of the connections that the next call uses. All ranks
+    must agree on the highest epoch over the control channel, and call `renew` with it before that.
 
     `calls` are those so far, and the bytes that this rank has sent in them.
     """

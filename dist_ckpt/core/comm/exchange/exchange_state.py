@@ -175,7 +175,7 @@ class FailureDetector:
 
 
 class ExchangeState:
-    """State that both sides of an exchange, coordinator and participant, have in common.
+    """The common state of both sides of an exchange, coordinator and participant.
 
     `token` identifies the operation from its first answer on; until then it is "". `turn` counts
     its exchanges; `phase` is the name of the current one.

@@ -49,11 +49,10 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a server.
+    """The limits of a server. `nbytes` counts all keys and values together.
 
-    `nbytes` counts all keys and values together. `num_strangers` counts connections that have not
-    sent the token yet, each for `greeting_s`. One more ends the oldest: valid peers send the token
-    at once, and silent or slow ones must not keep them out.
+    `num_strangers` counts connections that have not sent the token yet, each for `greeting_s`. One
+    more ends the oldest: valid peers send the token at once, and slow ones must not keep them out.
     """
 
     num_keys: int = 1 << 20
@@ -349,21 +348,18 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def reachable_host(towards: str = "") -> str:
-    """Return an address or a name by which the job's other hosts reach this one.
+    """Return an address or a name by which the job's other hosts reach this one. Sends no packet.
 
     `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The result is the
-    address of the interface towards it; no packet is sent. Without `towards`, or if it is unknown
-    here, it is the interface of the usual route.
+    address of the interface towards it, or of the usual route if it is unknown here.
 
     A name that is a loopback here is returned itself (Debian's /etc/hosts has 127.0.1.1 for a
     host's own name). For other hosts it means this host's address, or the job has no other hosts.
     """
-    address = _address_towards(towards) if towards else None
-    if address is not None:
+    if towards and (address := _address_towards(towards)) is not None:
         return towards if ipaddress.ip_address(address).is_loopback else address
-    for anywhere in _ANYWHERE:
-        address = _address_towards(anywhere)
-        if address is not None and not ipaddress.ip_address(address).is_loopback:
+    for address in filter(None, map(_address_towards, _ANYWHERE)):
+        if not ipaddress.ip_address(address).is_loopback:
             return address
     return socket.gethostname()
 

@@ -239,16 +239,12 @@ def secure_incarnation(
     """
     reason = f"incarnation {run.number} resumed from {restored}"
     for other in attempts.list_attempts(storage, path):
-        if (
-            restored < other
-            and other.number < run.first
-            and not attempts.is_decided(storage, path, other)
-        ):
+        is_late = restored < other and other.number < run.first
+        if is_late and not attempts.is_decided(storage, path, other):
             attempts.abandon(storage, path, other, by=by, reason=reason)
-    try:
+    current: Attempt | None = None
+    with suppress(NotFoundError):
         current, _ = attempts.find_checkpoint(storage, path)
-    except NotFoundError:
-        current = None
     if current is None or (
         current.incarnation != restored.incarnation and current.number < run.first
     ):
@@ -296,33 +292,28 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
     return record
 
 
-# --- liveness --------------------------------------------------------------------------------
-
-
+@dataclass(frozen=True, slots=True)
 class LivenessFile:
     """The heartbeat of an incarnation on storage. One thread makes and uses it."""
 
-    def __init__(self, storage: Storage, root: str, incarnation: int) -> None:
-        self._storage = storage
-        self._folder = f"{root}/{INCARNATIONS}"
-        self._incarnation = incarnation
+    storage: Storage
+    root: str
+    incarnation: int
 
     def renew(self) -> None:
         """Write a heartbeat; remove the earlier ones, and those of older incarnations."""
-        new = liveness_file(self._incarnation, attempts.new_id())
-        attempts.write_small_file(self._storage, f"{self._folder}/{new}", b"")
-        self._remove(but=new)
+        new = liveness_file(self.incarnation, attempts.new_id())
+        attempts.write_small_file(self.storage, f"{self.root}/{INCARNATIONS}/{new}", b"")
+        self.end(but=new)
 
-    def end(self) -> None:
-        """Remove the heartbeat: the incarnation has ended."""
-        self._remove()
-
-    def _remove(self, but: str = "") -> None:
-        for entry in attempts.entries_at(self._storage, self._folder):
+    def end(self, but: str = "") -> None:
+        """Remove the heartbeats, except for `but`: the incarnation has ended."""
+        folder = f"{self.root}/{INCARNATIONS}"
+        for entry in attempts.entries_at(self.storage, folder):
             number = parse_liveness(entry.name)
-            if number is not None and number <= self._incarnation and entry.name != but:
+            if number is not None and number <= self.incarnation and entry.name != but:
                 with suppress(FileNotFoundError):
-                    self._storage.remove(f"{self._folder}/{entry.name}")
+                    self.storage.remove(f"{folder}/{entry.name}")
 
 
 def last_liveness(
@@ -336,9 +327,8 @@ def last_liveness(
     with suppress(CheckpointError, OSError):
         folders = _folders(root, with_old=with_old)
         entries = [entry for folder in folders for entry in attempts.entries_at(storage, folder)]
-        return max(
-            (e.modified_at for e in entries if parse_liveness(e.name) == incarnation), default=None
-        )
+        times = [e.modified_at for e in entries if parse_liveness(e.name) == incarnation]
+        return max(times, default=None)
     return None
 
 

@@ -63,8 +63,6 @@ OLD_FOLDERS = (OLD_ANNOTATIONS, OLD_INCARNATIONS)
 # The annotation kind for checkpoints of which every byte was read and is correct.
 VERIFIED = "verified"
 
-# --- annotations -----------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class StoredAnnotation:
@@ -243,9 +241,6 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
         if content != data:
             raise
     storage.sync(folder)
-
-
-# --- verified checkpoints ---------------------------------------------------------------------
 
 
 def put_verified(storage: Storage, root: str, key: tuple[int, Attempt], level: str) -> None:
