@@ -14,7 +14,6 @@ from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.filenames import ID_LENGTH, MAX_INCARNATION, Attempt, parse_attempt
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.strict_json import (
-    VERSION,
     Json,
     Scalar,
     boolean,
@@ -110,7 +109,7 @@ def encode_record(record: RootRecord) -> bytes:
     """Return the document. Raises ValueError for values that JSON lacks."""
     values = (_encode(getattr(record, field.name)) for field in dataclasses.fields(record))
     doc = dict(zip(_NAMES[type(record)], values, strict=True))
-    body = strict_json.dump({"format": {"version": VERSION, "requires": []}, **doc})
+    body = strict_json.dump({"format": strict_json.FORMAT, **doc})
     data = strict_json.seal(body.removesuffix(b"}"))
     if len(data) > MAX_NBYTES_OF_RECORD:
         raise ValueError(f"{len(data)} bytes, the limit is {MAX_NBYTES_OF_RECORD}")

@@ -253,7 +253,7 @@ def header_text(
     Raises ValueError if it is longer than safetensors reads.
     """
     facts: dict[str, Json] = {
-        "format": {"version": strict_json.VERSION, "requires": []},
+        "format": strict_json.FORMAT,
         "component": component,
         "rank": rank,
         "world_size": world_size,

@@ -42,6 +42,9 @@ _COSTS = {b'"': 32, b",": 40, b"[": 64, b"{": 104, b":": 160}
 # `requires` if older readers must not ignore it.
 VERSION = 1
 
+# The field `format` of a new document.
+FORMAT: Json = {"version": VERSION, "requires": []}
+
 _REMEDY = "upgrade dist_ckpt to read it"
 
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1

@@ -43,7 +43,6 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.strict_json import (
-    VERSION,
     Json,
     array,
     boolean,
@@ -110,11 +109,7 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
     """Return the document. Raises ValueError if JSON lacks a value. `text` encodes the catalog."""
     try:
         if isinstance(index, Abandoned):
-            doc: dict[str, Json] = {
-                "format": {"version": VERSION, "requires": []},
-                "state": "abandoned",
-                **asdict(index),
-            }
+            doc: Json = {"format": strict_json.FORMAT, "state": "abandoned", **asdict(index)}
             body = strict_json.dump(doc).removesuffix(b"}")
         else:
             body = _index_body(index, text or EncodedCatalog(index.catalog))
@@ -135,7 +130,7 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
 def _index_body(index: Index, text: EncodedCatalog) -> bytes:
     assert text.catalog is index.catalog, "the text of another catalog"
     before: dict[str, Json] = {
-        "format": {"version": VERSION, "requires": []},
+        "format": strict_json.FORMAT,
         "state": "committed",
         "attempt": index.attempt,
         **({} if index.save is None else {"save": index.save}),

@@ -16,9 +16,9 @@ from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value, expect
 from dist_ckpt.core.format.objects.plain_types import Placeholder, cost_of
 from dist_ckpt.core.format.strict_json import (
+    FORMAT,
     MAX_INTEGER,
     MIN_INTEGER,
-    VERSION,
     Json,
     check_version,
     corrupt_error,
@@ -57,7 +57,7 @@ class ObjectsFile:
 def encode(file: ObjectsFile) -> bytes:
     """Return a file's bytes. Raises TypeError or ValueError for values that are not plain data."""
     doc = {
-        "format": {"version": VERSION, "requires": []},
+        "format": FORMAT,
         "tree": [[node.fqn, node.kind, list(node.keys)] for node in file.tree],
         "values": dict(file.values),
         "per_rank": {

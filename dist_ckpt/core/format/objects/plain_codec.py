@@ -16,7 +16,7 @@ from collections.abc import (
     Set,
     ValuesView,
 )
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from itertools import chain
 from math import prod
@@ -71,14 +71,13 @@ def check_plain(value: object, fqn: str) -> None:
     encode_value(value, fqn)
 
 
+@dataclass(eq=False)
 class _RefusedError(Exception):
     """A value that cannot be stored; `keys` grows on the way out, innermost first."""
 
-    def __init__(self, fact: str, kind: type[TypeError | ValueError] = TypeError) -> None:
-        super().__init__(fact)
-        self.fact = fact
-        self.kind = kind
-        self.keys: list[object] = []
+    fact: str
+    kind: type[TypeError | ValueError] = TypeError
+    keys: list[object] = field(default_factory=list)
 
 
 def _pack(wire: object) -> bytes:
@@ -132,10 +131,6 @@ def _refusal(value: object) -> str:
 
 def _ext(code: int, payload: object) -> object:
     return msgpack.ExtType(code, _pack(payload))
-
-
-def _as_is(value: object, depth: int) -> object:
-    return value
 
 
 def _wire_int(value: int, depth: int) -> object:
@@ -264,12 +259,9 @@ _REMEDIES: Mapping[type, str] = {
 _Encoder = Callable[[Any, int], object]
 
 _ENCODERS: Mapping[type, _Encoder] = {
-    type(None): _as_is,
-    bool: _as_is,
+    **dict.fromkeys((type(None), bool, float, bytes), lambda value, _: value),
     int: _wire_int,
-    float: _as_is,
     str: _wire_str,
-    bytes: _as_is,
     list: _wire_all,
     dict: _wire_map,
     tuple: lambda value, depth: _ext(Ext.TUPLE, _wire_all(value, depth)),

@@ -335,11 +335,10 @@ def _sync(fd: int) -> None:
     if sys.platform == "darwin":  # fsync there leaves the data in the disk's own cache
         try:
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-        else:
-            return
     os.fsync(fd)
 
 
