@@ -334,7 +334,7 @@ class SharedReading:
         own = self._work.own_reads()
         next_look = time.monotonic() + LOOK_S
         for _ in run_in_turns(
-            # Units that other ranks wait for are first. All slots share one iterator, in order.
+            # Ranges that other ranks wait for are first. All slots share one iterator, in order.
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
             *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
             *(self._read(own) for _ in range(self._most_own)),
