@@ -245,7 +245,7 @@ class MaintenanceThread:
             return
         try:
             decisions = prune(
-                self._storage, self._root, keep, is_whole=is_complete, run=self._incarnation
+                self._storage, self._root, keep, is_whole=is_complete, incarnation=self._incarnation
             )
         except ConflictError as error:
             self._warn_once("a newer incarnation", str(error))

@@ -263,18 +263,18 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     keep: RetentionPolicy,
     *,
     is_whole: Callable[[RunCheckpoint], bool],
-    run: Incarnation | None = None,
+    incarnation: Incarnation | None = None,
     among: Collection[RunCheckpoint] | None = None,
     dry_run: bool = False,
 ) -> list[Decision]:
     """Remove checkpoints that have no reason to stay; return the reasons of each, () if removed.
 
     First, finish what an earlier call has left incomplete. `is_whole` is a quick check, of the
-    newest checkpoint and of older ones until one passes. Once an incarnation newer than `run` has
-    begun, nothing is removed: ConflictError. Without `run`, if an incarnation has begun meanwhile.
-    With `among`, only these may be removed, each at its path. A `dry_run` changes nothing.
-    NotFoundError if the folder does not exist, ValueError if it is a checkpoint, IncompatibleError
-    if it needs an upgrade, also for a `dry_run`.
+    newest checkpoint and of older ones until one passes. Once an incarnation newer than
+    `incarnation` has begun, nothing is removed: ConflictError. Without `incarnation`, if one has
+    begun meanwhile. With `among`, only these may be removed, each at its path. A `dry_run` changes
+    nothing. NotFoundError if the folder does not exist, ValueError if it is a checkpoint,
+    IncompatibleError if it needs an upgrade, also for a `dry_run`.
     """
     listing = list_run(storage, root, now=time.time())
     refuse_old(listing.root, listing.old_folders)
@@ -285,7 +285,7 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     if not dry_run:
         finish(storage, root, listing.annotations)
     # The first attempt of newer incarnations, which may need their checkpoints.
-    limit = inf if run is None else run.first + ATTEMPTS_PER_INCARNATION
+    limit = inf if incarnation is None else incarnation.first + ATTEMPTS_PER_INCARNATION
     decisions = [
         (info, (*reasons, "a newer incarnation saved it"))
         if info.where and info.where[1].number >= limit
@@ -310,21 +310,22 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
             for folder in (f"{newest.path}/{newest.attempt}", newest.path, root):
                 storage.sync(folder)
         decisions = [
-            (info, reasons or _remove(storage, listing, info, run)) for info, reasons in decisions
+            (info, reasons or _remove(storage, listing, info, incarnation))
+            for info, reasons in decisions
         ]
     return decisions
 
 
 def _remove(
-    storage: Storage, listing: Listing, info: RunCheckpoint, run: Incarnation | None
+    storage: Storage, listing: Listing, info: RunCheckpoint, incarnation: Incarnation | None
 ) -> tuple[str, ...]:
     """Remove one checkpoint of a run, unless it is protected; return why it stays, or ()."""
     assert info.where is not None
     root, path, (_, attempt) = listing.root, info.path, info.where
 
     def check() -> None:
-        if run is not None:
-            run.check(storage)
+        if incarnation is not None:
+            incarnation.check(storage)
             return
         # After a new incarnation has begun, other checkpoints may be orphaned.
         newest = newest_incarnation(storage, root)

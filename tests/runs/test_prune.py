@@ -143,7 +143,7 @@ def test_what_was_saved_beside_a_run_is_no_matter_of_its_rules(storage: MemorySt
     for step in (1, 2):
         committed(storage, step, start=1)
     committed(storage, 3, name="final")
-    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, incarnation=Incarnation(ROOT, 1))
     told = {one.name: reasons for one, reasons in found}
     assert told["final"] == ("no incarnation of the run has saved it: remove it by dist-ckpt rm",)
     assert told["step-1"] == ()
@@ -183,7 +183,7 @@ def test_once_a_newer_start_has_begun_an_older_one_prunes_nothing(storage: Memor
     run = Incarnation(ROOT, own.number)
     before = storage.tree()
     with pytest.raises(ConflictError, match="incarnation 2 of this run, b, has taken over"):
-        prune(storage, ROOT, last(1), is_whole=lambda _: True, run=run)
+        prune(storage, ROOT, last(1), is_whole=lambda _: True, incarnation=run)
     assert {p: d for p, d in storage.tree().items() if ".annotations" not in p} == before
 
 
@@ -207,7 +207,7 @@ def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: Memory
 def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
     committed(storage, 1, start=2)
     committed(storage, 2, start=1)
-    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, run=Incarnation(ROOT, 1))
+    found = prune(storage, ROOT, last(1), is_whole=lambda _: True, incarnation=Incarnation(ROOT, 1))
     assert found[0][1] == ("a newer incarnation saved it",)
 
 
