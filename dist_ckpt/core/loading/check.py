@@ -31,13 +31,7 @@ from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFile
 from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import rename_of
-from dist_ckpt.core.state.binding.sources.saved_tree import (
-    SavedTree,
-    Scope,
-    Scopes,
-    tagged,
-    untagged,
-)
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, Scopes, tag, untag
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import Storage
@@ -282,7 +276,7 @@ def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
     if not saved.origins:
         return sources.names
     numbered = enumerate(sources.checkpoints)
-    return [tagged(number, name) for number, source in numbered for name in source.names]
+    return [tag(number, name) for number, source in numbered for name in source.names]
 
 
 def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
@@ -291,7 +285,7 @@ def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[lis
         return [[*wanted]]
     requests: list[list[TensorRequest]] = [[] for _ in saved.origins]
     for request in wanted:
-        number, fqn = untagged(request.fqn)
+        number, fqn = untag(request.fqn)
         requests[number].append(request._replace(fqn=fqn))
     return requests
 
@@ -321,7 +315,7 @@ def open_all(
         if not saved.origins:
             return opened
         for file, items in plan.items():
-            all_plans[first + file] = tuple(replace(i, fqn=tagged(number, i.fqn)) for i in items)
+            all_plans[first + file] = tuple(replace(i, fqn=tag(number, i.fqn)) for i in items)
             all_files[first + file] = opened.files[file]
         first += len(index.files)
     return OpenFiles(all_plans, all_files)

@@ -164,7 +164,7 @@ class _InventoryBuilder:
     # Tensors without a part on this rank, by id().
     absent: dict[int, str] = field(default_factory=dict)
     # The description of each tensor, except for those equal to another of their kind.
-    described: dict[str, tuple[LocalTensor, View, Shape]] = field(default_factory=dict)
+    descriptions: dict[str, tuple[LocalTensor, View, Shape]] = field(default_factory=dict)
     ties: dict[Hashable, str] = field(default_factory=dict)
     tensors: list[TensorEntry] = field(default_factory=list)
     aliases: list[tuple[str, str]] = field(default_factory=list)
@@ -300,7 +300,7 @@ class _InventoryBuilder:
                 return
         if is_array(value):
             self.numpy.append(fqn)
-        local, view, shape = self.described[fqn] = self._describe(fqn, leaf)
+        local, view, shape = self.descriptions[fqn] = self._describe(fqn, leaf)
         self.parts[fqn] = local.parts
         if not local.parts and self.absent.setdefault(id(value), fqn) != fqn:
             # One object under two names: tied, also on ranks without a part of it.
@@ -345,11 +345,11 @@ class _InventoryBuilder:
     def _first_name(self, fqn: str, part: torch.Tensor) -> str:
         """Return the first name of the same memory with the same layout."""
         other, leaf = self.by_address[part.data_ptr()]
-        if other not in self.described:
-            self.described[other] = self._describe(other, leaf)
+        if other not in self.descriptions:
+            self.descriptions[other] = self._describe(other, leaf)
         first = fqn
         for name in (other, fqn):
-            local, *stored = self.described[name]
+            local, *stored = self.descriptions[name]
             tie = tie_key(local)
             first = name if tie is None else self.ties.setdefault((tie, *stored), name)
         return first

@@ -109,13 +109,13 @@ def module_state(module: nn.Module) -> ModuleState:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    own = {_unwrap_name(name, prefixes): tensor for name, tensor in named}
+    tensors = {_unwrap_name(name, prefixes): tensor for name, tensor in named}
     with torch.no_grad():  # autograd must not record views of a DTensor's local part
-        live = _live_tensors(entries, own)
+        live = _live_tensors(entries, tensors)
     behind = {id(tensor) for tensor in live.values()}
     left_out = {
         name: tensor
-        for name, tensor in own.items()
+        for name, tensor in tensors.items()
         if id(tensor) not in behind and isinstance(tensor, nn.Parameter)
     }
     return ModuleState((ModulePart(module, keys),), entries, live, left_out)
@@ -164,7 +164,7 @@ def _unwrap_name(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
 
 
 def _live_tensors(
-    entries: Mapping[str, object], own: Mapping[str, torch.Tensor]
+    entries: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return for each entry the module's tensor with the same memory, if any."""
     live: dict[str, torch.Tensor] = {}
@@ -172,7 +172,7 @@ def _live_tensors(
     for name, entry in entries.items():
         if not isinstance(entry, torch.Tensor):
             continue
-        tensor = own.get(name)
+        tensor = tensors.get(name)
         key = None if tensor is None else _memory_key(tensor)
         # Without a key, as for a tensor subclass, the tensor of the same name is the same.
         if tensor is not None and (key is None or key == _memory_key(entry)):
@@ -181,7 +181,7 @@ def _live_tensors(
             unnamed[name] = entry
     if not unnamed:
         return live
-    by_memory = {key: tensor for tensor in own.values() if (key := _memory_key(tensor)) is not None}
+    by_memory = {key: t for t in tensors.values() if (key := _memory_key(t)) is not None}
     for name, entry in unnamed.items():
         if (key := _memory_key(entry)) in by_memory:
             live[name] = by_memory[key]

@@ -123,9 +123,9 @@ def states_branch(
 def state_names(state: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
     """Return the name of an optimizer's state and all names in it, for later state too."""
     above = join(fqn, STATE)
-    own = {join(above, names[id(p)].stored): state.state.get(p, ()) for p in state.parameters()}
-    entries = (join(name, key) for name, keys in own.items() for key in keys)
-    return [above, *own, *entries, *(join(above, key) for key in state.shared())]
+    states = {join(above, names[id(p)].stored): state.state.get(p, ()) for p in state.parameters()}
+    entries = (join(name, key) for name, keys in states.items() for key in keys)
+    return [above, *states, *entries, *(join(above, key) for key in state.shared())]
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:

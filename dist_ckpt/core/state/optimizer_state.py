@@ -110,8 +110,8 @@ def reported_state(
             return None
         state[parameters.get(key, key)] = entries if live else copy(entries)
     groups = [
-        {**group, _PARAMS: own[_PARAMS]}
-        for group, own in zip(reported[GROUPS], optimizer.param_groups, strict=True)
+        {**group, _PARAMS: current[_PARAMS]}
+        for group, current in zip(reported[GROUPS], optimizer.param_groups, strict=True)
     ]
     return OptimizerState(optimizer, groups, state, defaults_of(optimizer), reported=reported)
 
@@ -144,9 +144,9 @@ def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
 
 def defaults_of(optimizer: Optimizer) -> Mapping[str, object]:
     """Return the hyperparameters of an optimizer's class, or of those in a wrapper without any."""
-    own = getattr(optimizer, "defaults", None)
-    if own is not None and not _is_zero(optimizer):
-        return dict(own)
+    defaults = getattr(optimizer, "defaults", None)
+    if defaults is not None and not _is_zero(optimizer):
+        return dict(defaults)
     return {k: value for _, inner in _inner(optimizer) for k, value in defaults_of(inner).items()}
 
 
@@ -205,8 +205,8 @@ def _has_own_methods(optimizer: Optimizer, base: type) -> bool:
 
 
 def _overrides(optimizer: Optimizer, base: type, method: str) -> bool:
-    own = getattr(type(optimizer), method)
-    return method in vars(optimizer) or own is not getattr(base, method)
+    current = getattr(type(optimizer), method)
+    return method in vars(optimizer) or current is not getattr(base, method)
 
 
 def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
@@ -223,11 +223,11 @@ def _parameters_by_key(reported: object, optimizer: Optimizer) -> dict[Any, torc
     """Return the parameters by their keys in a state dict of torch's form, or None."""
     if not isinstance(reported, Mapping) or not isinstance(reported.get(STATE), Mapping):
         return None
-    groups, own = reported.get(GROUPS), getattr(optimizer, GROUPS, None)
-    if not isinstance(groups, list) or not isinstance(own, list) or len(groups) != len(own):
+    groups, now = reported.get(GROUPS), getattr(optimizer, GROUPS, None)
+    if not isinstance(groups, list) or not isinstance(now, list) or len(groups) != len(now):
         return None
     parameters: dict[Any, torch.Tensor] = {}
-    for group, live in zip(groups, own, strict=True):
+    for group, live in zip(groups, now, strict=True):
         if not _is_group(group) or len(group[_PARAMS]) != len(live[_PARAMS]):
             return None
         parameters.update(zip(group[_PARAMS], live[_PARAMS], strict=True))

@@ -386,7 +386,7 @@ class BindContext:
             return FixedValue(tree.value)
         if hint is not None and self.saved.is_wrapper_subclass(name):
             return self._new_subclass_tensor(name, hint)
-        own = self._leaf(name, tree, hint)
+        leaf = self._leaf(name, tree, hint)
         children = children_of(tree)
         items: dict[PathKey, Value] = {}
         for key, child in self.saved.children(name):
@@ -394,13 +394,13 @@ class BindContext:
                 items[key] = value
         kind = self.saved.kinds.get(name)
         if items:
-            before = (entries_of(own.value) if isinstance(own, FixedValue) else None) or {}
+            before = (entries_of(leaf.value) if isinstance(leaf, FixedValue) else None) or {}
             constants = {key: FixedValue(value) for key, value in before.items()}
             return NewContainer(kind or "dict", {**constants, **items})
         is_empty = not self.saved.children(name)
-        if own is None and kind is not None and is_empty and self.is_selected(name):
+        if leaf is None and kind is not None and is_empty and self.is_selected(name):
             return NewContainer(kind, {})
-        return own
+        return leaf
 
     def _leaf(self, name: str, leaf: Tree | None, hint: PlacementHint | None) -> Value | None:
         if not self.is_selected(name):

@@ -143,8 +143,8 @@ def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
     assert isinstance(shape, tuple)
     tensor = _unflatten(cls, record["context"], inner, shape, name)
     with calling_user_code(name, tensor, "__tensor_flatten__"):
-        own, parts = flatten_context_of(tensor, name), inner_tensors(tensor, name)
-    problem = difference(record, own)
+        created, parts = flatten_context_of(tensor, name), inner_tensors(tensor, name)
+    problem = difference(record, created)
     if problem is None and parts.keys() != inner.keys():
         problem = f"saved with the parts {', '.join(inner)}, the state has other parts"
     if problem is not None:

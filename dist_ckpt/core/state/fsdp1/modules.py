@@ -39,8 +39,8 @@ class ParameterPart(FlatShard):
     @property
     def requires_grad(self) -> bool:
         """True if an optimizer may step on it."""
-        own = self.original.parameter
-        return (self.flat.parameter if own is None else own).requires_grad
+        parameter = self.original.parameter
+        return (self.flat.parameter if parameter is None else parameter).requires_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +63,8 @@ class FlatModule:
         by_parameter: dict[int, dict[int, ParameterPart]] = {}
         for value in self.live.values():
             if isinstance(value, ParameterPart):
-                own = value.original.parameter
-                key = id(value.flat.parameter if own is None else own)
+                parameter = value.original.parameter
+                key = id(value.flat.parameter if parameter is None else parameter)
                 by_parameter.setdefault(key, {})[id(value)] = value
         return {key: tuple(parts.values()) for key, parts in by_parameter.items()}
 

@@ -87,7 +87,7 @@ class FlatOptimizer(OptimizerState):
         for group, seen in zip(self.real.groups, self.groups, strict=True):
             group.update((key, value) for key, value in seen.items() if key != "params")
         real = self.real.state
-        whole = {key: own for key, own in self.state.items() if not isinstance(key, ParameterPart)}
+        whole = {k: v for k, v in self.state.items() if not isinstance(k, ParameterPart)}
         for parameter in [key for key in real if key not in self.parts and key not in whole]:
             del real[parameter]
         real.update(whole)

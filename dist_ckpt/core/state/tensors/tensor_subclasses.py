@@ -115,26 +115,26 @@ def resize_context(context: object, shape: Shape, new: Shape) -> object:
     return context
 
 
-def difference(saved: object, own: object, name: str = "") -> str | None:
+def difference(saved: object, now: object, name: str = "") -> str | None:
     """Return the difference of a saved record and the state's own, or None if they are equal."""
-    if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        both = {key: (saved.get(key), own.get(key)) for key in {**own, **saved}}
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        both = {key: (saved.get(key), now.get(key)) for key in {**now, **saved}}
         problems = (difference(*pair, join(name, key)) for key, pair in both.items())
         return next(filter(None, problems), None)
-    return None if _are_alike(saved, own) else f"saved with {name} {saved!r}, the state has {own!r}"
+    return None if _are_alike(saved, now) else f"saved with {name} {saved!r}, the state has {now!r}"
 
 
-def _are_alike(saved: object, own: object) -> bool:
+def _are_alike(saved: object, now: object) -> bool:
     """Compare plain values: a NaN equals another one, and a list does not equal a tuple."""
-    if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        return saved.keys() == own.keys() and all(_are_alike(saved[k], own[k]) for k in saved)
-    if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
-        if isinstance(saved, list) != isinstance(own, list) or len(saved) != len(own):
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        return saved.keys() == now.keys() and all(_are_alike(saved[k], now[k]) for k in saved)
+    if isinstance(saved, list | tuple) and isinstance(now, list | tuple):
+        if isinstance(saved, list) != isinstance(now, list) or len(saved) != len(now):
             return False
-        return all(map(_are_alike, saved, own))
-    if isinstance(saved, float) and isinstance(own, float) and isnan(saved):
-        return isnan(own)
-    return saved is own or saved == own
+        return all(map(_are_alike, saved, now))
+    if isinstance(saved, float) and isinstance(now, float) and isnan(saved):
+        return isnan(now)
+    return saved is now or saved == now
 
 
 def _flatten(value: torch.Tensor) -> tuple[Sequence[str], object]:

@@ -21,7 +21,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     SourceCatalog,
     optimizer_of,
     state_of,
-    tagged,
+    tag,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
 
@@ -46,7 +46,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     allocation = _Allocation()
     provided = [allocation.take(view) for view in views]
     leaves = {
-        name: tagged(names.number, fqn) for names in provided for name, fqn in names.leaves.items()
+        name: tag(names.number, fqn) for names in provided for name, fqn in names.leaves.items()
     }
     kinds, entries = _containers(provided)
     problems = [f"{view.scope.path}: {text}" for view in views for text in view.saved.problems]
@@ -61,7 +61,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         numpy=frozenset(
             name for names in provided for name in names.saved.numpy & names.leaves.keys()
         ),
-        main={tagged(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
+        main={tag(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
         read=_reader({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
@@ -270,15 +270,15 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         for fqn, record in catalog.tensors.items():
             if id(record) not in records:  # equal tensors mostly share a record
                 records[id(record)] = replace(record, layout=record.layout + len(layouts))
-            tensors[tagged(number, fqn)] = records[id(record)]
+            tensors[tag(number, fqn)] = records[id(record)]
         layouts += catalog.layouts
-        tag = partial(tagged, number)
-        aliases |= {tag(alias): tag(fqn) for alias, fqn in catalog.aliases.items()}
-        parameters |= {tag(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
-        values |= {tag(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
+        here = partial(tag, number)
+        aliases |= {here(alias): here(fqn) for alias, fqn in catalog.aliases.items()}
+        parameters |= {here(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
+        values |= {here(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
         for fqn, keys in catalog.per_rank.items():
             numbers = ((key, rank * len(origins) + number) for key, rank in keys)
-            per_rank[tag(fqn)] = tuple(numbers)
+            per_rank[here(fqn)] = tuple(numbers)
     return replace(
         origins[0].catalog,
         layouts=tuple(layouts),
@@ -296,8 +296,8 @@ def _reader(reads: Mapping[int, Callable[[int], ObjectsFile]]) -> Callable[[int]
         rank, number = divmod(file, len(reads))
         stored = reads[number](rank)
         return ObjectsFile(
-            values={tagged(number, fqn): value for fqn, value in stored.values.items()},
-            per_rank={tagged(number, fqn): of for fqn, of in stored.per_rank.items()},
+            values={tag(number, fqn): value for fqn, value in stored.values.items()},
+            per_rank={tag(number, fqn): of for fqn, of in stored.per_rank.items()},
         )
 
     return read

@@ -28,12 +28,12 @@ GROUPS = ".param_groups."
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
-def tagged(number: int, fqn: str) -> str:
+def tag(number: int, fqn: str) -> str:
     """Return the name that an entry of one checkpoint has among those of several."""
     return f"{_TAG}{number}: {fqn}"
 
 
-def untagged(name: str) -> tuple[int, str]:
+def untag(name: str) -> tuple[int, str]:
     """Return the number of the checkpoint, and the name in it."""
     number, _, fqn = name[len(_TAG) :].partition(": ")
     return int(number), fqn
@@ -112,7 +112,7 @@ class SavedTree:
       returns the file of another rank.
     - `dropped` are the saved names that the rename leaves out.
 
-    For several checkpoints, `origins` are these, and the catalog has the `tagged` names of all.
+    For several checkpoints, `origins` are these, and the catalog has all names with a tag.
     `unmatched` are the problems of requested names that no source has; `left_out` are the names
     that the sources' selections leave out. `stepless` are names of parameters' state, in the
     sources, that may have been saved without any.
@@ -138,9 +138,9 @@ class SavedTree:
         """Return the number of the checkpoint that has a name, or the first name below it."""
         if not self.origins:
             return 0
-        own = (self.leaves[above] for above in names_above(name) if above in self.leaves)
-        fqn = next(own, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
-        return 0 if fqn is None else untagged(fqn)[0]
+        fqns = (self.leaves[above] for above in names_above(name) if above in self.leaves)
+        fqn = next(fqns, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
+        return 0 if fqn is None else untag(fqn)[0]
 
     def source_text(self, name: str) -> str:
         """Return a text with the checkpoint of a name, among several; "" for a single one."""
@@ -286,8 +286,8 @@ def saved_tree_of(
     states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
     # Other names of parameters are older ones, or those of torch's helpers, within a module.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
-    own = {n: of for n, of in states.items() if of[1] in saved or join(of[1], RECORD) in saved}
-    renamed, problems = rules.of_all(dict.fromkeys((*names, *states)), own)
+    movable = {n: of for n, of in states.items() if of[1] in saved or join(of[1], RECORD) in saved}
+    renamed, problems = rules.of_all(dict.fromkeys((*names, *states)), movable)
     if problems:
         renamed = dict(zip(names, names, strict=True))
     leaves = {new: name for name in names if (new := renamed[name]) is not None}
