@@ -285,7 +285,7 @@ def _find_newer(
     Later in both: a save that began earlier may be committed later, and a run that went back to an
     older step saves lower steps.
     """
-    folder, _, own_name = save.path.rpartition("/")
+    folder, _, saved_name = save.path.rpartition("/")
     if save.step is None:
         return None
     step, began_at = save.step, save.began_at
@@ -299,7 +299,7 @@ def _find_newer(
 
     entries = attempts.entries_at(storage, folder)
     names = (entry.name for entry in entries if entry.kind == "folder")
-    paths = [f"{folder}/{name}" for name in names if name != own_name]
+    paths = [f"{folder}/{name}" for name in names if name != saved_name]
     # Several threads: a run may have many checkpoints, on slow storage.
     newer = parallel_for(is_newer, paths, threads=threads)
     return next((path for path, is_later in zip(paths, newer, strict=True) if is_later), None)
