@@ -582,7 +582,7 @@ def nobody_secures_what_was_restored(patch: pytest.MonkeyPatch) -> None:
 
 def only_what_is_there_is_secured(patch: pytest.MonkeyPatch) -> None:
     """Look for a later checkpoint, but let open attempts be."""
-    patch.setattr(starts, "abandon", lambda *_, **__: True)
+    patch.setattr(attempts, "abandon", lambda *_, **__: True)
 
 
 def open_attempts_are_secured_and_nothing_else(patch: pytest.MonkeyPatch) -> None:
