@@ -21,7 +21,12 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
-from dist_ckpt.core.format.shard_file import MAX_HEADER_NBYTES, ShardFile, decode_header
+from dist_ckpt.core.format.shard_file import (
+    MAX_HEADER_NBYTES,
+    DecodedShards,
+    ShardFile,
+    decode_header,
+)
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import ReadableFile, Storage
@@ -50,6 +55,7 @@ class OpenFile:
     header: ShardFile
     _file: ReadableFile | None = None
     has_digests: bool = field(default=True, kw_only=True)
+    shards: DecodedShards = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.shards = self.header.shards
