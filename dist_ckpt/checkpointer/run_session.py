@@ -25,8 +25,8 @@ from dist_ckpt.checkpointer.barrier_rounds import (
 )
 from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
+from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests, Signals
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
-from dist_ckpt.checkpointer.save_requests import ExternalRequests, RankRequests, Signals
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.messages import Failure, error_of
 from dist_ckpt.core.comm.process_group import session_of

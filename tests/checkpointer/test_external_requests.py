@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import save_requests
-from dist_ckpt.checkpointer.save_requests import ExternalRequests
+from dist_ckpt.checkpointer import rank_requests
+from dist_ckpt.checkpointer.rank_requests import ExternalRequests
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     LivenessFile,
@@ -94,8 +94,8 @@ class FlakyStorage(MemoryStorage):
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.INFO, logger="dist_ckpt")
-    monkeypatch.setattr(save_requests, "LOOK_S", 0.01)
-    monkeypatch.setattr(save_requests, "SETTLE_S", 0.005)
+    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "SETTLE_S", 0.005)
     job = make_job(FlakyStorage({ROOT: None}))
     yield job
     job.requests.close(END, 5.0)
@@ -197,7 +197,7 @@ def test_what_comes_after_the_last_step_is_answered_by_that(
     early = request_save(job.storage, ROOT, stops=False)
     assert job.answer(early).saved == (9, ATTEMPT)
     assert job.requests.proposal() is None
-    monkeypatch.setattr(save_requests, "LOOK_S", 600.0)  # only the end looks once more
+    monkeypatch.setattr(rank_requests, "LOOK_S", 600.0)  # only the end looks once more
     looks(job, 1)
     late = request_save(job.storage, ROOT, stops=True)
     job.requests.close(END, 5.0)
@@ -219,7 +219,7 @@ def test_what_was_asked_of_an_older_start_is_not_obeyed() -> None:
 def test_what_is_asked_of_a_newer_start_is_left_to_that(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_requests, "KEPT_S", 0.0)
+    monkeypatch.setattr(rank_requests, "KEPT_S", 0.0)
     begin_incarnation(job.storage, ROOT, restored=None, why="there was none", by="another")
     request = request_save(job.storage, ROOT, stops=True)
     looks(job)
@@ -239,7 +239,7 @@ def test_a_request_that_is_taken_back_in_time_is_not_obeyed(job: Job) -> None:
 def test_what_is_damaged_or_not_ours_is_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(save_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
     strange = {f"{FOLDER}/notes": b"", f"{FOLDER}/answer-{'1' * 16}.txt": b"", f"{FOLDER}/x": None}
     damaged = f"{FOLDER}/request-{'0' * 16}.json"
     job = make_job(FlakyStorage({ROOT: None, FOLDER: None, **strange, damaged: b"{}"}))
@@ -249,7 +249,7 @@ def test_what_is_damaged_or_not_ours_is_no_request(
     assert [one.levelname for one in told] == ["WARNING"]
     assert "is ignored" in told[0].getMessage()
     assert damaged in job.storage.tree()
-    monkeypatch.setattr(save_requests, "KEPT_S", 0.0)
+    monkeypatch.setattr(rank_requests, "KEPT_S", 0.0)
     looks(job)
     assert damaged not in job.storage.tree()
     request = job.ask()
@@ -274,7 +274,7 @@ def test_what_was_answered_goes_after_a_while_the_request_before_the_answer(
         MemoryStorage.remove(job.storage, path)
 
     monkeypatch.setattr(job.storage, "remove", remove)
-    monkeypatch.setattr(save_requests, "KEPT_S", 0.0)
+    monkeypatch.setattr(rank_requests, "KEPT_S", 0.0)
     wait_until(lambda: not list_requests(job.storage, ROOT).answers)
     assert removed == [f"request-{answered.id}.json", f"answer-{answered.id}.json"]
     assert list_requests(job.storage, ROOT).requests == (waiting.id,)
@@ -317,8 +317,8 @@ def test_a_folder_that_is_not_there_costs_a_listing(job: Job) -> None:
 
 
 def test_a_run_shows_that_it_lives_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_requests, "LOOK_S", 0.01)
-    monkeypatch.setattr(save_requests, "LIVENESS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "LIVENESS_INTERVAL_S", 0.01)
     job = make_job(FlakyStorage({ROOT: None}))
     wait_until(lambda: last_liveness(job.storage, ROOT, 2) is not None)
     first = last_liveness(job.storage, ROOT, 2)
@@ -333,7 +333,7 @@ def test_a_run_shows_that_it_lives_until_it_ends(monkeypatch: pytest.MonkeyPatch
 @contextmanager
 def open_run(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(save_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
     with dc.Checkpointer(root, **{"save": dc.at(99), "background": False, **options}) as ck:
         yield ck
 

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import save_requests as requests_module
+from dist_ckpt.checkpointer import rank_requests
 from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
-from dist_ckpt.checkpointer.save_requests import RankRequests, Signals
+from dist_ckpt.checkpointer.rank_requests import RankRequests, Signals
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +174,7 @@ class Clock:
 
 def test_minutes_are_counted_on_rank_0_from_the_last_save(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, signals = Clock(), Signals(())
-    monkeypatch.setattr(requests_module, "time", clock)
+    monkeypatch.setattr(rank_requests, "time", clock)
     first, other = (
         RankRequests(rank, dc.every(minutes=10), signals, saved_at=clock.now) for rank in (0, 1)
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import save_requests
+from dist_ckpt.checkpointer import rank_requests
 from fork_server import forked_python
 from ranks import Options, run_ranks, try_ranks
 
@@ -31,7 +31,7 @@ def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str
     asked for, between its last step and the end; "saves" then; "dies" at its last step; "cannot":
     no step can be saved.
     """
-    save_requests.LOOK_S = 0.05
+    rank_requests.LOOK_S = 0.05
     path, done = Path(root), 0
     state = {"x": torch.zeros(8), "step": 0}
     save = NEVER | dc.at_end if how == "lingers and saves" else NEVER

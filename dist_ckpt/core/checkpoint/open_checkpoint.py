@@ -37,7 +37,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
     read_objects,
 )
 from dist_ckpt.core.shard_io.read.read_windows import read_ahead, windows_of
-from dist_ckpt.core.shard_io.write.link_files import FileRecord, files_of, link_or_copy_files
+from dist_ckpt.core.shard_io.write.rank_files import FileRecord, files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.virtual_files import ServedFile
 from dist_ckpt.errors import CorruptError

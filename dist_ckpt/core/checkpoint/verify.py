@@ -51,7 +51,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
     rows_text,
     size_problem,
 )
-from dist_ckpt.core.shard_io.write.link_files import files_of
+from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.reports import Progress

@@ -30,7 +30,7 @@ from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.shard_io.write.link_files import files_of
+from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
 from dist_ckpt.reports import IoCount, Phases, SaveReport, slowest_of

@@ -21,7 +21,7 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.commit.transaction import CommitDecision, Transaction
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.shard_io.write.link_files import files_of
+from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError

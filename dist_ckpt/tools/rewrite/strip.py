@@ -33,7 +33,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.shard_io.write.link_files import files_of
+from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
