@@ -73,8 +73,7 @@ writer_of() {
     .venv/bin/python - "$root" "$1" <<'PYTHON'
 import sys
 
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.job_folder import find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id
 from dist_ckpt.storage import open_storage
 
 storage, root = open_storage(sys.argv[1])

@@ -332,13 +332,16 @@ class Checkpointer:
 
         Every rank calls it, or leaves the `with`. Idempotent. Raises the error of the last save.
         """
-        self.__exit__(None, None, None)
+        self._close(None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it. After an error no rank waits for another, and snapshots stay in memory."""
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._is_closed or os.getpid() != self._pid:
             return
         if (run := self._run) is None:

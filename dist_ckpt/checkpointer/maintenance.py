@@ -253,7 +253,8 @@ class MaintenanceThread:
             _log.warning("%s is not pruned now: %s", self._root, error)
         else:
             known = {name for checkpoint, _ in decisions for name in checkpoint.metrics}
-            for name in metrics_of(keep) - known if len(self._saved) > FEW_SAVES else ():
+            unknown = metrics_of(keep) - known if len(self._saved) > FEW_SAVES else ()
+            for name in unknown:
                 self._warn_once(
                     name,
                     f"{self._root}: keep= uses the metric {name!r}, which no checkpoint has: give "

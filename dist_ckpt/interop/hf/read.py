@@ -188,8 +188,10 @@ def _open(storage: Storage, path: str) -> ReadableFile:
 
 def _read_index(storage: Storage, path: str) -> dict[str, Json]:
     with closing(_open(storage, path)) as file:
-        if file.nbytes > (most := MAX_INDEX_NBYTES):
-            raise CorruptError(f"{path}: an index has at most {most} bytes, not {file.nbytes}")
+        if file.nbytes > MAX_INDEX_NBYTES:
+            raise CorruptError(
+                f"{path}: an index has at most {MAX_INDEX_NBYTES} bytes, not {file.nbytes}"
+            )
         data = bytearray(file.nbytes)
         count = file.read_into(0, memoryview(data))
     return _object(strict_json.parse(bytes(data[:count]), path), path)

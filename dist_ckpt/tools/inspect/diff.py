@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, isnan, prod
+from math import isfinite, isnan, nan, prod
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
@@ -386,7 +386,7 @@ def _summary(storage: Storage, folder: str, metric: str | None, sign: int) -> Ru
         problems.insert(0, f"no checkpoint{f': {listed(states)}' if states else ''}")
         return replace(summary, problems=tuple(problems))
     newest = alive[-1]
-    values = [(info, info.metrics[n]) for info in alive for n in info.metrics if n == metric]
+    values = [(info, info.metrics.get(metric or "", nan)) for info in alive]
     measured = [item for item in values if not isnan(item[1])]
     # The older one of equal values is the best.
     best, value = min(measured, key=lambda item: sign * item[1], default=(None, None))
