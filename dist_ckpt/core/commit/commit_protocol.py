@@ -1,6 +1,6 @@
 """The commit protocol: claim, commit, abandon. It decides what survives a crash.
 
-1. `claim`: a new attempt's folder, durable; then lower open attempts are abandoned.
+1. `claim`: a new attempt's folder; lower open attempts are abandoned; the claim, all durable.
 2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
 3. `check_receipts`, `check_files`: all files are as planned, exist, and have their expected sizes.
 4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
@@ -11,8 +11,8 @@ A crash before the rename leaves an open attempt, which is never read; a later s
 it. A crash after the rename leaves the checkpoint, and perhaps older ones. `attempts.py` reads and
 writes the one file that decides.
 
-A failed call may have taken effect, and an abandon needs the same storage. So an error is reported
-only after a look at the storage: `resolve_outcome`.
+A call that raised an error may still have worked. So an error is reported only after a look at the
+storage: `resolve_outcome`.
 """
 
 from __future__ import annotations

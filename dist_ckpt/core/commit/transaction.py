@@ -177,8 +177,8 @@ class Transaction:
         `write` gets the folder of the attempt. `receipts_by_rank` turns the receipts of the writers
         into one for each rank of the plan; by default each rank writes its own part.
 
-        On return the checkpoint is durable. A rank that gets no answer reads the outcome from the
-        storage, and returns the decision if the attempt is committed. After any error there is no
+        On return the checkpoint is durable. A rank that gets no answer abandons the attempt, or
+        returns the decision if the attempt is committed already. After any error there is no
         new checkpoint, except for a StorageError that says so: the checkpoint exists but may not
         survive a power cut, or its outcome is unknown. An interrupt of the commit is raised
         unchanged on its rank, which logs the answer to the others.

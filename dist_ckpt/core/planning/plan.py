@@ -210,7 +210,7 @@ class TensorRequest(NamedTuple):
 class CellOverlap:
     """The common box of a stored cell and a requested one, for all tensors with equal cuts.
 
-    Both pieces are row-major. `run` is None if the box is not contiguous in either memory.
+    Both pieces are row-major. `run` is None unless the box is contiguous in both memories.
     """
 
     stored: Cell
