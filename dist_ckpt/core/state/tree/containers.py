@@ -12,8 +12,8 @@ from dist_ckpt.errors import IncompatibleError
 
 PathKey = str | int
 
-# The object of a save or a load. Its keys are `PathKey`s, which `read_tree` checks. They have no
-# such type here. For a type checker a `dict[str, Any]` is not a mapping with keys `str | int`. A
+# The object of a save or a load. Its keys are `PathKey`s, which `state_tree.py` checks. They have
+# no such type here. For a type checker a `dict[str, Any]` is not a mapping with keys `str | int`. A
 # `dict[str, nn.Module]` does not accept other values.
 State = Mapping[Any, object]
 MutableState = MutableMapping[Any, Any]
