@@ -161,7 +161,10 @@ class WriterSaves:
 
 
 class WriterSave:
-    """One rank's side of a save. Another thread may seal it. `arena` may be an error of opening."""
+    """One rank's side of one save. One thread settles it, and another one may seal it.
+
+    `arena` is its arena, or the error of opening it.
+    """
 
     def __init__(
         self, saves: WriterSaves, write: Write, arena: ArenaReader | CheckpointError

@@ -370,7 +370,8 @@ def check_files(
     """Check that an attempt's folder has exactly the files of the receipts. Coordinator only.
 
     `expected` maps names to sizes. Files of other hosts may take `timeout_s` to appear: NFS caches
-    listings. StorageError with the missing, unexpected or wrong files; ConflictError without it.
+    listings. Raises StorageError with the missing, unexpected or wrong files, ConflictError if the
+    folder is gone.
     """
     deadline = time.monotonic() + timeout_s
     while problems := _compare(storage, folder, expected):

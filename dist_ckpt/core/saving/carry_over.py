@@ -90,7 +90,10 @@ class CarrySource:
     ) -> OpenCheckpoint:
         """Return it as an open checkpoint on a storage."""
         return OpenCheckpoint(
-            *(storage, self.path, self.attempt, self.index),
+            storage,
+            self.path,
+            self.attempt,
+            self.index,
             slots=slots or BufferPool(),
             threads=threads,
         )

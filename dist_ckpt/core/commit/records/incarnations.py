@@ -304,10 +304,13 @@ class LivenessFile:
         """Write a heartbeat; remove the earlier ones, and those of older incarnations."""
         new = liveness_file(self.incarnation, attempts.new_id())
         attempts.write_small_file(self.storage, f"{self.root}/{INCARNATIONS}/{new}", b"")
-        self.end(but=new)
+        self._remove(but=new)
 
-    def end(self, but: str = "") -> None:
-        """Remove the heartbeats, except for `but`: the incarnation has ended."""
+    def end(self) -> None:
+        """Remove the heartbeat: the incarnation has ended."""
+        self._remove()
+
+    def _remove(self, but: str = "") -> None:
         folder = f"{self.root}/{INCARNATIONS}"
         for entry in attempts.entries_at(self.storage, folder):
             number = parse_liveness(entry.name)

@@ -142,9 +142,14 @@ def _write_shard_files(
         else:
             preparing = min(threads // 2, MAX_PREPARING)
             ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
-            options = {"threads": threads, "waiting": NUM_WAITING}
             with closing(ready):
-                results = parallel_for(lambda write: write(), ready, stall_s=stall_s, **options)
+                results = parallel_for(
+                    lambda write: write(),
+                    ready,
+                    threads=threads,
+                    waiting=NUM_WAITING,
+                    stall_s=stall_s,
+                )
         return tuple(receipt for receipt in results if receipt is not None)
 
 
