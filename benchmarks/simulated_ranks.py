@@ -51,7 +51,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
+from dist_ckpt.core.saving.agreement import AgreedPlan, SaveAgreement, SaveArguments, agree
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
@@ -325,7 +325,7 @@ class ListedStorage(MemoryStorage):
         return [*found, *(Entry(name, "file", n, 0.0) for name, n in self.listed.items())]
 
 
-REQUEST = SaveRequest(
+ARGUMENTS = SaveArguments(
     step=1,
     path="/checkpoint",
     overwrite=True,
@@ -342,11 +342,11 @@ REQUEST = SaveRequest(
 class _Preparation:
     """What the coordinator has ready."""
 
-    request: SaveRequest
+    arguments: SaveArguments
     inventory: Inventory
     unmatched: tuple[str, ...] = ()
 
-    def use(self, plan: CachedPlan) -> None:
+    def use(self, plan: AgreedPlan) -> None:
         """Do nothing: nothing is written."""
 
 
@@ -356,7 +356,7 @@ class SimulatedSave:
     The session is kept, so that the second save is one with the same layout again.
     """
 
-    path = REQUEST.path
+    path = ARGUMENTS.path
 
     def __init__(self, job: Job) -> None:
         self.storage = ListedStorage()
@@ -370,19 +370,19 @@ class SimulatedSave:
             self.session.operation(f"save to {self.path}"),
             Transaction(self.channel, self.session.config) as transaction,
         ):
-            _, attempt, cached = agree(
+            _, attempt, agreed = agree(
                 self.session,
-                lambda: _Preparation(REQUEST, self._own),
+                lambda: _Preparation(ARGUMENTS, self._own),
                 lambda _: transaction.claim(self.storage, self.path, overwrite=True),
                 SaveAgreement[Attempt],
             )
             transaction.join(self.storage, self.path, attempt)
-            parts = parts_of(cached.plan)
+            parts = parts_of(agreed.save_plan)
             own, *others = [one.receipt for one in parts]
             self.storage.listed = sizes_of([own, *others])
             self.channel.others["write"] = others
-            transaction.commit(cached.text, IndexFields(1, {}, {}), lambda _: parts[0])
-        return cached.plan
+            transaction.commit(agreed.encoded_catalog, IndexFields(1, {}, {}), lambda _: parts[0])
+        return agreed.save_plan
 
     def index(self) -> bytes:
         """Return the index of the last save."""

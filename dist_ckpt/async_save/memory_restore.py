@@ -22,7 +22,11 @@ from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
 from dist_ckpt.core.checkpoint.open_checkpoint import NOTHING_IN_MEMORY, MemorySource
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.commit_protocol import attached_of, check_receipts, mismatched_groups
+from dist_ckpt.core.commit.commit_protocol import (
+    attached_of,
+    checked_file_tables,
+    mismatched_groups,
+)
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.transaction import RankWriteResult
 from dist_ckpt.core.format.filenames import (
@@ -348,7 +352,7 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
     if mismatched_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.identity.world_size).catalog
-    files, objects = check_receipts(catalog, receipts)
+    files, objects = checked_file_tables(catalog, receipts)
     return index_json.encode(
         Index(
             attempt=attempt,

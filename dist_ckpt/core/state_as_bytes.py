@@ -21,7 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dist_ckpt.core.comm.process_group import ranks_on_this_host, single_process_session
-from dist_ckpt.core.commit.commit_protocol import check_receipts
+from dist_ckpt.core.commit.commit_protocol import checked_file_tables
 from dist_ckpt.core.format import filenames, strict_json
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json
@@ -144,7 +144,9 @@ def _header(
         for file in files
     ]
     receipts += [(name, len(data), 0, document_digest(data)) for name, data in objects.items()]
-    shard_files, objects_records = check_receipts(plan.catalog, [Receipt(tuple(receipts), (), 0.0)])
+    shard_files, objects_records = checked_file_tables(
+        plan.catalog, [Receipt(tuple(receipts), (), 0.0)]
+    )
     index = Index(
         attempt=_ATTEMPT,
         step=None,

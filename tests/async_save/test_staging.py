@@ -50,7 +50,7 @@ def state() -> dict[str, Any]:
 def files_of(state: dict[str, Any]) -> RankFiles:
     session = Session(SingleProcessChannel(), SingleProcessCollective())
     held = LocalSaveState.take(session, state, None)
-    return held.files(plan_together(session, held.inventory).plan, 1, {}, {})
+    return held.files(plan_together(session, held.inventory).save_plan, 1, {}, {})
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import address_of, copy, move
 from dist_ckpt.core.runtime.threads import parallel_for, results_of
-from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveRequest, agree
+from dist_ckpt.core.saving.agreement import AgreedPlan, SaveAgreement, SaveArguments, agree
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save import SaveOptions
@@ -267,7 +267,7 @@ def save_in_background(
     with phases.phase("stage"):
         order = _stage(prepared, name)
     report = _reporter(session, phases.seconds)
-    return SaveHandle(prepared.request.path, options.step, job.writer, order, report)
+    return SaveHandle(prepared.arguments.path, options.step, job.writer, order, report)
 
 
 @dataclass(slots=True)
@@ -281,7 +281,7 @@ class _BackgroundPreparation:
     job: Job
     start: Start
     options: SaveOptions
-    request: SaveRequest
+    arguments: SaveArguments
     local_state: LocalSaveState
     attached: Mapping[str, bytes]
     files: RankFiles = field(init=False)
@@ -299,11 +299,11 @@ class _BackgroundPreparation:
         """See `Preparation.unmatched`."""
         return self.local_state.unmatched
 
-    def use(self, plan: CachedPlan) -> None:
+    def use(self, plan: AgreedPlan) -> None:
         """Wait for an arena that is not busy, and make it large enough for the files of a plan."""
         job, options, local_state = self.job, self.options, self.local_state
         metadata = options.all_metadata()
-        self.files = local_state.files(plan.plan, options.step, metadata, self.attached)
+        self.files = local_state.files(plan.save_plan, options.step, metadata, self.attached)
         fields = options.index_fields()
         details = SnapshotMetadata(
             overwrite=options.overwrite,
@@ -311,12 +311,12 @@ class _BackgroundPreparation:
             saved_by=fields.saved_by,
             began_at=self.start.began_at,
             bodies=plan.bodies,
-            replicas=local_state.replica_digests(plan.plan),
+            replicas=local_state.replica_digests(plan.save_plan),
             incarnation=options.incarnation,
         )
         self.snapshot = Snapshot(
             id=_NO_ID,
-            path=self.request.path,
+            path=self.arguments.path,
             step=options.step,
             rank=self.session.channel.rank,
             world_size=self.session.channel.world_size,
@@ -346,23 +346,23 @@ def _prepare(
     options.check()
     check_no_capture()
     attached = read_attached(options.attach)
-    request = options.request(open_storage(path)[1], attached)
+    arguments = options.arguments(open_storage(path)[1], attached)
     local_state = options.local_state(session, state)
-    return _BackgroundPreparation(session, job, start, options, request, local_state, attached)
+    return _BackgroundPreparation(session, job, start, options, arguments, local_state, attached)
 
 
 def _stage(prepared: _BackgroundPreparation, name: str) -> WriteJob:
     """Copy, while the writer follows. An error here makes the save fail on all ranks."""
     job, arena, local_state = prepared.job, prepared.arena, prepared.local_state
     order = WriteJob(name, prepared.arena_number)
-    write = Write(name, prepared.request.path, arena.path, order.arena, *prepared.start.store)
+    write = Write(name, prepared.arguments.path, arena.path, order.arena, *prepared.start.store)
     try:
         images = arena.begin(structs.replace(prepared.snapshot, id=name))
         job.writer.order(order, write)
         if devices := local_state.cuda_devices:
             _copy_overlapped(prepared, order, images, devices)
         else:
-            local_state.state.synchronize()
+            local_state.local.synchronize()
             _copy(job, order, lambda: stage(arena, images, prepared.files))
     except BaseException as error:
         if order not in job.writer.orders:  # other writers wait for it
@@ -383,7 +383,7 @@ def _copy_overlapped(
     job, arena = prepared.job, prepared.arena
     job.pinned.pin(order.arena, arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
-        late = prepared.local_state.state.changed_in_steps()
+        late = prepared.local_state.local.changed_in_steps()
         follow = stage_overlapped(arena, images, prepared.files, device_copies, late)
 
         def copy() -> None:

@@ -197,7 +197,7 @@ class StagedSave:
             self.details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
         except ValueError as error:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
-        self.plan, self.text = plan(self.details.bodies)
+        self.plan, self.encoded_catalog = plan(self.details.bodies)
         self.staging = Staging(followed, check)
         plans = files_of_rank(self.plan, snapshot.rank)
         self.files = files_of(followed, self.staging, plans)

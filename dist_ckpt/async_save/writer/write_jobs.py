@@ -204,7 +204,9 @@ class WriterSave:
                     storage, staged = self._claim(channel, transaction)
                 with phases.phase("write"):
                     decision = transaction.commit(
-                        staged.text, staged.index_fields(), partial(self._write, storage, staged)
+                        staged.encoded_catalog,
+                        staged.index_fields(),
+                        partial(self._write, storage, staged),
                     )
                 staged.followed.mark_committed()
                 if self._saved is not None:

@@ -2,7 +2,7 @@
 
 1. `claim`: a new attempt's folder; lower open attempts are abandoned; the claim, all durable.
 2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
-3. `check_receipts`, `check_files`: all files are as planned, exist, and have their expected sizes.
+3. `checked_file_tables`, `check_files`: all files are as planned, exist, and have their expected sizes.
 4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
    the folder synced. The checkpoint exists from the rename on, and stays once it is durable.
 5. Superseded attempts are removed (`removal.py`).
@@ -407,11 +407,11 @@ def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list
 
 
 def commit(
-    storage: Storage, claim: Claim, index: Index, text: EncodedCatalog | None = None
+    storage: Storage, claim: Claim, index: Index, encoded_catalog: EncodedCatalog | None = None
 ) -> None:
     """Make the checkpoint exist. Coordinator only, after `check_files`, once.
 
-    `text` is the encoded catalog of the index, if a save of the same plan has cached it. On return
+    `encoded_catalog` is that of the index, if a save of the same plan has cached it. On return
     the index is durable and readers on any host see it.
 
     Raises ConflictError with the cause if the attempt was abandoned or a newer incarnation has
@@ -420,10 +420,10 @@ def commit(
     """
     temporary = f"{claim.folder}/{temporary_name('index', new_id())}"
     try:
-        text = text or EncodedCatalog(index.catalog)
-        data = index_json.encode(index, text)
+        encoded_catalog = encoded_catalog or EncodedCatalog(index.catalog)
+        data = index_json.encode(index, encoded_catalog)
         write_small_file(storage, temporary, data)
-        _check_readable(data, text, temporary)
+        _check_readable(data, encoded_catalog, temporary)
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back with other content: check the storage")
         if claim.incarnation is not None:
@@ -444,10 +444,10 @@ def commit(
         raise _conflict(storage, claim.path, claim.attempt, document)
 
 
-def _check_readable(data: bytes, text: EncodedCatalog, file: str) -> None:
+def _check_readable(data: bytes, encoded_catalog: EncodedCatalog, file: str) -> None:
     """Refuse to commit an index that cannot be loaded; it would be a bug of the plan."""
     try:
-        index_json.read_back(data, text, label=file)
+        index_json.read_back(data, encoded_catalog, label=file)
     except (CorruptError, IncompatibleError) as error:
         raise CheckpointError(
             f"the index of this save could not be read again, so nothing is committed: this is a "
@@ -520,7 +520,7 @@ def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> Stor
 # --- receipts --------------------------------------------------------------------------------
 
 
-def check_receipts(
+def checked_file_tables(
     catalog: Catalog, receipts: Sequence[Receipt]
 ) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
     """Return the index's file tables but that of `attached_of`. Receipts are in rank order.

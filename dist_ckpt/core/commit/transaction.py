@@ -101,7 +101,7 @@ class Transaction:
                 if claiming.is_coordinator:
                     claiming.decide(transaction.claim(storage, path, overwrite=False))
             transaction.join(storage, path, claiming.result(Attempt))
-            decision = transaction.commit(catalog, fields, write)
+            decision = transaction.commit(encoded_catalog, fields, write)
             transaction.supersede()
 
     If the block ends without a commit, the coordinator aborts the attempt. Errors are raised as
@@ -166,7 +166,7 @@ class Transaction:
 
     def commit(
         self,
-        catalog: EncodedCatalog,
+        encoded_catalog: EncodedCatalog,
         fields: IndexFields,
         write: Callable[[str], RankWriteResult],
         *,
@@ -183,9 +183,9 @@ class Transaction:
         survive a power cut, or its outcome is unknown. An interrupt of the commit is raised
         unchanged on its rank, which logs the answer to the others.
         """
-        self._step, self._num_tensors = fields.step, len(catalog.catalog.tensors)
+        self._step, self._num_tensors = fields.step, len(encoded_catalog.catalog.tensors)
         try:
-            decision = self._write(catalog, fields, write, receipts_by_rank)
+            decision = self._write(encoded_catalog, fields, write, receipts_by_rank)
         except NoAnswerError as error:
             resolved = self._resolve(error)
             if resolved is None:
@@ -196,7 +196,7 @@ class Transaction:
 
     def _write(
         self,
-        catalog: EncodedCatalog,
+        encoded_catalog: EncodedCatalog,
         fields: IndexFields,
         write: Callable[[str], RankWriteResult],
         receipts_by_rank: Callable[[Sequence[Receipt]], Sequence[Receipt]],
@@ -213,7 +213,7 @@ class Transaction:
                 writing.decide(WriteDecision(tuple(differing), None))
             else:
                 by_rank = partial(receipts_by_rank, receipts)
-                self._decide(writing, catalog, fields, receipts, by_rank)
+                self._decide(writing, encoded_catalog, fields, receipts, by_rank)
         answer = writing.result(WriteDecision)
         if answer.decision is not None:
             return answer.decision
@@ -228,7 +228,7 @@ class Transaction:
     def _decide(
         self,
         writing: Exchange,
-        catalog: EncodedCatalog,
+        encoded_catalog: EncodedCatalog,
         fields: IndexFields,
         receipts: Sequence[Receipt],
         by_rank: Callable[[], Sequence[Receipt]],
@@ -236,7 +236,7 @@ class Transaction:
         """Check the receipts and the files, commit, and answer. Coordinator only."""
         assert self._claim is not None
         storage = self.storage
-        files, objects = commit_protocol.check_receipts(catalog.catalog, by_rank())
+        files, objects = commit_protocol.checked_file_tables(encoded_catalog.catalog, by_rank())
         commit_protocol.check_files(
             storage,
             self.folder,
@@ -247,7 +247,7 @@ class Transaction:
             attempt=self.attempt.name,
             save=fields.save,
             step=fields.step,
-            catalog=catalog.catalog,
+            catalog=encoded_catalog.catalog,
             files=files,
             objects=objects,
             attached=commit_protocol.attached_of(receipts),
@@ -259,7 +259,7 @@ class Transaction:
         linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
         decision = _decision(index, slowest_rank, slowest_s, linked)
         try:
-            commit_protocol.commit(storage, self._claim, index, catalog)
+            commit_protocol.commit(storage, self._claim, index, encoded_catalog)
             writing.decide(WriteDecision((), decision))
         except CheckpointError:
             raise

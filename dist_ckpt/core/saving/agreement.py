@@ -22,17 +22,17 @@ from dist_ckpt.errors import listed, ranks_text
 
 
 @dataclass(frozen=True, slots=True)
-class CachedPlan:
+class AgreedPlan:
     """A plan and its input: this rank's inventory, and `bodies`, the encoded ones of all ranks.
 
-    `text` is the plan's catalog as in an index. `save_name` is the name of the first save of the
-    plan, or "" before it has one. The plan is valid while no rank's inventory changes.
+    `encoded_catalog` is the plan's catalog as in an index. `save_name` is the name of the first
+    save of the plan, or "" before it has one. The plan is valid while no rank's inventory changes.
     """
 
     inventory: Inventory
     bodies: Bodies
-    plan: SavePlan
-    text: EncodedCatalog
+    save_plan: SavePlan
+    encoded_catalog: EncodedCatalog
     save_name: str = ""
 
 
@@ -100,7 +100,7 @@ class SaveCache:
     `link_patterns` are cached because matching thousands of names takes long.
     """
 
-    plan: CachedPlan | None = None
+    plan: AgreedPlan | None = None
     rank_plan: RankPlan | None = None
     link_patterns: LinkPatterns | None = None
     linkable_saves: LinkableSaves = field(default_factory=LinkableSaves)
@@ -110,8 +110,8 @@ NameT = TypeVar("NameT")
 PreparationT = TypeVar("PreparationT", bound="Preparation")
 
 
-class SaveRequest(Message, frozen=True):
-    """The request of one rank; it must be the same on all ranks.
+class SaveArguments(Message, frozen=True):
+    """The arguments of one rank; they must be the same on all ranks.
 
     `metadata` is the digest of the user's metadata, and `attached` has the digests of the attached
     files by name. It may be empty on other ranks than rank 0. `selection` is the text of the
@@ -136,21 +136,21 @@ class SaveRequest(Message, frozen=True):
 
 
 class SaveProposal(Message, frozen=True):
-    """The request of a rank, and its cache.
+    """The arguments of a rank, and its cache.
 
     `cached` names the save of the cached plan if that plan is valid on this rank, else "".
     `connection_epoch` numbers the bulk connections. `unmatched` are the problems of patterns that
     match nothing here.
     """
 
-    request: SaveRequest
+    arguments: SaveArguments
     cached: str
     connection_epoch: int
     unmatched: tuple[str, ...]
 
 
 _BY_DIGEST = ("metadata", "attached")
-_COMPARED = tuple(name for name in SaveRequest.__struct_fields__ if name not in _BY_DIGEST)
+_COMPARED = tuple(name for name in SaveArguments.__struct_fields__ if name not in _BY_DIGEST)
 
 
 class SaveAgreement(Message, Generic[NameT], frozen=True):
@@ -168,8 +168,8 @@ class Preparation(Protocol):
     """The prepared part of one rank in a save, before the ranks agree."""
 
     @property
-    def request(self) -> SaveRequest:
-        """The request of this rank."""
+    def arguments(self) -> SaveArguments:
+        """The arguments of this rank."""
 
     @property
     def inventory(self) -> Inventory:
@@ -179,7 +179,7 @@ class Preparation(Protocol):
     def unmatched(self) -> tuple[str, ...]:
         """The problems of patterns that match nothing here."""
 
-    def use(self, plan: CachedPlan) -> None:
+    def use(self, plan: AgreedPlan) -> None:
         """Use the plan before the save begins. All ranks raise the error of any rank."""
 
 
@@ -188,7 +188,7 @@ def agree(
     prepare: Callable[[], PreparationT],
     claim: Callable[[PreparationT], NameT],
     answer: type[SaveAgreement[NameT]],
-) -> tuple[PreparationT, NameT, CachedPlan]:
+) -> tuple[PreparationT, NameT, AgreedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
     One exchange is enough if the cached plan is valid on all ranks. The coordinator calls `claim`
@@ -202,7 +202,7 @@ def agree(
         else:
             cached = None
         cached_name, epoch = cached.save_name if cached else "", session.collective.epoch
-        proposal = SaveProposal(prepared.request, cached_name, epoch, prepared.unmatched)
+        proposal = SaveProposal(prepared.arguments, cached_name, epoch, prepared.unmatched)
         if (proposals := agreeing.gather(proposal)) is not None:
             save_name = claim(prepared) if check_proposals(proposals) else None
             epoch = max(proposal.connection_epoch for proposal in proposals)
@@ -226,28 +226,28 @@ def agree(
 def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
     """Return True if the cached plan is valid on all ranks.
 
-    ValueError if the requests differ, or a pattern matches nothing on any rank.
+    ValueError if the arguments differ, or a pattern matches nothing on any rank.
     """
-    requests = [proposal.request for proposal in proposals]
-    check_equal_on_all_ranks("save", requests, _COMPARED)
-    if len(by_digest := distinct(request.metadata for request in requests)) > 1:
+    arguments_by_rank = [proposal.arguments for proposal in proposals]
+    check_equal_on_all_ranks("save", arguments_by_rank, _COMPARED)
+    if len(by_digest := distinct(args.metadata for args in arguments_by_rank)) > 1:
         groups = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
         raise ValueError(
             f"the ranks call save with different metadata=, config= or kind=: the metadata of "
             f"{groups}. Every rank must pass the same."
         )
-    _check_attached(requests)
+    _check_attached(arguments_by_rank)
     if problems := unmatched_on_all(proposal.unmatched for proposal in proposals):
-        raise ValueError(f"{requests[0].path}: {listed(problems, '; ')}")
+        raise ValueError(f"{arguments_by_rank[0].path}: {listed(problems, '; ')}")
     names = {proposal.cached for proposal in proposals}
     return len(names) == 1 and "" not in names
 
 
-def _check_attached(requests: Sequence[SaveRequest]) -> None:
+def _check_attached(arguments_by_rank: Sequence[SaveArguments]) -> None:
     """Raise ValueError if a rank attaches other files than rank 0. It may attach none."""
-    first = dict(requests[0].attached)
-    for rank, request in enumerate(requests):
-        attached = dict(request.attached)
+    first = dict(arguments_by_rank[0].attached)
+    for rank, arguments in enumerate(arguments_by_rank):
+        attached = dict(arguments.attached)
         names = attached.keys() | first.keys()
         differing = sorted(name for name in names if attached.get(name) != first.get(name))
         if attached and differing:
@@ -257,11 +257,11 @@ def _check_attached(requests: Sequence[SaveRequest]) -> None:
             )
 
 
-def plan_together(session: Session, inventory: Inventory) -> CachedPlan:
+def plan_together(session: Session, inventory: Inventory) -> AgreedPlan:
     """Gather the inventories, and make the same plan on every rank. Collective."""
     bodies = session.collective.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = plan_of(bodies, session.channel.world_size)
-    return CachedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
+    return AgreedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 
 
 def plan_of(bodies: Bodies, world_size: int) -> SavePlan:

@@ -190,11 +190,11 @@ def _find(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
 
 @dataclass(frozen=True, slots=True)
 class CarryOver:
-    """The carried part of one save. `text` is the encoded catalog of the whole checkpoint."""
+    """The carried part of one save. `encoded_catalog` is that of the whole checkpoint."""
 
     source: CarrySource
     plan: CarryPlan
-    text: EncodedCatalog
+    encoded_catalog: EncodedCatalog
 
     def objects(self, storage: Storage, live: Mapping[str, bytes], rank: int) -> dict[str, bytes]:
         """Return a rank's encoded objects files, with the carried values, by name."""

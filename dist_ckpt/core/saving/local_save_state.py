@@ -51,7 +51,7 @@ class LocalSaveState:
         self.unmatched = state.unmatched
         self._cache = session.cache(SaveCache)
         self._rank = session.channel.rank
-        self.state = state
+        self.local = state
 
     @staticmethod
     def take(
@@ -91,7 +91,7 @@ class LocalSaveState:
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices of its tensors."""
-        parts = (part for parts in self.state.parts.values() for part in parts)
+        parts = (part for parts in self.local.parts.values() for part in parts)
         devices = {part.device for part in parts if part.is_cuda}
         return sorted(devices, key=str)
 
@@ -102,13 +102,13 @@ class LocalSaveState:
         metadata: Mapping[str, object],
         attached: Mapping[str, bytes],
     ) -> RankFiles:
-        """Return the files that this rank writes. First call `state.synchronize`.
+        """Return the files that this rank writes. First call `local.synchronize`.
 
         Rank 0 also writes the attached files.
         """
         with paused_collector():
             part = self._rank_plan(plan)
-        objects = objects_files(plan, self.state, self._rank, metadata)
+        objects = objects_files(plan, self.local, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
@@ -135,7 +135,7 @@ class LocalSaveState:
 
     def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
         fqn, cell_number, part = origins[number]
-        source = self.state.source(fqn, cell_number)
+        source = self.local.source(fqn, cell_number)
         return source if part is None else source.part(part)
 
     def _digests(self, group: ReplicaGroup, cells: CellNumbers) -> dict[str, str]:
@@ -145,7 +145,7 @@ class LocalSaveState:
             name = f"{fqn}[{cell}]"
             source = self._source_of((origin_of(cells, fqn, cell),), 0)
             digests[name] = digest_sample(source, name)
-        values = {**self.state.per_rank, **self.state.values}
+        values = {**self.local.per_rank, **self.local.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
 

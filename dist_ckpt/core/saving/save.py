@@ -30,7 +30,13 @@ from dist_ckpt.core.planning.plan import FileReceipt, Inventory
 from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
-from dist_ckpt.core.saving.agreement import CachedPlan, SaveAgreement, SaveCache, SaveRequest, agree
+from dist_ckpt.core.saving.agreement import (
+    AgreedPlan,
+    SaveAgreement,
+    SaveArguments,
+    SaveCache,
+    agree,
+)
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
@@ -109,11 +115,11 @@ class SaveOptions:
             saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         )
 
-    def request(self, path: str, attached: Mapping[str, bytes]) -> SaveRequest:
-        """Return the request of a rank with these options, after `check`."""
+    def arguments(self, path: str, attached: Mapping[str, bytes]) -> SaveArguments:
+        """Return the arguments of a rank with these options, after `check`."""
         digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
         linked = patterns(self.link_unchanged, "link_unchanged")
-        return SaveRequest(
+        return SaveArguments(
             step=self.step,
             path=path,
             overwrite=self.overwrite,
@@ -221,12 +227,12 @@ def save_together(
                 partial(_claim, transaction),
                 SaveAgreement[Attempt],
             )
-            transaction.join(prepared.storage, prepared.request.path, attempt)
-            carried = None if source is None else source.planned(plan.plan)
+            transaction.join(prepared.storage, prepared.arguments.path, attempt)
+            carried = None if source is None else source.planned(plan.save_plan)
         cache = session.cache(SaveCache)
         writer = _RankWriter(session, options, prepared, plan, carried, lease)
         with phases.phase("write"):
-            catalog = plan.text if carried is None else carried.text
+            catalog = plan.encoded_catalog if carried is None else carried.encoded_catalog
             decision = transaction.commit(catalog, options.index_fields(), writer.write)
         lease.close()
         if writer.saved is not None:
@@ -247,7 +253,7 @@ def save_together(
 class _PreparedSave:
     """The part of one rank in a save, before the ranks agree. `attached` are files by name."""
 
-    request: SaveRequest
+    arguments: SaveArguments
     storage: CountingStorage
     local_state: LocalSaveState
     attached: Mapping[str, bytes]
@@ -258,7 +264,7 @@ class _PreparedSave:
         """See `Preparation.inventory`."""
         return self.local_state.inventory
 
-    def use(self, plan: CachedPlan) -> None:
+    def use(self, plan: AgreedPlan) -> None:
         """Do nothing: the rank uses the plan when it writes."""
 
 
@@ -274,18 +280,21 @@ def _prepare(
     options.check()
     default_storage, storage_path = open_storage(path)
     attached = read_attached(options.attach)
-    request = options.request(storage_path, attached)
+    arguments = options.arguments(storage_path, attached)
     local_state = options.local_state(session, state)
     problems = local_state.unmatched
     unmatched = problems if source is None else source.unmatched(problems)
     counting = CountingStorage(storage or default_storage)
-    return _PreparedSave(request, counting, local_state, attached, unmatched)
+    return _PreparedSave(arguments, counting, local_state, attached, unmatched)
 
 
 def _claim(transaction: Transaction, prepared: _PreparedSave) -> Attempt:
-    request = prepared.request
+    arguments = prepared.arguments
     return transaction.claim(
-        prepared.storage, request.path, overwrite=request.overwrite, incarnation=request.incarnation
+        prepared.storage,
+        arguments.path,
+        overwrite=arguments.overwrite,
+        incarnation=arguments.incarnation,
     )
 
 
@@ -299,7 +308,7 @@ class _RankWriter:
     session: Session
     options: SaveOptions
     prepared: _PreparedSave
-    plan: CachedPlan
+    plan: AgreedPlan
     carried: CarryOver | None
     lease: ExitStack
     saved: SavedFiles | None = None
@@ -311,9 +320,9 @@ class _RankWriter:
         local_state, carried = self.prepared.local_state, self.carried
         receipts: tuple[FileReceipt, ...] = ()
         linked = IoCount()
-        local_state.state.synchronize()
+        local_state.local.synchronize()
         metadata, attached = self.options.all_metadata(), self.prepared.attached
-        files = local_state.files(self.plan.plan, step, metadata, attached)
+        files = local_state.files(self.plan.save_plan, step, metadata, attached)
         if carried is not None:
             if session.channel.rank == COORDINATOR:
                 carried.source.take_lease(storage, self.lease)
@@ -326,7 +335,7 @@ class _RankWriter:
         self.saved = part.saved
         return RankWriteResult(
             (*receipts, *part.receipts),
-            local_state.replica_digests(self.plan.plan),
+            local_state.replica_digests(self.plan.save_plan),
             time.monotonic() - start,
             linked.plus_all(part.linked),
         )

@@ -105,14 +105,14 @@ class EncodedCatalog:
         return strict_json.dump(encode_catalog(self.catalog))[1:-1]
 
 
-def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> bytes:
-    """Return the document. Raises ValueError if JSON lacks a value. `text` encodes the catalog."""
+def encode(index: Index | Abandoned, encoded_catalog: EncodedCatalog | None = None) -> bytes:
+    """Return the document. Raises ValueError if JSON lacks a value."""
     try:
         if isinstance(index, Abandoned):
             doc: Json = {"format": strict_json.FORMAT, "state": "abandoned", **asdict(index)}
             body = strict_json.dump(doc).removesuffix(b"}")
         else:
-            body = _index_body(index, text or EncodedCatalog(index.catalog))
+            body = _index_body(index, encoded_catalog or EncodedCatalog(index.catalog))
     except ValueError as error:
         raise ValueError(
             f"the index cannot be written: {error}; use names of valid Unicode, finite numbers "
@@ -127,8 +127,8 @@ def encode(index: Index | Abandoned, text: EncodedCatalog | None = None) -> byte
     return data
 
 
-def _index_body(index: Index, text: EncodedCatalog) -> bytes:
-    assert text.catalog is index.catalog, "the text of another catalog"
+def _index_body(index: Index, encoded: EncodedCatalog) -> bytes:
+    assert encoded.catalog is index.catalog, "the text of another catalog"
     before: dict[str, Json] = {
         "format": strict_json.FORMAT,
         "state": "committed",
@@ -148,7 +148,7 @@ def _index_body(index: Index, text: EncodedCatalog) -> bytes:
         "saved_by": dict(index.saved_by),
         "saved_at": index.saved_at,
     }
-    parts = (strict_json.dump(before)[:-1], text.fields, strict_json.dump(after)[1:-1])
+    parts = (strict_json.dump(before)[:-1], encoded.fields, strict_json.dump(after)[1:-1])
     return strict_json.check_encoded(b",".join(parts))
 
 
@@ -217,11 +217,11 @@ def _encode_key(key: Key) -> Json:
 # --- decoding ---------------------------------------------------------------------------------
 
 
-def read_back(data: bytes, text: EncodedCatalog, *, label: str) -> None:
-    """Raise the errors of `decode` for an index. The `text` of its catalog is parsed only once."""
-    index = decode(data, label=label, cached=text if text.was_read else None)
+def read_back(data: bytes, encoded: EncodedCatalog, *, label: str) -> None:
+    """Raise the errors of `decode` for an index. Its catalog is parsed only once."""
+    index = decode(data, label=label, cached=encoded if encoded.was_read else None)
     assert isinstance(index, Index), "it was encoded from one"
-    text.was_read = index.catalog == text.catalog
+    encoded.was_read = index.catalog == encoded.catalog
 
 
 @paused_collector()
