@@ -61,7 +61,7 @@ def serve(
     The main function of a process. An answer is (True, what was returned) or (False, what was
     raised, in words).
     """
-    _settle(place)
+    _set_up_process(place)
     rank = operations(place, tuple(contenders))
     while True:
         try:
@@ -76,7 +76,7 @@ def serve(
         pipe.send(answer)
 
 
-def _settle(place: StorageLocation) -> None:
+def _set_up_process(place: StorageLocation) -> None:
     # A group of its own: whatever it starts is ended with it.
     os.setpgid(0, 0)
     # An interrupt at the keyboard is for the parent; when it ends, so does the pipe.

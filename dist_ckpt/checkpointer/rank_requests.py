@@ -174,10 +174,10 @@ class RankRequests:
 _log = logging.getLogger("dist_ckpt")
 
 # The interval at which the folder is polled for requests. It costs one listing.
-LOOK_S = 2.0
+REQUEST_CHECK_INTERVAL_S = 2.0
 
 # The interval at which a requested save is polled, without a call of the storage.
-SETTLE_S = 0.1
+SAVE_CHECK_INTERVAL_S = 0.1
 
 # The time after which this job removes answers, and files that cannot be read.
 KEPT_S = 3600.0
@@ -260,11 +260,15 @@ class ExternalRequests:
                 next_renewal = time.monotonic() + LIVENESS_INTERVAL_S
             if time.monotonic() >= next_look:
                 is_fine = self._try(self._look)
-                next_look = time.monotonic() + LOOK_S
+                next_look = time.monotonic() + REQUEST_CHECK_INTERVAL_S
             is_fine = self._try(self._answer_saving) and is_fine
             with self._changed:
                 if self._end_reason is None:
-                    self._changed.wait(SETTLE_S if self._saving and is_fine else LOOK_S)
+                    self._changed.wait(
+                        SAVE_CHECK_INTERVAL_S
+                        if self._saving and is_fine
+                        else REQUEST_CHECK_INTERVAL_S
+                    )
         for act in (self._look, self._answer_saving, self._answer_rest, liveness.end):
             self._try(act)
 

@@ -14,7 +14,7 @@ from dist_ckpt.core.checkpoint.verify import verify
 from dist_ckpt.core.commit.attempts import entries_at
 from dist_ckpt.core.commit.records import leases
 from dist_ckpt.core.commit.records.incarnations import read_history
-from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef
+from dist_ckpt.core.commit.records.leases import LEASE_S, CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.storage import open_storage
@@ -133,7 +133,7 @@ class Run:
             time.sleep(min(poll_s, remaining_s))
 
     @contextmanager
-    def lease(self, which: int | str, *, ttl_s: float = TTL_S) -> Iterator[Checkpoint]:
+    def lease(self, which: int | str, *, ttl_s: float = LEASE_S) -> Iterator[Checkpoint]:
         """Open a checkpoint inside a `with`, and protect it there from prune and delete.
 
         The lease is renewed meanwhile. After a crash or a stall of the process it expires after

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from math import isnan
 
 from dist_ckpt.core.commit.attempts import entries_at
-from dist_ckpt.core.commit.records.leases import TTL_S, CheckpointRef, renewed_lease
+from dist_ckpt.core.commit.records.leases import LEASE_S, CheckpointRef, renewed_lease
 from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import is_selector, selections
 from dist_ckpt.core.storage import Storage, open_storage, real_path
@@ -177,7 +177,7 @@ def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
         return first.path
     try:
         return lease_selected(
-            storage, lambda: resolve_at(storage, path) or first, TTL_S, stack
+            storage, lambda: resolve_at(storage, path) or first, LEASE_S, stack
         ).path
     except StorageError as error:
         _log.debug("%s is not leased: %s", first.path, error)

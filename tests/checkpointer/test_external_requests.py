@@ -94,8 +94,8 @@ class FlakyStorage(MemoryStorage):
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.INFO, logger="dist_ckpt")
-    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
-    monkeypatch.setattr(rank_requests, "SETTLE_S", 0.005)
+    monkeypatch.setattr(rank_requests, "REQUEST_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(rank_requests, "SAVE_CHECK_INTERVAL_S", 0.005)
     job = make_job(FlakyStorage({ROOT: None}))
     yield job
     job.requests.close(END, 5.0)
@@ -197,7 +197,9 @@ def test_what_comes_after_the_last_step_is_answered_by_that(
     early = request_save(job.storage, ROOT, stops=False)
     assert job.answer(early).saved == (9, ATTEMPT)
     assert job.requests.proposal() is None
-    monkeypatch.setattr(rank_requests, "LOOK_S", 600.0)  # only the end looks once more
+    monkeypatch.setattr(
+        rank_requests, "REQUEST_CHECK_INTERVAL_S", 600.0
+    )  # only the end looks once more
     looks(job, 1)
     late = request_save(job.storage, ROOT, stops=True)
     job.requests.close(END, 5.0)
@@ -239,7 +241,7 @@ def test_a_request_that_is_taken_back_in_time_is_not_obeyed(job: Job) -> None:
 def test_what_is_damaged_or_not_ours_is_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "REQUEST_CHECK_INTERVAL_S", 0.01)
     strange = {f"{FOLDER}/notes": b"", f"{FOLDER}/answer-{'1' * 16}.txt": b"", f"{FOLDER}/x": None}
     damaged = f"{FOLDER}/request-{'0' * 16}.json"
     job = make_job(FlakyStorage({ROOT: None, FOLDER: None, **strange, damaged: b"{}"}))
@@ -317,7 +319,7 @@ def test_a_folder_that_is_not_there_costs_a_listing(job: Job) -> None:
 
 
 def test_a_run_shows_that_it_lives_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "REQUEST_CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(rank_requests, "LIVENESS_INTERVAL_S", 0.01)
     job = make_job(FlakyStorage({ROOT: None}))
     wait_until(lambda: last_liveness(job.storage, ROOT, 2) is not None)
@@ -333,7 +335,7 @@ def test_a_run_shows_that_it_lives_until_it_ends(monkeypatch: pytest.MonkeyPatch
 @contextmanager
 def open_run(root: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Any]:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(rank_requests, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_requests, "REQUEST_CHECK_INTERVAL_S", 0.01)
     with dc.Checkpointer(root, **{"save": dc.at(99), "background": False, **options}) as ck:
         yield ck
 

@@ -31,7 +31,7 @@ def train(rank: int, root: str, num_steps: int, how: str = "") -> tuple[int, str
     asked for, between its last step and the end; "saves" then; "dies" at its last step; "cannot":
     no step can be saved.
     """
-    rank_requests.LOOK_S = 0.05
+    rank_requests.REQUEST_CHECK_INTERVAL_S = 0.05
     path, done = Path(root), 0
     state = {"x": torch.zeros(8), "step": 0}
     save = NEVER | dc.at_end if how == "lingers and saves" else NEVER

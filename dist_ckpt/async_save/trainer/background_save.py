@@ -255,7 +255,7 @@ def save_in_background(
             job.reclaim(all_are_here=True)
             prepared, name, _ = agree(
                 session,
-                partial(_prepare, session, job, start, options, state, path),
+                partial(_read_state, session, job, start, options, state, path),
                 lambda _: secrets.token_hex(16),
                 SaveAgreement[str],
             )
@@ -335,7 +335,7 @@ class _BackgroundPreparation:
         return {order.arena for order in unsettled if order.snapshot != self.start.queued}
 
 
-def _prepare(
+def _read_state(
     session: Session,
     job: Job,
     start: Start,

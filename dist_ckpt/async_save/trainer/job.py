@@ -32,7 +32,7 @@ END_S = 60.0
 _STOP_S = WRITER_END_S + 10.0
 # A killed process ends when the kernel permits it.
 _KILL_S = 10.0
-_LOOK_S = 0.02
+_END_CHECK_INTERVAL_S = 0.02
 
 _MAX_WORDS_NBYTES = 4096
 
@@ -257,7 +257,7 @@ def _await_end(orphans: dict[int, RankFolder], timeout_s: float) -> list[int]:
                 gone.append(rank)
         if not orphans or time.monotonic() >= until:
             return gone
-        time.sleep(_LOOK_S)
+        time.sleep(_END_CHECK_INTERVAL_S)
 
 
 def _orphan_writer(folder: RankFolder) -> LockOwner | None:

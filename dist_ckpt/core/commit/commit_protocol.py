@@ -2,7 +2,7 @@
 
 1. `claim`: a new attempt's folder; lower open attempts are abandoned; the claim, all durable.
 2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
-3. `checked_file_tables`, `check_files`: all files are as planned, exist, and have their expected sizes.
+3. `checked_file_tables`, `check_files`: all files are as planned, exist, and have their sizes.
 4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
    the folder synced. The checkpoint exists from the rename on, and stays once it is durable.
 5. Superseded attempts are removed (`removal.py`).
@@ -12,7 +12,7 @@ it. A crash after the rename leaves the checkpoint, and perhaps older ones. `att
 writes the one file that decides.
 
 A call that raised an error may still have worked. So an error is reported only after a look at the
-storage: `resolve_outcome`.
+storage: `abandon_or_find_outcome`.
 """
 
 from __future__ import annotations
@@ -434,7 +434,9 @@ def commit(
         document = put_index(storage, claim.path, claim.attempt, temporary)
     except (CheckpointError, FileNotFoundError) as error:
         reason = f"the commit failed: {error}"[:500]
-        result = resolve_outcome(storage, claim.path, claim.attempt, by=claim.by, reason=reason)
+        result = abandon_or_find_outcome(
+            storage, claim.path, claim.attempt, by=claim.by, reason=reason
+        )
         if result != "abandoned":
             raise unknown_outcome_error(result, claim.path, str(error)) from error
         if isinstance(error, CheckpointError):
@@ -487,7 +489,7 @@ def discard_attempt(storage: Storage, claim: Claim) -> None:
 # --- the outcome after an error --------------------------------------------------------------
 
 
-def resolve_outcome(
+def abandon_or_find_outcome(
     storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str
 ) -> CommitOutcome:
     """Abandon an attempt that may have been committed, and return what became of it.

@@ -120,7 +120,7 @@ class Transaction:
         self._by = f"{label or f'rank {channel.rank}'} on {channel.host}"
         self._claim: commit_protocol.Claim | None = None
         self._path = ""
-        self._is_settled = False
+        self._has_ended = False
         self._step: int | None = None
         self._num_tensors = 0
 
@@ -128,7 +128,7 @@ class Transaction:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._claim is None or self._is_settled:
+        if self._claim is None or self._has_ended:
             return
         try:
             self._abandon(self._claim.attempt, error or RuntimeError("it was not committed"))
@@ -187,11 +187,11 @@ class Transaction:
         try:
             decision = self._write(encoded_catalog, fields, write, receipts_by_rank)
         except NoAnswerError as error:
-            resolved = self._resolve(error)
-            if resolved is None:
+            committed = self._abandon_or_find_outcome(error)
+            if committed is None:
                 raise
-            decision = resolved
-        self._is_settled = True
+            decision = committed
+        self._has_ended = True
         return decision
 
     def _write(
@@ -272,7 +272,7 @@ class Transaction:
     ) -> None:
         """Send the outcome of an interrupted commit to the other ranks."""
         path, reason = self._path, f"the commit was interrupted: {type(error).__name__}"
-        state = commit_protocol.resolve_outcome(
+        state = commit_protocol.abandon_or_find_outcome(
             self.storage, path, self.attempt, by=self._by, reason=reason
         )
         if state == "committed":
@@ -303,12 +303,12 @@ class Transaction:
             before()
         commit_protocol.commit(storage, self._claim, index)
         self._step, self._num_tensors = index.step, len(index.catalog.tensors)
-        self._is_settled = True
+        self._has_ended = True
         return _decision(index, 0, seconds, linked)
 
-    def _resolve(self, error: NoAnswerError) -> CommitDecision | None:
+    def _abandon_or_find_outcome(self, error: NoAnswerError) -> CommitDecision | None:
         """Abort the attempt if no answer came. Return the decision if it is committed."""
-        self._is_settled = True
+        self._has_ended = True
         try:
             if self._abandon(self.attempt, error):
                 return None

@@ -188,7 +188,7 @@ def _load(call: LoadCall) -> LoadReport:
     session, label = call.session, text_of(call.path)
     with session.operation(f"load of {label}"), ExitStack() as leases, ExitStack() as stack:
         phases = Phases("load", label, quiet=session.channel.rank != COORDINATOR)
-        arguments, prepared, decision = _agree(call, phases, leases, stack)
+        arguments, prepared, decision = _open_and_check(call, phases, leases, stack)
         try:
             totals = _fill(call, prepared, decision, phases, stack)
         except CorruptError as error:
@@ -242,7 +242,7 @@ def _report(
     )
 
 
-def _agree(
+def _open_and_check(
     call: LoadCall, phases: Phases, leases: ExitStack, stack: ExitStack
 ) -> tuple[LoadArguments, PreparedLoad, LoadDecision]:
     """Open and check the checkpoints, again if one is replaced by an overwrite meanwhile."""
@@ -311,7 +311,7 @@ def _fill(
     """Read, place and load objects. A step begins when the one before has succeeded everywhere."""
     channel, options, binding = call.session.channel, call.options, prepared.binding
     with phases.phase("read"):
-        targets, group = _prepare(call, prepared, decision, stack)
+        targets, group = _allocate_and_link(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
                 reading = BlockReader(prepared.files, None, verify=True, slots=call.session.slots)
@@ -340,7 +340,7 @@ def _fill(
     return totals, job
 
 
-def _prepare(
+def _allocate_and_link(
     call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, stack: ExitStack
 ) -> tuple[CellTargets, SharedReadGroup | None]:
     """Allocate new tensors, and link the ranks that share blocks, before anything is read.
@@ -364,7 +364,7 @@ def _prepare(
             if group is not None:
                 group.meet(preparing)
     assert targets is not None, "without exchange `prepare` there are no new tensors"
-    return targets, group and group.settle(preparing.result(UnreachableRanks))
+    return targets, group and group.without_unreachable(preparing.result(UnreachableRanks))
 
 
 def _read(
@@ -377,6 +377,6 @@ def _read(
     except CorruptError as error:
         error.touched = prepared.names_of(error.touched)
         raise
-    prepared.binding.settle()
+    prepared.binding.finish_tensors()
     nbytes_placed = nbytes_placed_by(prepared.files.plan)
     return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)

@@ -158,7 +158,7 @@ def _link_ranks(
             session, files, links, runs_by_rank, between_hosts=False, stack=stack
         )
         group.meet(preparing)
-    return files, targets, group.settle(preparing.result(UnreachableRanks))
+    return files, targets, group.without_unreachable(preparing.result(UnreachableRanks))
 
 
 # --- ranges between ranks: through memory on a host, over the network between hosts ------------
@@ -265,7 +265,7 @@ def receive(
 # --- the threads of a rank -------------------------------------------------------------------
 
 # A waiting thread checks the ranks that it waits for, and its calls, at this interval.
-LOOK_S = 1.0
+RANK_CHECK_INTERVAL_S = 1.0
 
 
 def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]:
@@ -315,7 +315,7 @@ class SharedReading:
         try:
             self._links.accept(self._group.partners)
             for _ in self._decider.call(self._decide):
-                self._decider.check(LOOK_S)
+                self._decider.check(RANK_CHECK_INTERVAL_S)
         except BaseException:
             # This ends the deciding thread too, unless it hangs in a copy.
             self._group.give_up()
@@ -325,14 +325,14 @@ class SharedReading:
             self._decider.end(until)
             self._readers.end(until)
             # They use only this rank's memory.
-            self._couriers.end(time.monotonic() + LOOK_S)
+            self._couriers.end(time.monotonic() + RANK_CHECK_INTERVAL_S)
 
     def _decide(self) -> None:
         """Decide and copy until all is done; wake the calling thread at each step."""
         offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
         to_fetch, to_receive = self._work.fetched(), self._work.relayed()
         own = self._work.own_reads()
-        next_look = time.monotonic() + LOOK_S
+        next_look = time.monotonic() + RANK_CHECK_INTERVAL_S
         for _ in run_in_turns(
             # Ranges that other ranks wait for are first. All slots share one iterator, in order.
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
@@ -344,9 +344,9 @@ class SharedReading:
             if time.monotonic() >= next_look:
                 self._channel.watch(sorted(self._host.awaited() | self._couriers.awaited()))
                 self._readers.check()
-                next_look = time.monotonic() + LOOK_S
+                next_look = time.monotonic() + RANK_CHECK_INTERVAL_S
             self._decider.put_off()
-            self._host.receive(LOOK_S)
+            self._host.receive(RANK_CHECK_INTERVAL_S)
 
     def _fetch(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
         """Read ranges into a slot, one after another, and send each to all ranks that need it."""

@@ -301,9 +301,9 @@ class UnreachableRanks(Message, frozen=True):
 class SharedReadGroup:
     """The requests of each rank, the ranges that this rank shares, and its links.
 
-    `shared_ranges` are those with other ranks, in order. Before `settle`, they assume that all
-    ranks can share. `links` lead to the ranks of its host; if they are None, this rank shares
-    nothing. `missed` are the ranks that it cannot reach.
+    `shared_ranges` are those with other ranks, in order. Before `without_unreachable`, they assume
+    that all ranks can share. `links` lead to the ranks of its host; if they are None, this rank
+    shares nothing. `missed` are the ranks that it cannot reach.
     """
 
     session: Session
@@ -368,7 +368,7 @@ class SharedReadGroup:
         elsewhere = tuple(rank for rank in apart if rank not in unlinked)
         exchange.decide(UnreachableRanks(tuple(sorted(unlinked)), elsewhere))
 
-    def settle(self, unreachable: UnreachableRanks) -> SharedReadGroup | None:
+    def without_unreachable(self, unreachable: UnreachableRanks) -> SharedReadGroup | None:
         """Return the group with the ranges that can be shared; None if this rank has none.
 
         Ranks that are not on one machine, though their hosts have one name, get separate hosts.

@@ -223,7 +223,7 @@ def save_together(
                 source = open_source(session, options.carry_over, options.exclude, storage)
             prepared, attempt, plan = agree(
                 session,
-                partial(_prepare, session, state, path, options, storage, source),
+                partial(_read_state, session, state, path, options, storage, source),
                 partial(_claim, transaction),
                 SaveAgreement[Attempt],
             )
@@ -268,7 +268,7 @@ class _PreparedSave:
         """Do nothing: the rank uses the plan when it writes."""
 
 
-def _prepare(
+def _read_state(
     session: Session,
     state: State | StateReader,
     path: str | os.PathLike[str],

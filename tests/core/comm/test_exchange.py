@@ -583,7 +583,7 @@ class FailingStore(ThreadStore):
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_rank_whose_heartbeat_stops_is_dead_after_silence_s(silent):
+def test_a_rank_whose_heartbeat_stops_is_dead_after_its_timeout(silent):
     """As if killed in the middle of its work: nothing more reaches the store."""
     store = ThreadStore()
 
@@ -643,7 +643,7 @@ def test_a_lost_store_is_told_with_what_to_look_for():
         assert "frames" not in str(error)
 
 
-def test_a_store_that_does_not_answer_is_lost_after_silence_s():
+def test_a_store_that_does_not_answer_is_lost_after_the_heartbeat_timeout():
     store, thawed, told = ThreadStore(), threading.Event(), threading.Barrier(2)
 
     def freeze(_: str) -> None:

@@ -259,7 +259,7 @@ def test_a_fault_while_a_dead_save_is_swept_does_not_fail_the_claim_for_nothing(
 
 
 def careful_save(storage: Storage, step: int) -> None:
-    """Save over what is there, as the coordinator does: on failure settle, then raise."""
+    """Save over what is there, as the coordinator does: on failure abandon it, then raise."""
     claim = commit_protocol.claim(storage, PATH, overwrite=True, by="me")
     try:
         write_rank(storage, claim.folder, step, 0)
@@ -329,7 +329,7 @@ def test_a_commit_into_an_attempt_that_is_gone_is_a_conflict():
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
 
 
-def test_a_commit_whose_reply_is_lost_anywhere_is_settled_by_abandon():
+def test_a_commit_whose_reply_is_lost_anywhere_has_an_outcome_after_abandon():
     begin = MemoryStorage()
     claim = claimed(begin)
 

@@ -59,7 +59,7 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
             try:
                 commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
             except CheckpointError:
-                return "settle", claim
+                return "abandon", claim
         return what, claim
 
     def end(storage: Storage, given: tuple[str, Claim]) -> Outcome | Attempt:
@@ -67,7 +67,7 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
         if what == "commit":
             return claim.attempt
         try:
-            if what == "settle" and not attempts.abandon(
+            if what == "abandon" and not attempts.abandon(
                 storage, PATH, claim.attempt, by=f"saver of {step}", reason="it failed"
             ):
                 return Outcome("unknown", claim.attempt)
@@ -95,9 +95,9 @@ def claimer() -> Program:
 
 
 def late_rank_of(name: str) -> Program:
-    """Settle what became of a save, as a rank does that got no verdict."""
+    """Abandon a save or find that it is committed, as a rank does that got no verdict."""
 
-    def settle(storage: Storage, _: None) -> Outcome:
+    def abandon(storage: Storage, _: None) -> Outcome:
         try:
             for attempt in attempts.list_attempts(storage, PATH):
                 if attempt.id.startswith(prefix_of(name)):
@@ -107,7 +107,7 @@ def late_rank_of(name: str) -> Program:
             pass
         return Outcome("nothing")
 
-    return (settle,)
+    return (abandon,)
 
 
 def deleter() -> Program:

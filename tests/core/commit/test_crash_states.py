@@ -85,7 +85,7 @@ def delete_where_two_are_committed(disk: CrashStorage) -> None:
 
 
 def verdict_lost_after_the_rename(disk: CrashStorage) -> None:
-    """The coordinator dies between the rename of the index and its sync; a rank settles."""
+    """The coordinator dies between the rename of the index and its sync; a rank abandons it."""
     claim = begin(disk, 1)
     with pytest.raises(KilledError):
         commit_protocol.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 1, 1))
@@ -94,7 +94,7 @@ def verdict_lost_after_the_rename(disk: CrashStorage) -> None:
 
 
 def rank_gives_up(disk: CrashStorage) -> None:
-    """A rank settles before the commit; the attempt is removed, the older checkpoint stays."""
+    """A rank abandons before the commit; the attempt is removed, the older checkpoint stays."""
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
     assert attempts.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")

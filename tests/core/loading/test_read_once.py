@@ -569,7 +569,7 @@ def test_a_copy_that_hangs_is_an_error_on_all_ranks(hanging, monkeypatch):
 
     monkeypatch.setattr(Binding, "allocate", allocated)
     monkeypatch.setattr(shared_read, "WORK_STALL_S", 0.5)
-    monkeypatch.setattr(shared_read, "LOOK_S", 0.05)
+    monkeypatch.setattr(shared_read, "RANK_CHECK_INTERVAL_S", 0.05)
     storage = MemoryStorage({"/runs": None})
     both, own = ([f"{name}{n:02}" for n in range(20)] for name in ("both", "own"))
     save_on_threads(storage, [{"model": {name: torch.ones(9) for name in (*both, *own)}}])
@@ -610,7 +610,7 @@ class Before(Counting):
 def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, monkeypatch):
     # A call takes a sixth of what it may, and all of them together more than that.
     monkeypatch.setattr(shared_read, "WORK_STALL_S", 6.0)
-    monkeypatch.setattr(shared_read, "LOOK_S", 0.05)
+    monkeypatch.setattr(shared_read, "RANK_CHECK_INTERVAL_S", 0.05)
     never = threading.Event()
 
     def take_long() -> None:
@@ -625,7 +625,7 @@ def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, mon
 
 @pytest.mark.parametrize(("mode", "hosts"), [("host", ONE_HOST), ("job", TWO_HOSTS)])
 def test_no_step_waits_until_a_rank_looks_after_the_others(mode, hosts, tree, monkeypatch):
-    monkeypatch.setattr(shared_read, "LOOK_S", 20.0)
+    monkeypatch.setattr(shared_read, "RANK_CHECK_INTERVAL_S", 20.0)
     states = [whole_state() for _ in range(4)]
     storage = MemoryStorage(tree)
     outcomes = try_load_on_threads(

@@ -56,7 +56,7 @@ VERDICT = (
     "Exchange.__exit__",
     "_StoreExchange._end",
     "_StoreExchange._envelope",
-    "Coordinator.settle",
+    "Coordinator.finish_exchange",
     "Coordinator._answer",
     "Coordinator._put",
     "ExchangeState.put",
@@ -316,9 +316,9 @@ def main(names: Sequence[str]) -> int:
     case = OneMoreSave(by_kept_plan=True)
     num = bytecodes_of_verdict(case)
     faults = [Fault(0, at, KeyboardInterrupt, is_in_bytecode=True) for at in range(num)]
-    unsettled = [problem for fault in faults if (problem := wrong(case, fault))]
-    print(f"the verdict: {num} bytecodes, {len(unsettled)} wrong", *unsettled, sep="\n")
-    return 1 if problems or unsettled else 0
+    undecided = [problem for fault in faults if (problem := wrong(case, fault))]
+    print(f"the verdict: {num} bytecodes, {len(undecided)} wrong", *undecided, sep="\n")
+    return 1 if problems or undecided else 0
 
 
 if __name__ == "__main__":

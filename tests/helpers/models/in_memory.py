@@ -107,7 +107,7 @@ class InMemory:
         for wanted in binding.wanted:
             for number, cell in enumerate(wanted.cells):
                 self._copy(wanted.fqn, wanted.shape, cell, targets[wanted.fqn, number])
-        binding.settle()
+        binding.finish_tensors()
         binding.assign_values()
         binding.load_objects()
 

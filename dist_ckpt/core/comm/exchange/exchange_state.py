@@ -46,8 +46,8 @@ class PollInterval:
     """The intervals of one wait: polls become rarer; looks at the heartbeats are regular."""
 
     def __init__(self, world_size: int, config: Config) -> None:
-        self._rarest_s = max(0.02, world_size / MAX_POLLS_PER_S)
-        self._least_s = max(0.0003, self._rarest_s / 100)
+        self._max_pause_s = max(0.02, world_size / MAX_POLLS_PER_S)
+        self._min_pause_s = max(0.0003, self._max_pause_s / 100)
         joining_s = min(config.join_warning_s / 2, config.join_timeout_s / 4)
         self._look_s = min(1.0, config.heartbeat_timeout_s / 10, joining_s)
         self._began_at = time.monotonic()
@@ -61,7 +61,7 @@ class PollInterval:
 
     def pause(self) -> None:
         """Sleep until the next poll."""
-        time.sleep(min(max(self._least_s, OVERSHOOT * self.waited_s), self._rarest_s))
+        time.sleep(min(max(self._min_pause_s, OVERSHOOT * self.waited_s), self._max_pause_s))
 
     def is_time_to_look(self) -> bool:
         """Return True, at intervals, if it is time to look at the heartbeats."""
@@ -99,9 +99,9 @@ class FailureDetector:
     ) -> None:
         self._client = client
         self._beat_key = beat_key
-        self._silence_s = config.heartbeat_timeout_s
+        self._heartbeat_timeout_s = config.heartbeat_timeout_s
         self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
-        self._most_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
+        self._max_counted_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
         self._last_seen: dict[int, _LastSeen] = {}
 
     def look(self, ranks: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class FailureDetector:
                     beat = unpack(data, Heartbeat)
                 self._last_seen[rank] = _LastSeen(data, beat, now)
             elif data is not None and last is not None:
-                last.silent_s += min(now - last.seen_at, self._most_s)
+                last.silent_s += min(now - last.seen_at, self._max_counted_s)
                 last.seen_at = now
 
     def beat(self, rank: int) -> Heartbeat | None:
@@ -137,7 +137,7 @@ class FailureDetector:
             beat is not None
             and (beat.number, beat.inside, beat.gone) == (number, True, False)
             and beat.failed_turn < turn
-            and self._last_seen[rank].silent_s < self._silence_s
+            and self._last_seen[rank].silent_s < self._heartbeat_timeout_s
         )
 
     def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
@@ -147,8 +147,8 @@ class FailureDetector:
             return None
         if beat.gone:
             return "has ended"
-        if self._last_seen[rank].silent_s >= self._silence_s:
-            return f"is dead or frozen: no heartbeat for {self._silence_s:g} s"
+        if self._last_seen[rank].silent_s >= self._heartbeat_timeout_s:
+            return f"is dead or frozen: no heartbeat for {self._heartbeat_timeout_s:g} s"
         if beat.number > number or (beat.number == number and not beat.inside):
             return "is no longer taking part: it raised an error or was interrupted"
         if was_in and beat.number < number:

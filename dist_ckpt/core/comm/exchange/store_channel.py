@@ -66,7 +66,7 @@ class Coordinator:
             raise FailedError(first_failure(failures))
         return [envelopes[rank].body for rank in range(self._state.world_size)]
 
-    def settle(
+    def finish_exchange(
         self,
         own: Envelope,
         error: BaseException | None,
@@ -223,7 +223,7 @@ class Participant:
         self._envelopes: list[str] = []
         self._is_answered = False
 
-    def settle(
+    def finish_exchange(
         self,
         own: Envelope,
         error: BaseException | None,
@@ -406,7 +406,7 @@ class _StoreExchange(Exchange):
             failure = failure_of(error, self.phase, state.rank, state.host)
         own, is_gathered = self._envelope(failure), self._own is not None
         try:
-            answer = self._role.settle(own, error, self._decided, is_gathered=is_gathered)
+            answer = self._role.finish_exchange(own, error, self._decided, is_gathered=is_gathered)
         except Exception:
             if is_interrupt(error):
                 return

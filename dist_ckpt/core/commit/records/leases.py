@@ -60,7 +60,7 @@ from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, Storag
 _log = logging.getLogger("dist_ckpt")
 
 # Longer than a storage is unavailable, and short enough for the leases of dead processes.
-TTL_S = 1800.0
+LEASE_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def _remove(storage: Storage, path: str) -> None:
 
 
 @contextmanager
-def renewed_lease(subject: CheckpointRef, ttl_s: float = TTL_S) -> Iterator[None]:
+def renewed_lease(subject: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[None]:
     """Lease a checkpoint inside the `with`, however long that takes; released at its end.
 
     The lease lasts for `ttl_s` after the last renewal, by the storage's clock: that of a process

@@ -4,7 +4,7 @@
     bind(template, saved) -> Binding    decides by names and kinds; every problem is listed
     binding.wanted -> load plan         all ranks agree that no rank has a problem
     binding.allocate() -> targets       new memory; the reader fills all targets
-    binding.settle()                    tensors that share memory are filled
+    binding.finish_tensors()            tensors that share memory are filled
     binding.assign_values()             plain values and new tensors are assigned
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
@@ -156,9 +156,9 @@ class Binding:
         with paused_collector():
             return self._context.targets.allocate()
 
-    def settle(self) -> None:
-        """Fill the tensors that share memory, after all reads; see `FillTargets.settle`."""
-        self._context.targets.settle()
+    def finish_tensors(self) -> None:
+        """Fill the tensors that share memory, after all reads; see `FillTargets.finish_tensors`."""
+        self._context.targets.finish_tensors()
 
     def assign_values(self) -> None:
         """Assign plain values and new tensors; modules first, in the order of `load_objects`."""
@@ -346,7 +346,7 @@ def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     extras = context.parts(fqn, further)
     for part in state.parts:
         if part.flat is not None:
-            context.effects.append(part.flat.settle)
+            context.effects.append(part.flat.update_copies)
         _load_part(context, fqn, part, state.live, assigned, extras)
 
 

@@ -354,7 +354,7 @@ class FillTargets:
         synchronize(self._tensors)  # before the first byte is written
         return targets
 
-    def settle(self) -> None:
+    def finish_tensors(self) -> None:
         """Fill the tensors that share memory, and wait for the accelerators.
 
         Raises IncompatibleError if they cannot all be filled, or if a cast has overflowed.
@@ -426,7 +426,7 @@ class FillTargets:
         """Return True if no other name has requested this data in this memory.
 
         `part` is the first of the value's. Two names of one tensor in the state may have been saved
-        as two tensors: both are read, and `settle` compares them.
+        as two tensors: both are read, and `finish_tensors` compares them.
         """
         self._values[name] = value
         # Another start is other memory: most tensors need no further check.

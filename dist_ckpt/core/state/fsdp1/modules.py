@@ -68,7 +68,7 @@ class FlatModule:
                 by_parameter.setdefault(key, {})[id(value)] = value
         return {key: tuple(parts.values()) for key, parts in by_parameter.items()}
 
-    def settle(self) -> None:
+    def update_copies(self) -> None:
         """Update FSDP1's copies of parameters and buffers after a load."""
         for buffer, stored in self.cast:
             with torch.no_grad():
