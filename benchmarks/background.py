@@ -25,9 +25,9 @@ from benchmarks.scenario import (
     DifferentError,
     Figure,
     Measure,
+    Row,
     Scenario,
     Settings,
-    SmallShardRun,
     in_one_line,
     turns,
 )
@@ -135,9 +135,7 @@ class Trainers:
                 shutil.rmtree(path)
         return {name: taken for name, taken in results.items() if name not in self.reasons}
 
-    def rows(
-        self, names: Sequence[str], row: Callable[[str], SmallShardRun]
-    ) -> tuple[SmallShardRun, ...]:
+    def rows(self, names: Sequence[str], row: Callable[[str], Row]) -> tuple[Row, ...]:
         """Return a row for each contender; for one that failed, why."""
         return tuple(
             Absent(name, self.reasons[name]) if name in self.reasons else row(name)
@@ -170,7 +168,7 @@ def stall(settings: Settings, trainers: Trainers, kinds: Sequence[Kind]) -> Meas
 
     taken = trainers.take_turns(take)
 
-    def row(name: str) -> SmallShardRun:
+    def row(name: str) -> Row:
         if name == PLAIN_COPY:
             return _copy_row([copies for copies in taken[name] if isinstance(copies, Mapping)])
         stalls = [stall for stall in taken[name] if isinstance(stall, Stall)]
@@ -195,7 +193,7 @@ def _nbytes_of(spec: Spec) -> int:
     return spec.count * spec.shape[0] * spec.shape[1] * 4
 
 
-def _copy_row(rounds: Sequence[Mapping[str, float]]) -> SmallShardRun:
+def _copy_row(rounds: Sequence[Mapping[str, float]]) -> Row:
     """Return the fastest way as the reference."""
     medians = {way: median(copies[way] for copies in rounds) for way in COPIES}
     fastest = min(COPIES, key=lambda way: medians[way])
@@ -204,7 +202,7 @@ def _copy_row(rounds: Sequence[Mapping[str, float]]) -> SmallShardRun:
     return Figure(PLAIN_COPY, seconds, note=f"{fastest}; {', '.join(others)}")
 
 
-def _stall_row(kind: Kind, first: Stall, stalls: Sequence[Stall]) -> SmallShardRun:
+def _stall_row(kind: Kind, first: Stall, stalls: Sequence[Stall]) -> Row:
     facts = {
         "first ms": first.staged_s * 1e3,
         "call ms": median(stall.called_s for stall in stalls) * 1e3,
@@ -257,7 +255,7 @@ def _gpt_of(settings: Settings) -> Spec:
     return Spec(max(2, round(settings.nbytes / 2 / (144 * width**2))), width=width)
 
 
-def _steps_row(name: str, kind: Kind | None, rounds: Sequence[Steps]) -> SmallShardRun:
+def _steps_row(name: str, kind: Kind | None, rounds: Sequence[Steps]) -> Row:
     seconds = [seconds for steps in rounds for seconds in steps.seconds]
     facts = {"p99 ms": _p99(seconds) * 1e3}
     if kind is None:
@@ -309,7 +307,7 @@ def restore(settings: Settings, trainers: Trainers, kinds: Sequence[Kind]) -> Me
 
     taken = trainers.take_turns(take)
 
-    def row(name: str) -> SmallShardRun:
+    def row(name: str) -> Row:
         if name == COLD_LOAD:
             return Figure(name, tuple(taken[name]), note="dc.load, none of it in the page cache")
         facts = {"start ms": median(started[1:]) * 1e3}

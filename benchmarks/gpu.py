@@ -21,7 +21,7 @@ from benchmarks.checkpoints import large_tensors
 from benchmarks.contenders import DistCkpt
 from benchmarks.rank import StorageLocation
 from benchmarks.savers import Kind, Ours, Pending
-from benchmarks.scenario import OURS, Absent, Figure, Measure, Scenario, Settings, SmallShardRun
+from benchmarks.scenario import OURS, Absent, Figure, Measure, Row, Scenario, Settings
 from benchmarks.trainer import Stall, Trainer
 from benchmarks.workload import Spec, Workload, make
 
@@ -90,7 +90,7 @@ def _stage(settings: Settings, trainers: Trainers, kinds: Mapping[str, Kind]) ->
 
     taken = trainers.take_turns(take)
 
-    def row(name: str) -> SmallShardRun:
+    def row(name: str) -> Row:
         seconds = tuple(stall.staged_s for stall in taken[name])
         if name in raw:
             return Figure(name, seconds)

@@ -21,7 +21,7 @@ from typing import TypeVar
 from benchmarks import planning_dcp
 from benchmarks import simulated_ranks as simulated
 from benchmarks.planning_growth import AXES, growth
-from benchmarks.scenario import OURS, Figure, Measure, Scenario, Settings, SmallShardRun
+from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
@@ -99,7 +99,7 @@ def _save(settings: Settings) -> Measure:
     )
 
 
-def _ours(world_size: int, count: int, rounds: int) -> SmallShardRun:
+def _ours(world_size: int, count: int, rounds: int) -> Row:
     row = _coordinator(OURS, "FSDP2", world_size, count, rounds)
     assert isinstance(row, Figure)
     facts = {name: row.facts[name] for name in ("peak MiB", "index kB")}
@@ -107,7 +107,7 @@ def _ours(world_size: int, count: int, rounds: int) -> SmallShardRun:
     return Figure(row.contender, row.seconds, facts, note)
 
 
-def _dcp(name: str, world_size: int, count: int) -> SmallShardRun:
+def _dcp(name: str, world_size: int, count: int) -> Row:
     def coordinate(world_size: int) -> dict[str, float]:
         inventory = typed_msgpack.decode(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
         return planning_dcp.coordinate(inventory, world_size)
@@ -118,9 +118,7 @@ def _dcp(name: str, world_size: int, count: int) -> SmallShardRun:
     return Figure(name, (sum(steps.values()),), {"peak MiB": _peak_mib()}, note)
 
 
-def _extrapolated(
-    rows: Sequence[SmallShardRun], sizes: Sequence[int], world_size: int
-) -> Iterator[SmallShardRun]:
+def _extrapolated(rows: Sequence[Row], sizes: Sequence[int], world_size: int) -> Iterator[Row]:
     seconds = [row.median_s for row in rows if isinstance(row, Figure)]
     name, note = f"DCP, {world_size:,} ranks", "extrapolated, not measured"
     linear = seconds[-1] * world_size / sizes[-1]
@@ -149,7 +147,7 @@ def _curves(settings: Settings) -> Measure:
     )
 
 
-def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int) -> SmallShardRun:
+def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int) -> Row:
     job = JOBS[kind](world_size, count)
     seconds: list[Mapping[str, float]] = []
     for _ in range(rounds + 1):
@@ -199,7 +197,7 @@ def _steady(settings: Settings) -> Measure:
     )
 
 
-def _same_again(name: str, world_size: int, count: int, rounds: int) -> SmallShardRun:
+def _same_again(name: str, world_size: int, count: int, rounds: int) -> Row:
     save = simulated.SimulatedSave(simulated.fsdp(world_size, count))
     save.run()
     seconds = []
@@ -240,7 +238,7 @@ def _load(settings: Settings) -> Measure:
     )
 
 
-def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -> SmallShardRun:
+def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -> Row:
     stored, wanting, count = sizes
     save = simulated.SimulatedSave(JOBS[kind](stored, count))
     save.run()
@@ -281,5 +279,5 @@ def _grow(settings: Settings) -> Measure:
     )
 
 
-def _doublings(quick: bool) -> tuple[SmallShardRun, ...]:  # noqa: FBT001  (called by position)
+def _doublings(quick: bool) -> tuple[Row, ...]:  # noqa: FBT001  (called by position)
     return tuple(growth(name, quick=quick) for name in AXES)

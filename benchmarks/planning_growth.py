@@ -11,7 +11,7 @@ from math import log2
 from random import Random
 
 from benchmarks import simulated_ranks as simulated
-from benchmarks.scenario import Figure, SmallShardRun
+from benchmarks.scenario import Figure, Row
 from dist_ckpt.core.comm.collectives.collective import distinct
 from dist_ckpt.core.commit.commit_protocol import checked_file_tables, mismatched_groups, sizes_of
 from dist_ckpt.core.format.geometry import (
@@ -59,7 +59,7 @@ Work = Callable[[], object]
 _DIGEST = "0" * 32
 
 
-def growth(name: str, *, quick: bool) -> SmallShardRun:
+def growth(name: str, *, quick: bool) -> Row:
     """Measure one axis at n, 2 n and 4 n."""
     prepare, size = AXES[name]
     sizes = [max(8, size // 16 if quick else size) * factor for factor in (1, 2, 4)]

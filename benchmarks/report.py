@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.scenario import OURS, Absent, Figure, Measure, Settings, SmallShardRun
+from benchmarks.scenario import OURS, Absent, Figure, Measure, Row, Settings
 
 SCHEMA = "dist-ckpt-bench/1"
 PACKAGES = ("dist-ckpt", "torch", "torch_checkpointing", "torchsnapshot", "safetensors")
@@ -80,7 +80,7 @@ def _json_of(measure: Measure) -> dict[str, object]:
     }
 
 
-def _json_row(measure: Measure, row: SmallShardRun) -> dict[str, object]:
+def _json_row(measure: Measure, row: Row) -> dict[str, object]:
     if isinstance(row, Absent):
         return {"contender": row.contender, "reason": row.reason}
     return {
@@ -115,7 +115,7 @@ def _measure_from(values: Mapping[str, Any]) -> Measure:
     )
 
 
-def _row_from(values: Mapping[str, Any]) -> SmallShardRun:
+def _row_from(values: Mapping[str, Any]) -> Row:
     if "reason" in values:
         return Absent(values["contender"], values["reason"])
     seconds = tuple(float(each) for each in values["seconds"])

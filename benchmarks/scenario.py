@@ -81,7 +81,7 @@ class Absent:
     reason: str
 
 
-SmallShardRun = Figure | Absent
+Row = Figure | Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Measure:
     scenario: str
     name: str
     title: str
-    rows: tuple[SmallShardRun, ...]
+    rows: tuple[Row, ...]
     nbytes: int | None = None
     limits: tuple[str, ...] = ()
     note: str = ""

@@ -14,8 +14,8 @@ from benchmarks.scenario import (
     DifferentError,
     Figure,
     Measure,
+    Row,
     Settings,
-    SmallShardRun,
     in_one_line,
     turns,
 )
@@ -201,7 +201,7 @@ class _Trial:
             if self._settings.measures(load.action):
                 yield load.action, load.title, tuple(_read_limits(load))
 
-    def rows(self, action: str, limits: tuple[str, ...]) -> Iterator[SmallShardRun]:
+    def rows(self, action: str, limits: tuple[str, ...]) -> Iterator[Row]:
         """Yield a row for each limit and each contender."""
         cold = {load.action for load in self._loads if load.cold}
         for name in (*limits, *self._contenders):

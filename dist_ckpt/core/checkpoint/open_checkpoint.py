@@ -338,7 +338,7 @@ class OpenCheckpoint:
             files.move_to_end(number)
         most = len(plan) if self.most_kept is None else self.most_kept
         try:
-            BlockReader(opened, targets, verify=True, slots=self.slots).run(self._num_threads)
+            BlockReader(opened, targets, verify=True, slots=self.slots).read_all(self._num_threads)
         finally:
             while len(files) > most:
                 files.popitem(last=False)[1].close()

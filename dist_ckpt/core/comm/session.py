@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Session:
     """The channel, collectives and caches of a group. One thread uses it at a time.
 
-    `group_ranks` are the ranks of the group as ranks of the job. `slots` are a few tens of MiB of
-    scratch memory for reads and writes: touching new memory each time would cost more.
+    `group_ranks` are the ranks of the group as ranks of the job. `scratch_buffers` are a few tens
+    of MiB for reads and writes: touching new memory each time would cost more.
     `collective` connects when it is first used.
     """
 
@@ -35,8 +35,8 @@ class Session:
         self.config = config or Config()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
         self._caches: dict[type, object] = {}
-        self.slots = BufferPool()
-        self._common: SharedScratch | None = None
+        self.scratch_buffers = BufferPool()
+        self._scratch: SharedScratch | None = None
         self.collective = collective
         self._began = channel.exchanges, collective.calls
 
@@ -77,16 +77,16 @@ class Session:
     @contextmanager
     def shared_scratch(self, nbytes: int) -> Iterator[SharedScratch]:
         """Yield memory of at least this size for a host's ranks, reused because new is slow."""
-        memory, self._common = self._common, None
+        memory, self._scratch = self._scratch, None
         if memory is None or memory.view.nbytes < nbytes:
             memory = SharedScratch(nbytes)
         yield memory
         # Not after an error: a call that hangs may still use it.
-        self._common = memory
+        self._scratch = memory
 
     def close(self) -> None:
         """Stop the heartbeat and close the connections."""
         self.channel.close()
         self.collective.close()
-        self.slots.clear()
-        self._common = None
+        self.scratch_buffers.clear()
+        self._scratch = None

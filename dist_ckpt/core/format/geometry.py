@@ -148,16 +148,16 @@ def _in_row(row: int, elements: ElementRange, shape: Shape) -> Iterator[Region]:
         yield Region((row, *box.offset), (1, *box.shape))
 
 
-def join_runs(runs: Iterable[range]) -> Iterator[range]:
-    """Join adjacent runs, given in order."""
+def join_ranges(ranges: Iterable[range]) -> Iterator[range]:
+    """Join adjacent ranges, given in order."""
     last = range(0)
-    for run in runs:
-        if last and run.start == last.stop:
-            last = range(last.start, run.stop)
+    for following in ranges:
+        if last and following.start == last.stop:
+            last = range(last.start, following.stop)
             continue
         if last:
             yield last
-        last = run
+        last = following
     if last:
         yield last
 

@@ -20,7 +20,7 @@ from dist_ckpt.core.loading.load_messages import (
     ResolvedSources,
     bits_of,
 )
-from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceShare, uses_of
+from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, uses_of
 from dist_ckpt.core.loading.shared_read_group import none_if_too_long, request_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
@@ -57,15 +57,15 @@ class LoadCall:
 class LoadArguments:
     """The checked arguments of a rank: its `request`, its template and its sources.
 
-    `storages` are those of each path, which serve files from memory, over `counting`. `shares` has
-    the use of each source, and `selection` the names to load.
+    `storages` are those of each path, which serve files from memory, over `counting`.
+    `source_uses` has the use of each source, and `selection` the names to load.
     """
 
     request: LoadRequest
     template: Template
     storages: tuple[OverlayStorage, ...]
     counting: tuple[CountingStorage, ...]
-    shares: tuple[SourceShare, ...]
+    source_uses: tuple[SourceUse, ...]
     selection: Selection | Scopes
 
     def at(self, paths: Sequence[str]) -> LoadArguments:
@@ -79,8 +79,8 @@ class LoadArguments:
             return self.selection
         paths = [checkpoint.path for checkpoint in sources.checkpoints]
         scopes = tuple(
-            replace(scope, path=paths[share.number])
-            for share, scope in zip(self.shares, self.selection.scopes, strict=True)
+            replace(scope, path=paths[use.number])
+            for use, scope in zip(self.source_uses, self.selection.scopes, strict=True)
         )
         return replace(self.selection, scopes=scopes)
 
@@ -89,7 +89,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
     """Check the arguments, and read the template. Raises ValueError or TypeError."""
     options, session = call.options, call.session
     options.check()
-    paths, shares = uses_of(call.path)
+    paths, source_uses = uses_of(call.path)
     template = read_template(
         call.state,
         sharding=options.sharding,
@@ -97,10 +97,10 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         world_size=session.channel.world_size,
         group_ranks=session.group_ranks,
     )
-    selection = _selection(options, shares, template)
+    selection = _selection(options, source_uses, template)
     request = LoadRequest(
         path=paths[0] if len(paths) == 1 else paths,
-        sources=tuple((share.key, paths[share.number]) for share in shares),
+        sources=tuple((use.key, paths[use.number]) for use in source_uses),
         strict=options.strict,
         check_first=options.check_first,
         read_once=options.read_once,
@@ -117,27 +117,27 @@ def read_arguments(call: LoadCall) -> LoadArguments:
     storages = tuple(map(OverlayStorage, counting))
     for storage in storages:
         storage.serve(call.memory.uncommitted)
-    return LoadArguments(request, template, storages, counting, shares, selection)
+    return LoadArguments(request, template, storages, counting, source_uses, selection)
 
 
 def _selection(
-    options: LoadOptions, shares: Sequence[SourceShare], template: Template
+    options: LoadOptions, source_uses: Sequence[SourceUse], template: Template
 ) -> Selection | Scopes:
     """Return the selection of names. Raises TypeError or ValueError for bad patterns."""
     of_load = without_frozen(options.selection(), template.root)
-    of_sources = [selection_of(share.source.include, share.source.exclude) for share in shares]
-    for share in shares:
-        rename_of(share.source.rename)
-        if options.rename is not None and (len(shares) > 1 or share.source.rename is not None):
+    of_sources = [selection_of(use.source.include, use.source.exclude) for use in source_uses]
+    for use in source_uses:
+        rename_of(use.source.rename)
+        if options.rename is not None and (len(source_uses) > 1 or use.source.rename is not None):
             raise ValueError(
                 "rename is given to a load from several sources, or twice: give each dc.Source "
                 "its own"
             )
-    if len(shares) == 1 and not shares[0].key and SELECT_ALL in (of_load, *of_sources):
+    if len(source_uses) == 1 and not source_uses[0].key and SELECT_ALL in (of_load, *of_sources):
         return of_sources[0] if of_load == SELECT_ALL else of_load
     scopes = (
-        Scope(str(share.source.path), share.key, selection)
-        for share, selection in zip(shares, of_sources, strict=True)
+        Scope(str(use.source.path), use.key, selection)
+        for use, selection in zip(source_uses, of_sources, strict=True)
     )
     return Scopes(of_load, tuple(scopes))
 
@@ -146,8 +146,9 @@ def _selection(
 class PreparedLoad:
     """Checkpoints that fit this rank's state: the binding, and the open files.
 
-    `targets` are None until new tensors are allocated. `encoded_runs` are this rank's encoded block
-    requests, and `links` lets other ranks connect; b"" and None if the ranks can share nothing.
+    `targets` are None until new tensors are allocated. `encoded_requests` are this rank's encoded
+    block requests, and `links` lets other ranks connect; b"" and None if the ranks can share
+    nothing.
     """
 
     resolved: ResolvedSources
@@ -156,7 +157,7 @@ class PreparedLoad:
     files: OpenFiles
     targets: CellTargets | None
     links: HostLinks | None
-    encoded_runs: bytes
+    encoded_requests: bytes
 
     def names_of(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """Return the names in the state of tensors of the index."""
@@ -202,7 +203,7 @@ def check_load(
             keys=sources.keys,
             cast=cast_of(options.cast),
         )
-        wanted = by_checkpoint(binding.wanted, saved)
+        wanted = split_requests(binding.wanted, saved)
         problems = (
             *_description_problems(options, sources, contents),
             *binding.problems,
@@ -218,17 +219,17 @@ def check_load(
         sources.checkpoints, wanted, saved, threads=session.config.threads, stack=stack
     )
     targets = None if binding.makes_memory else binding.allocate()
-    links, encoded_runs = request_blocks(session, sources.shared_read_id, files, stack)
+    links, encoded_requests = request_blocks(session, sources.shared_read_id, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
-        encoded_runs=none_if_too_long(encoded_runs, session.channel.world_size),
+        encoded_requests=none_if_too_long(encoded_requests, session.channel.world_size),
         from_memory=from_memory,
     )
-    return PreparedLoad(sources, saved, binding, files, targets, links, encoded_runs), findings
+    return PreparedLoad(sources, saved, binding, files, targets, links, encoded_requests), findings
 
 
 # The global objects file of a checkpoint, and a function that reads the file of a rank.
@@ -256,17 +257,19 @@ def _saved_tree(
     with paused_collector():
         trees = [
             saved_tree_of(
-                sources.checkpoints[share.number].catalog,
-                *contents[share.number],
-                rename=options.rename if share.source.rename is None else share.source.rename,
+                sources.checkpoints[use.number].catalog,
+                *contents[use.number],
+                rename=options.rename if use.source.rename is None else use.source.rename,
             )
-            for share in arguments.shares
+            for use in arguments.source_uses
         ]
         if not isinstance(selection, Scopes):
             return trees[0]
         views = [
-            SourceView(share.number, saved, scope)
-            for share, saved, scope in zip(arguments.shares, trees, selection.scopes, strict=True)
+            SourceView(use.number, saved, scope)
+            for use, saved, scope in zip(
+                arguments.source_uses, trees, selection.scopes, strict=True
+            )
         ]
         return merge_sources(views, [checkpoint.path for checkpoint in sources.checkpoints])
 
@@ -279,7 +282,7 @@ def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
     return [tag(number, name) for number, source in numbered for name in source.names]
 
 
-def by_checkpoint(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
+def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
     """Return the requests for each checkpoint, under its own names."""
     if not saved.origins:
         return [[*wanted]]

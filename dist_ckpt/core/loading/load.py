@@ -50,10 +50,10 @@ from dist_ckpt.core.loading.load_messages import (
     decide_load,
     open_sources,
     resolve_checkpoints,
-    total_reports,
+    sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
-from dist_ckpt.core.loading.shared_read import run, verify
+from dist_ckpt.core.loading.shared_read import check_blocks_first, read_blocks
 from dist_ckpt.core.loading.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
@@ -237,7 +237,7 @@ def _report(
         storage_reads=reduce(IoCount.plus_all, (storage.reads for storage in arguments.counting)),
         sources=prepared.sources(),
         as_saved=call.options.rename is None
-        and all(share.source.rename is None for share in arguments.shares),
+        and all(use.source.rename is None for use in arguments.source_uses),
         **structs.asdict(job),
     )
 
@@ -314,16 +314,18 @@ def _fill(
         targets, group = _allocate_and_link(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reading = BlockReader(prepared.files, None, verify=True, slots=call.session.slots)
-                verify(call.session, group, reading)
-        slots = call.session.slots
+                reading = BlockReader(
+                    prepared.files, None, verify=True, slots=call.session.scratch_buffers
+                )
+                check_blocks_first(call.session, group, reading)
+        slots = call.session.scratch_buffers
         reading = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
                 totals = _read(call.session, prepared, group, reading)
                 gathered = exchange.gather(totals)
                 if gathered is not None:
-                    exchange.decide(total_reports(gathered))
+                    exchange.decide(sum_totals(gathered))
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # The error has the tensors of the rank that met the damage; add those of this rank.
@@ -348,14 +350,16 @@ def _allocate_and_link(
     The group is None if this rank reads alone.
     """
     targets, group = prepared.targets, None
-    if decision.makes_memory or decision.shares:
+    if decision.makes_memory or decision.ranks_share_blocks:
         with call.session.channel.exchange("prepare") as preparing:
-            if decision.shares:
+            if decision.ranks_share_blocks:
                 group = SharedReadGroup.of(
                     call.session,
                     prepared.files,
                     prepared.links,
-                    gather_requests(call.session, decision.encoded_runs, prepared.encoded_runs),
+                    gather_requests(
+                        call.session, decision.encoded_requests, prepared.encoded_requests
+                    ),
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )
@@ -373,7 +377,7 @@ def _read(
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
     start = time.monotonic()
     try:
-        nbytes_read, nbytes_received = run(session, group, reading)
+        nbytes_read, nbytes_received = read_blocks(session, group, reading)
     except CorruptError as error:
         error.touched = prepared.names_of(error.touched)
         raise

@@ -88,7 +88,7 @@ class ResolvedSources:
         """All saved names, those of several checkpoints one after another."""
         return tuple(name for checkpoint in self.checkpoints for name in checkpoint.names)
 
-    def by_checkpoint(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
+    def names_from_bitmap(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
         """Decode a bitmap over `names` into the names of each checkpoint."""
         digits = map(int, f"{bits:0{len(self.names)}b}")
         # Each list takes as many digits as its checkpoint has names.
@@ -101,9 +101,9 @@ class CheckFindings(Message, frozen=True):
     `unclaimed` is a bitmap of the saved names that this rank does not request (`bits_of`).
     `unmatched` are the problems of patterns that match nothing here. `makes_memory`,
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
-    `encoded_runs` are its encoded block requests: b"" if the ranks can share nothing, None if they
-    are too long for this exchange. `from_memory`: it reads some files from memory. `is_gone`: the
-    checkpoint was removed.
+    `encoded_requests` are its encoded block requests: b"" if the ranks can share nothing, None if
+    they are too long for this exchange. `from_memory`: it reads some files from memory. `is_gone`:
+    the checkpoint was removed.
     """
 
     problems: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class CheckFindings(Message, frozen=True):
     makes_memory: bool = False
     assigns_values: bool = False
     loads_objects: bool = False
-    encoded_runs: bytes | None = b""
+    encoded_requests: bytes | None = b""
     from_memory: bool = False
     is_gone: bool = False
 
@@ -122,17 +122,17 @@ class LoadDecision(Message, frozen=True):
 
     `unexpected` are the saved names that no rank requests. `makes_memory`, `assigns_values`,
     `loads_objects` and `from_memory` are True if they are on any rank; a step without work is left
-    out. `shares` is True if ranks may have requests in common. Then `encoded_runs` are those of
-    all ranks; it is empty if they are still to be gathered. `is_gone`: the checkpoint was replaced,
-    and the other fields have no meaning.
+    out. `ranks_share_blocks` is True if ranks may have requests in common. Then `encoded_requests`
+    are those of all ranks; it is empty if they are still to be gathered. `is_gone`: the checkpoint
+    was replaced, and the other fields have no meaning.
     """
 
     unexpected: tuple[str, ...] = ()
     makes_memory: bool = False
     assigns_values: bool = False
     loads_objects: bool = False
-    shares: bool = False
-    encoded_runs: tuple[bytes, ...] = ()
+    ranks_share_blocks: bool = False
+    encoded_requests: tuple[bytes, ...] = ()
     from_memory: bool = False
     is_gone: bool = False
 
@@ -230,18 +230,18 @@ def decide_load(
             )
         return LoadDecision(is_gone=True)
     bitmaps = (int.from_bytes(result.unclaimed, "big") for result in findings)
-    unexpected = sources.by_checkpoint(reduce(and_, bitmaps))
+    unexpected = sources.names_from_bitmap(reduce(and_, bitmaps))
     _check_fits(request, sources, findings, unexpected)
-    shares, encoded_runs = shared_requests(
-        [result.encoded_runs for result in findings], between_hosts=request.read_once == "job"
+    ranks_share_blocks, encoded_requests = shared_requests(
+        [result.encoded_requests for result in findings], between_hosts=request.read_once == "job"
     )
     return LoadDecision(
         unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
         makes_memory=any(result.makes_memory for result in findings),
         assigns_values=any(result.assigns_values for result in findings),
         loads_objects=any(result.loads_objects for result in findings),
-        shares=shares,
-        encoded_runs=tuple(encoded_runs),
+        ranks_share_blocks=ranks_share_blocks,
+        encoded_requests=tuple(encoded_requests),
         from_memory=any(result.from_memory for result in findings),
     )
 
@@ -272,7 +272,7 @@ def _check_fits(
         raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
 
 
-def total_reports(totals: Sequence[RankTotals]) -> JobTotals:
+def sum_totals(totals: Sequence[RankTotals]) -> JobTotals:
     """Return the totals of all ranks."""
     slowest, slowest_s = slowest_of([rank_totals.seconds for rank_totals in totals])
     nbytes_read = sum(rank_totals.nbytes_read for rank_totals in totals)

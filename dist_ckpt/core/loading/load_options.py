@@ -83,7 +83,7 @@ Sources = AnySource | Sequence[AnySource] | Mapping[str, AnySource | Sequence[An
 
 
 @dataclass(frozen=True, slots=True)
-class SourceShare:
+class SourceUse:
     """A source, and the part of the state that it fills: `key` and all below it, or all if "".
 
     `number` is the number of its path among the paths of the load.
@@ -94,13 +94,13 @@ class SourceShare:
     source: Source
 
 
-def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
+def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
     """Return the paths, each once, and the sources of each key in their order of preference.
 
     No file is opened. Raises TypeError or ValueError for sources that are not valid.
     """
     numbers: dict[str, int] = {}
-    shares: list[SourceShare] = []
+    source_uses: list[SourceUse] = []
     for key, value in _by_key(sources):
         items = value if isinstance(value, list | tuple) else [value]
         if not items:
@@ -110,14 +110,14 @@ def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceShare, ...]]:
             source = item if isinstance(item, Source) else Source(item)  # type: ignore[arg-type]
             path = open_storage(source.path)[1]
             number = numbers.setdefault(path, len(numbers))
-            share = SourceShare(number, key, replace(source, path=path))
-            if share in shares:
+            use = SourceUse(number, key, replace(source, path=path))
+            if use in source_uses:
                 raise ValueError(
                     f"{path} is given twice{f' for {key!r}' if key else ''}, and the second would "
                     "fill nothing: remove one"
                 )
-            shares.append(share)
-    return tuple(numbers), tuple(shares)
+            source_uses.append(use)
+    return tuple(numbers), tuple(source_uses)
 
 
 def text_of(sources: object) -> str:

@@ -70,15 +70,15 @@ class _ReadRequests(Message, frozen=True):
     `connection_epoch` numbers the bulk connections.
     """
 
-    encoded_runs: bytes | None
+    encoded_requests: bytes | None
     connection_epoch: int
 
 
 class _SharedRequests(Message, frozen=True):
     """True if ranks have requests in common, and all requests if they were short enough."""
 
-    shares: bool
-    encoded_runs: tuple[bytes, ...]
+    ranks_share_blocks: bool
+    encoded_requests: tuple[bytes, ...]
     connection_epoch: int
 
 
@@ -105,22 +105,24 @@ def read_together(
     `open_files` returns the files with the targets of their cells, and changes no target;
     `while_open` surrounds all work with files. Returns how many bytes came from storage, and how
     many from other ranks of the host. On return all ranks have all their data. All ranks raise the
-    error of `open_files` or `BlockReader.run` on any rank.
+    error of `open_files` or `BlockReader.read_all` on any rank.
     """
     session, phases = together.session, together.phases
     with ExitStack() as stack:
         with phases.phase("check"):
             files, targets, group = _link_ranks(together, open_files, while_open, stack)
         with phases.phase("read"), session.channel.exchange("read"), while_open():
-            reading = BlockReader(files, targets, verify=True, slots=session.slots)
-            return run(session, group, reading)
+            reading = BlockReader(files, targets, verify=True, slots=session.scratch_buffers)
+            return read_blocks(session, group, reading)
 
 
-def run(session: Session, group: SharedReadGroup | None, reading: BlockReader) -> tuple[int, int]:
+def read_blocks(
+    session: Session, group: SharedReadGroup | None, reading: BlockReader
+) -> tuple[int, int]:
     """Read all blocks, and share those of `group` as `read_shared` does."""
     try:
         if group is None:
-            return reading.run(session.config.threads), 0
+            return reading.read_all(session.config.threads), 0
         return read_shared(group, reading)
     except BaseException:
         if group is not None:
@@ -141,21 +143,21 @@ def _link_ranks(
             files, targets = open_files()
         stack.callback(files.close)
         links, own = request_blocks(session, together.shared_read_id, files, stack)
-        encoded_runs = none_if_too_long(own, session.channel.world_size)
-        requests = checking.gather(_ReadRequests(encoded_runs, session.collective.epoch))
+        encoded_requests = none_if_too_long(own, session.channel.world_size)
+        requests = checking.gather(_ReadRequests(encoded_requests, session.collective.epoch))
         if requests is not None:
-            runs_of_all = [request.encoded_runs for request in requests]
-            shares, common_runs = shared_requests(runs_of_all, between_hosts=False)
+            requests_of_all = [request.encoded_requests for request in requests]
+            are_shared, common_requests = shared_requests(requests_of_all, between_hosts=False)
             epoch = max(request.connection_epoch for request in requests)
-            checking.decide(_SharedRequests(shares, tuple(common_runs), epoch))
+            checking.decide(_SharedRequests(are_shared, tuple(common_requests), epoch))
     common = checking.result(_SharedRequests)
     session.collective.renew(common.connection_epoch)
-    if not common.shares:
+    if not common.ranks_share_blocks:
         return files, targets, None
     with session.channel.exchange("prepare") as preparing:
-        runs_by_rank = gather_requests(session, common.encoded_runs, own)
+        requests_by_rank = gather_requests(session, common.encoded_requests, own)
         group = SharedReadGroup.of(
-            session, files, links, runs_by_rank, between_hosts=False, stack=stack
+            session, files, links, requests_by_rank, between_hosts=False, stack=stack
         )
         group.meet(preparing)
     return files, targets, group.without_unreachable(preparing.result(UnreachableRanks))
@@ -269,21 +271,24 @@ RANK_CHECK_INTERVAL_S = 1.0
 
 
 def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]:
-    """Do the work of `BlockReader.run`, but read shared blocks once. Collective.
+    """Do the work of `BlockReader.read_all`, but read shared blocks once. Collective.
 
     Every rank of `group` calls this. Returns how many bytes came from storage, and how many from
-    other ranks. Raises the errors of `BlockReader.run`, and SecondaryError if another rank fails.
+    other ranks. Raises the errors of `BlockReader.read_all`, and SecondaryError if another rank
+    fails.
     """
     work = SharedWork(group, reading.targets)
     with reading.name_touched():
-        SharedReading(group, work, reading).run()
+        SharedReading(group, work, reading).read_all()
     return work.nbytes_moved()
 
 
-def verify(session: Session, group: SharedReadGroup | None, reading: BlockReader) -> None:
+def check_blocks_first(
+    session: Session, group: SharedReadGroup | None, reading: BlockReader
+) -> None:
     """Check the blocks that this rank would read. In a group, other ranks check the others."""
     if group is None:
-        reading.run(session.config.threads)
+        reading.read_all(session.config.threads)
         return
     work = SharedWork(group, reading.targets)
     fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
@@ -310,7 +315,7 @@ class SharedReading:
         self._host = HostTransfer(work, reading, links)
         self._links = links
 
-    def run(self) -> None:
+    def read_all(self) -> None:
         """Do all of it. After an error no other rank waits for this one."""
         try:
             self._links.accept(self._group.partners)

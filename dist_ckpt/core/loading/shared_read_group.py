@@ -15,12 +15,12 @@ from msgspec import structs
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import Exchange
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.format.geometry import ByteRange, join_runs
+from dist_ckpt.core.format.geometry import ByteRange, join_ranges
 from dist_ckpt.core.planning.load.read_sharing import (
     SHARED_RANGE_NBYTES,
-    BlockRuns,
+    BlockRanges,
     RangeKey,
-    RankBlockRuns,
+    RankBlockRequests,
     SharedBlockRange,
     have_equal_requests,
     receivers_of,
@@ -79,12 +79,12 @@ def request_blocks(
             shared_read_id, session.channel.rank, timeout_s=session.config.heartbeat_timeout_s
         )
         stack.callback(links.close)
-    return links, encode(RankBlockRuns.of(session.channel.host, runs_of(files)))
+    return links, encode(RankBlockRequests.of(session.channel.host, block_ranges_of(files)))
 
 
-def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
-    """Return the runs of blocks that a plan needs, by the number of the file in the index."""
-    runs_by_file = {}
+def block_ranges_of(files: OpenFiles) -> dict[int, BlockRanges]:
+    """Return the ranges of blocks that a plan needs, by the number of the file in the index."""
+    ranges_by_file = {}
     for number, items in files.plan.items():
         file = files.files[number]
         block_nbytes = file.header.block_nbytes
@@ -97,22 +97,22 @@ def runs_of(files: OpenFiles) -> dict[int, BlockRuns]:
                 continue
             needed = requested_blocks(file.shards[shard], wanted, block_nbytes, lambda _: False)
             blocks += (first + block.number for block in needed)
-        runs_by_file[number] = tuple(join_runs(range(block, block + 1) for block in blocks))
-    return runs_by_file
+        ranges_by_file[number] = tuple(join_ranges(range(block, block + 1) for block in blocks))
+    return ranges_by_file
 
 
 def shared_requests(
-    encoded_runs: Sequence[bytes | None], *, between_hosts: bool
+    encoded_requests: Sequence[bytes | None], *, between_hosts: bool
 ) -> tuple[bool, Sequence[bytes]]:
     """Return True if ranks have requests in common, and all requests if an exchange can send them.
 
     If a request was too long for the exchange, the ranks are taken to have some in common.
     """
-    received = [encoded for encoded in encoded_runs if encoded is not None]
-    if len(received) < len(encoded_runs):
+    received = [encoded for encoded in encoded_requests if encoded is not None]
+    if len(received) < len(encoded_requests):
         return True, ()
     if not all(received) or not have_equal_requests(
-        (decode(encoded, RankBlockRuns) for encoded in received), between_hosts=between_hosts
+        (decode(encoded, RankBlockRequests) for encoded in received), between_hosts=between_hosts
     ):
         return False, ()
     # Between hosts they are gathered all the same: that connects the hosts.
@@ -121,16 +121,19 @@ def shared_requests(
 
 
 def gather_requests(
-    session: Session, encoded_runs: Sequence[bytes], own: bytes
-) -> Mapping[int, RankBlockRuns]:
-    """Return the requests of each rank: `encoded_runs`, or gather each rank's `own`. Collective.
+    session: Session, encoded_requests: Sequence[bytes], own: bytes
+) -> Mapping[int, RankBlockRequests]:
+    """Return each rank's requests: `encoded_requests`, or gather each rank's `own`. Collective.
 
     If a rank fails before this, the others wait until gloo's deadline.
     """
-    if encoded_runs:
-        return {rank: decode(encoded, RankBlockRuns) for rank, encoded in enumerate(encoded_runs)}
+    if encoded_requests:
+        return {
+            rank: decode(encoded, RankBlockRequests)
+            for rank, encoded in enumerate(encoded_requests)
+        }
     bodies = session.collective.all_gather_distinct(own)
-    return {rank: decode(body, RankBlockRuns) for body, holders in bodies for rank in holders}
+    return {rank: decode(body, RankBlockRequests) for body, holders in bodies for rank in holders}
 
 
 # --- the work of one rank --------------------------------------------------------------------
@@ -309,7 +312,7 @@ class SharedReadGroup:
     session: Session
     files: OpenFiles
     between_hosts: bool
-    runs_by_rank: Mapping[int, RankBlockRuns]
+    requests_by_rank: Mapping[int, RankBlockRequests]
     shared_ranges: tuple[SharedBlockRange, ...]
     links: HostLinks | None
     missed: FailedLinks
@@ -319,14 +322,14 @@ class SharedReadGroup:
         session: Session,
         files: OpenFiles,
         links: HostLinks | None,
-        runs_by_rank: Mapping[int, RankBlockRuns],
+        requests_by_rank: Mapping[int, RankBlockRequests],
         *,
         between_hosts: bool,
         stack: ExitStack,
     ) -> SharedReadGroup:
         """Link this rank with those of its host. Without memory or a socket it shares nothing."""
         shared_ranges = _shared_ranges_of(
-            session.channel.rank, runs_by_rank, files, between_hosts=between_hosts
+            session.channel.rank, requests_by_rank, files, between_hosts=between_hosts
         )
         missed: tuple[int, ...] | None = ()
         if shared_ranges:
@@ -341,7 +344,13 @@ class SharedReadGroup:
                 links.offer(memory)
                 missed = tuple(links.connect(receivers_of(links.rank, shared_ranges)))
         return SharedReadGroup(
-            session, files, between_hosts, runs_by_rank, shared_ranges, links, FailedLinks(missed)
+            session,
+            files,
+            between_hosts,
+            requests_by_rank,
+            shared_ranges,
+            links,
+            FailedLinks(missed),
         )
 
     def meet(self, exchange: Exchange) -> None:
@@ -353,11 +362,13 @@ class SharedReadGroup:
             return
         unlinked = {rank for rank, missed in enumerate(failed_links) if missed.ranks is None}
         hosts = {
-            self.runs_by_rank[rank].host
+            self.requests_by_rank[rank].host
             for missed in failed_links
             for rank in {*(missed.ranks or ())} - unlinked
         }
-        apart = [rank for rank in range(len(failed_links)) if self.runs_by_rank[rank].host in hosts]
+        apart = [
+            rank for rank in range(len(failed_links)) if self.requests_by_rank[rank].host in hosts
+        ]
         if alone := {*unlinked, *apart}:
             _log.warning(
                 "%s cannot share memory with the ranks of the same host name, so their common data "
@@ -375,16 +386,16 @@ class SharedReadGroup:
         """
         group = self
         if unreachable.unlinked or unreachable.elsewhere:
-            runs_by_rank = {
-                rank: structs.replace(rank_runs, host=f"{rank_runs.host} ({rank})")
+            requests_by_rank = {
+                rank: structs.replace(rank_requests, host=f"{rank_requests.host} ({rank})")
                 if rank in unreachable.elsewhere
-                else rank_runs
-                for rank, rank_runs in self.runs_by_rank.items()
+                else rank_requests
+                for rank, rank_requests in self.requests_by_rank.items()
                 if rank not in unreachable.unlinked
             }
             own = self.session.channel.rank
             shared_ranges = _shared_ranges_of(
-                own, runs_by_rank, self.files, between_hosts=self.between_hosts
+                own, requests_by_rank, self.files, between_hosts=self.between_hosts
             )
             group = replace(self, shared_ranges=shared_ranges)
         return group if group.shared_ranges else None
@@ -403,18 +414,22 @@ class SharedReadGroup:
 
 
 def _shared_ranges_of(
-    own: int, runs_by_rank: Mapping[int, RankBlockRuns], files: OpenFiles, *, between_hosts: bool
+    own: int,
+    requests_by_rank: Mapping[int, RankBlockRequests],
+    files: OpenFiles,
+    *,
+    between_hosts: bool,
 ) -> tuple[SharedBlockRange, ...]:
-    """Return the ranges that a rank shares with the ranks in `runs_by_rank`, in order."""
-    if own not in runs_by_rank:
+    """Return the ranges that a rank shares with the ranks in `requests_by_rank`, in order."""
+    if own not in requests_by_rank:
         return ()
-    by_file: dict[int, dict[int, RankBlockRuns]] = {
-        file: {} for file in runs_by_rank[own].gaps_and_lengths
+    by_file: dict[int, dict[int, RankBlockRequests]] = {
+        file: {} for file in requests_by_rank[own].gaps_and_lengths
     }
-    for rank, rank_runs in sorted(runs_by_rank.items()):
-        if between_hosts or rank_runs.host == runs_by_rank[own].host:
-            for file in rank_runs.gaps_and_lengths.keys() & by_file.keys():
-                by_file[file][rank] = rank_runs
+    for rank, rank_requests in sorted(requests_by_rank.items()):
+        if between_hosts or rank_requests.host == requests_by_rank[own].host:
+            for file in rank_requests.gaps_and_lengths.keys() & by_file.keys():
+                by_file[file][rank] = rank_requests
     return tuple(
         shared_range
         for file, requests in sorted(by_file.items())

@@ -26,7 +26,7 @@ from dist_ckpt.core.format.geometry import (
     Layout,
     Region,
     Shape,
-    join_runs,
+    join_ranges,
     row_major_strides,
 )
 from dist_ckpt.core.planning.plan import (
@@ -136,7 +136,7 @@ def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]
     # As torch does: cut into `split_factor` chunks, as if another axis came first, and give each
     # rank its part of every chunk.
     chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
-    return [tuple(join_runs(run for chunk in chunks for run in chunk[n])) for n in range(count)]
+    return [tuple(join_ranges(run for chunk in chunks for run in chunk[n])) for n in range(count)]
 
 
 def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:

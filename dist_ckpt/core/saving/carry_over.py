@@ -241,7 +241,7 @@ class CarryOver:
         ]
         if self.plan.copied is not None:
             plans = files_of_rank(self.plan.copied, rank)
-            with self.source.opened(storage, slots=session.slots) as source:
+            with self.source.opened(storage, slots=session.scratch_buffers) as source:
                 read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
                 copied = RankFiles(step, plans, Windows(plans, read).sources, {})
                 # One thread: windows are read one at a time, and their blocks written in order.

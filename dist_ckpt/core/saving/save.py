@@ -331,7 +331,9 @@ class _RankWriter:
                 receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
         linkable, threads = session.cache(SaveCache).linkable_saves, session.config.threads
-        part = write_or_link(storage, folder, files, linkable, threads=threads, slots=session.slots)
+        part = write_or_link(
+            storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers
+        )
         self.saved = part.saved
         return RankWriteResult(
             (*receipts, *part.receipts),

@@ -336,7 +336,7 @@ def _write(
     source_folder = f"{newest.path}/{newest.attempt}"
     plans = [file for assignment in plan.assignments for file in assignment.plans]
     receipts: list[FileReceipt] = []
-    with closing(AveragedTensors(plan.sources, plan.averaged, session.slots)) as tensors:
+    with closing(AveragedTensors(plan.sources, plan.averaged, session.scratch_buffers)) as tensors:
         done, nbytes = 0, tensors.nbytes_to_read(plans)
 
         def tell(count: int) -> None:

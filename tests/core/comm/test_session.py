@@ -127,8 +127,8 @@ def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():
 
 def test_a_closed_session_keeps_no_scratch_memory():
     session = Session(SingleProcessChannel(), SingleProcessCollective())
-    with session.slots.borrow() as before:
+    with session.scratch_buffers.borrow() as before:
         pass
     session.close()
-    with session.slots.borrow() as after:
+    with session.scratch_buffers.borrow() as after:
         assert after is not before

@@ -445,7 +445,7 @@ def test_a_rank_that_reads_alone_and_fails_of_its_storage_tells_what_it_has_fill
             raise CorruptError("damaged", touched=("rank 0",))
         raise StorageError("the network is gone")
 
-    monkeypatch.setattr(BlockReader, "run", fail)
+    monkeypatch.setattr(BlockReader, "read_all", fail)
     states = [whole_state() for _ in range(2)]
     outcomes = try_load_on_threads(
         lambda _: MemoryStorage(tree), states, read_once="off", strict=False

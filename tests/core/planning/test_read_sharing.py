@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import join_runs
+from dist_ckpt.core.format.geometry import join_ranges
 from dist_ckpt.core.planning.load.read_sharing import (
     SHARED_RANGE_NBYTES,
-    BlockRuns,
-    RankBlockRuns,
+    BlockRanges,
+    RankBlockRequests,
     SharedBlockRange,
     have_equal_requests,
     receivers_of,
@@ -22,8 +22,8 @@ from dist_ckpt.core.runtime.typed_msgpack import decode, encode
 MIB = 1 << 20
 
 
-def runs_of(numbers: set[int]) -> BlockRuns:
-    return tuple(join_runs(range(number, number + 1) for number in sorted(numbers)))
+def runs_of(numbers: set[int]) -> BlockRanges:
+    return tuple(join_ranges(range(number, number + 1) for number in sorted(numbers)))
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
@@ -31,33 +31,35 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, RankBlockRuns]]:
+def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, RankBlockRequests]]:
     """Return a file's number, its blocks and what some ranks want of it."""
     sizes = draw(st.lists(st.integers(1, 6 * MIB), min_size=1, max_size=24))
     numbers = st.sets(st.integers(0, len(sizes) - 1))
     file = draw(st.integers(0, 5))
-    runs_by_rank = {}
+    requests_by_rank = {}
     for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=6)):
         blocks, host = draw(numbers), draw(st.sampled_from("abc"))
-        runs_by_rank[rank] = RankBlockRuns.of(
+        requests_by_rank[rank] = RankBlockRequests.of(
             host, {file: runs_of(blocks)} if blocks else {file + 1: (range(3),)}
         )
-    return file, starts_of(sizes), runs_by_rank
+    return file, starts_of(sizes), requests_by_rank
 
 
-def wanters(runs_by_rank: Mapping[int, RankBlockRuns], file: int, block: int) -> set[int]:
+def wanters(requests_by_rank: Mapping[int, RankBlockRequests], file: int, block: int) -> set[int]:
     return {
-        rank for rank, runs in runs_by_rank.items() if any(block in run for run in runs.runs(file))
+        rank
+        for rank, runs in requests_by_rank.items()
+        if any(block in run for run in runs.block_ranges(file))
     }
 
 
 @given(cases())
 def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
-    file, starts, runs_by_rank = case
-    ranges = shared_block_ranges(file, starts, runs_by_rank)
+    file, starts, requests_by_rank = case
+    ranges = shared_block_ranges(file, starts, requests_by_rank)
     for block in range(len(starts) - 1):
         holding = [one for one in ranges if block in one.blocks]
-        ranks = wanters(runs_by_rank, file, block)
+        ranks = wanters(requests_by_rank, file, block)
         assert len(holding) == (len(ranks) > 1)
         for one in holding:
             told = [rank for host in one.hosts for rank in host]
@@ -67,30 +69,30 @@ def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
 
 @given(cases())
 def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
-    _, _, runs_by_rank = case
+    _, _, requests_by_rank = case
     wanted = [
         (runs.host, file, block)
-        for runs in runs_by_rank.values()
+        for runs in requests_by_rank.values()
         for file in runs.gaps_and_lengths
-        for run in runs.runs(file)
+        for run in runs.block_ranges(file)
         for block in run
     ]
-    assert have_equal_requests(runs_by_rank.values(), between_hosts=False) == (
+    assert have_equal_requests(requests_by_rank.values(), between_hosts=False) == (
         len({*wanted}) < len(wanted)
     )
     anywhere = {place[1:] for place in wanted}
-    assert have_equal_requests(runs_by_rank.values(), between_hosts=True) == (
+    assert have_equal_requests(requests_by_rank.values(), between_hosts=True) == (
         len(anywhere) < len(wanted)
     )
 
 
 @given(cases())
 def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
-    file, starts, runs_by_rank = case
-    for one in shared_block_ranges(file, starts, runs_by_rank):
+    file, starts, requests_by_rank = case
+    for one in shared_block_ranges(file, starts, requests_by_rank):
         assert one.fetcher == one.hosts[0][0]
         assert one.agents == tuple(host[0] for host in one.hosts[1:])
-        names = [{runs_by_rank[rank].host for rank in host} for host in one.hosts]
+        names = [{requests_by_rank[rank].host for rank in host} for host in one.hosts]
         assert all(len(name) == 1 for name in names)
         assert len({name for (name,) in names}) == len(one.hosts)
         assert all(one.host_of(rank) is host for host in one.hosts for rank in host)
@@ -98,18 +100,20 @@ def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
 
 @given(cases())
 def test_a_shared_range_is_one_block_or_fits_a_slot(case):
-    file, starts, runs_by_rank = case
-    for one in shared_block_ranges(file, starts, runs_by_rank):
+    file, starts, requests_by_rank = case
+    for one in shared_block_ranges(file, starts, requests_by_rank):
         nbytes = starts[one.blocks.stop] - starts[one.blocks.start]
         assert len(one.blocks) == 1 or nbytes <= SHARED_RANGE_NBYTES
 
 
 @given(cases())
 def test_every_rank_derives_the_same_ranges_whatever_else_it_knows(case):
-    file, starts, runs_by_rank = case
-    found = shared_block_ranges(file, starts, runs_by_rank)
+    file, starts, requests_by_rank = case
+    found = shared_block_ranges(file, starts, requests_by_rank)
     only_this_file = {
-        rank: runs for rank, runs in reversed(runs_by_rank.items()) if file in runs.gaps_and_lengths
+        rank: runs
+        for rank, runs in reversed(requests_by_rank.items())
+        if file in runs.gaps_and_lengths
     }
     assert shared_block_ranges(file, starts, only_this_file) == found
 
@@ -117,10 +121,10 @@ def test_every_rank_derives_the_same_ranges_whatever_else_it_knows(case):
 @given(st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1)))
 def test_what_a_rank_wants_comes_back_from_its_message(blocks):
     runs = {file: runs_of(numbers) for file, numbers in blocks.items()}
-    told = decode(encode(RankBlockRuns.of("host", runs)), RankBlockRuns)
+    told = decode(encode(RankBlockRequests.of("host", runs)), RankBlockRequests)
     assert told.host == "host"
-    assert {file: told.runs(file) for file in told.gaps_and_lengths} == runs
-    assert told.runs(10) == ()
+    assert {file: told.block_ranges(file) for file in told.gaps_and_lengths} == runs
+    assert told.block_ranges(10) == ()
 
 
 def fetched(ranges: Sequence[SharedBlockRange], starts: Sequence[int]) -> dict[int, int]:
@@ -139,7 +143,7 @@ def fetched(ranges: Sequence[SharedBlockRange], starts: Sequence[int]) -> dict[i
 def test_what_all_want_is_fetched_in_equal_parts_but_for_one_range(sizes, world_size, file):
     starts = starts_of(sizes)
     all_of_it = {
-        rank: RankBlockRuns.of("a", {file: (range(len(sizes)),)}) for rank in range(world_size)
+        rank: RankBlockRequests.of("a", {file: (range(len(sizes)),)}) for rank in range(world_size)
     }
     nbytes = fetched(shared_block_ranges(file, starts, all_of_it), starts)
     parts = [nbytes.get(rank, 0) for rank in range(world_size)]
@@ -149,25 +153,29 @@ def test_what_all_want_is_fetched_in_equal_parts_but_for_one_range(sizes, world_
 
 def test_a_rank_with_much_to_read_alone_fetches_less_for_others():
     starts = starts_of([4 * MIB] * 9)
-    runs_by_rank = {
-        0: RankBlockRuns.of("a", {0: (range(9),)}),
-        1: RankBlockRuns.of("a", {0: (range(6, 9),)}),
+    requests_by_rank = {
+        0: RankBlockRequests.of("a", {0: (range(9),)}),
+        1: RankBlockRequests.of("a", {0: (range(6, 9),)}),
     }
-    ranges = shared_block_ranges(0, starts, runs_by_rank)
+    ranges = shared_block_ranges(0, starts, requests_by_rank)
     assert [one.fetcher for one in ranges] == [1, 1, 1]
 
 
 def test_small_files_are_fetched_by_different_ranks():
-    all_of_it = RankBlockRuns.of("a", {file: (range(1),) for file in range(8)})
-    runs_by_rank = dict.fromkeys(range(4), all_of_it)
-    ranges = [one for file in range(8) for one in shared_block_ranges(file, [0, 10], runs_by_rank)]
+    all_of_it = RankBlockRequests.of("a", {file: (range(1),) for file in range(8)})
+    requests_by_rank = dict.fromkeys(range(4), all_of_it)
+    ranges = [
+        one for file in range(8) for one in shared_block_ranges(file, [0, 10], requests_by_rank)
+    ]
     assert sorted(one.fetcher for one in ranges) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_between_hosts_each_rank_of_a_host_brings_its_part():
     starts = starts_of([4 * MIB] * 12)
-    runs_by_rank = {rank: RankBlockRuns.of("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)}
-    ranges = shared_block_ranges(0, starts, runs_by_rank)
+    requests_by_rank = {
+        rank: RankBlockRequests.of("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)
+    }
+    ranges = shared_block_ranges(0, starts, requests_by_rank)
     brought = [host[0] for one in ranges for host in one.hosts]
     assert {rank: brought.count(rank) for rank in range(4)} == dict.fromkeys(range(4), 6)
     assert fetched(ranges, starts) == dict.fromkeys(range(4), 12 * MIB)
@@ -180,7 +188,7 @@ def test_partners_are_the_ranks_of_the_same_host_only():
 
 
 def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():
-    assert len(encode(RankBlockRuns.of("host", {7: (range(1_000_000),)}))) < 30
+    assert len(encode(RankBlockRequests.of("host", {7: (range(1_000_000),)}))) < 30
 
 
 @pytest.mark.parametrize(
@@ -192,4 +200,4 @@ def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():
     ],
 )
 def test_runs_that_adjoin_are_joined(runs, expected):
-    assert list(join_runs(runs)) == expected
+    assert list(join_ranges(runs)) == expected

@@ -18,33 +18,33 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 # other ranks copy it (docs/decisions/0008).
 SHARED_RANGE_NBYTES = 4 << 20
 
-# Runs of block numbers, ascending and not adjacent.
-BlockRuns = tuple[range, ...]
+# Ranges of block numbers, ascending and not adjacent.
+BlockRanges = tuple[range, ...]
 
 # Identifies a shared range: its file and its first block.
 RangeKey = tuple[int, int]
 
 
-class RankBlockRuns(Message, frozen=True):
+class RankBlockRequests(Message, frozen=True):
     """The blocks that one rank needs of each file, by the file's number in the index.
 
-    `gaps_and_lengths` alternates the gap before a run and its length: these are small numbers.
+    `gaps_and_lengths` alternates the gap before a range and its length: these are small numbers.
     """
 
     host: str
     gaps_and_lengths: dict[int, tuple[int, ...]]
 
     @staticmethod
-    def of(host: str, runs: Mapping[int, Iterable[range]]) -> RankBlockRuns:
-        """Return the request for these runs of blocks of each file."""
+    def of(host: str, ranges: Mapping[int, Iterable[range]]) -> RankBlockRequests:
+        """Return the request for these ranges of blocks of each file."""
         gaps_and_lengths = {}
-        for file, file_runs in sorted(runs.items()):
-            edges = [0, *(edge for run in file_runs for edge in (run.start, run.stop))]
+        for file, file_ranges in sorted(ranges.items()):
+            edges = [0, *(edge for blocks in file_ranges for edge in (blocks.start, blocks.stop))]
             gaps_and_lengths[file] = tuple(stop - start for start, stop in pairwise(edges))
-        return RankBlockRuns(host, gaps_and_lengths)
+        return RankBlockRequests(host, gaps_and_lengths)
 
-    def runs(self, file: int) -> BlockRuns:
-        """Return the runs of blocks of a file; empty if none is needed."""
+    def block_ranges(self, file: int) -> BlockRanges:
+        """Return the ranges of blocks of a file; empty if none is needed."""
         edges = list(accumulate(self.gaps_and_lengths.get(file, ())))
         return tuple(starmap(range, zip(edges[::2], edges[1::2], strict=True)))
 
@@ -81,40 +81,42 @@ class SharedBlockRange:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
-def have_equal_requests(requests: Iterable[RankBlockRuns], *, between_hosts: bool) -> bool:
+def have_equal_requests(requests: Iterable[RankBlockRequests], *, between_hosts: bool) -> bool:
     """Return True if a block is needed by several ranks of one host or, `between_hosts`, of any."""
-    runs = [
-        ("" if between_hosts else rank_runs.host, file, run.start, run.stop)
-        for rank_runs in requests
-        for file in rank_runs.gaps_and_lengths
-        for run in rank_runs.runs(file)
+    ranges = [
+        ("" if between_hosts else rank_requests.host, file, blocks.start, blocks.stop)
+        for rank_requests in requests
+        for file in rank_requests.gaps_and_lengths
+        for blocks in rank_requests.block_ranges(file)
     ]
-    runs.sort()
-    return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(runs))
+    ranges.sort()
+    return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(ranges))
 
 
 def shared_block_ranges(
-    file: int, starts: Sequence[int], runs_by_rank: Mapping[int, RankBlockRuns]
+    file: int, starts: Sequence[int], requests_by_rank: Mapping[int, RankBlockRequests]
 ) -> tuple[SharedBlockRange, ...]:
-    """Return the shared ranges of a file, in order. `runs_by_rank` has the requests.
+    """Return the shared ranges of a file, in order. `requests_by_rank` has the requests.
 
     `starts` has the start of each block, and the end of the last. Fetches are balanced by bytes
     within a file; remainders rotate with the file's number.
     """
     host_of = {
-        rank: rank_runs.host
-        for rank, rank_runs in runs_by_rank.items()
-        if file in rank_runs.gaps_and_lengths
+        rank: rank_requests.host
+        for rank, rank_requests in requests_by_rank.items()
+        if file in rank_requests.gaps_and_lengths
     }
-    share = _Shares(file, host_of)
-    segments = list(_segments({rank: runs_by_rank[rank].runs(file) for rank in share.host_of}))
+    balance = _FetchBalance(file, host_of)
+    segments = list(
+        _segments({rank: requests_by_rank[rank].block_ranges(file) for rank in balance.host_of})
+    )
     for blocks, ranks in segments:
         if len(ranks) == 1:
-            share.fetched[ranks[0]] += starts[blocks.stop] - starts[blocks.start]
+            balance.fetched[ranks[0]] += starts[blocks.stop] - starts[blocks.start]
     shared_ranges = []
     for blocks, ranks in segments:
         if len(ranks) > 1:
-            shared_ranges += [share.assign(run, starts, ranks) for run in _cut(blocks, starts)]
+            shared_ranges += [balance.assign(part, starts, ranks) for part in _cut(blocks, starts)]
     return tuple(shared_ranges)
 
 
@@ -124,13 +126,13 @@ def receivers_of(rank: int, shared_ranges: Iterable[SharedBlockRange]) -> list[i
     return sorted(ranks - {rank})
 
 
-def _segments(runs_by_rank: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tuple[int, ...]]]:
+def _segments(ranges_by_rank: Mapping[int, BlockRanges]) -> Iterator[tuple[range, tuple[int, ...]]]:
     """Cut the blocks of a file where the set of ranks that need them changes."""
     changes: dict[int, list[int]] = {}
-    for rank, runs in runs_by_rank.items():
-        for run in runs:
-            changes.setdefault(run.start, []).append(rank)
-            changes.setdefault(run.stop, []).append(rank)
+    for rank, ranges in ranges_by_rank.items():
+        for blocks in ranges:
+            changes.setdefault(blocks.start, []).append(rank)
+            changes.setdefault(blocks.stop, []).append(rank)
     ranks: set[int] = set()
     start = 0
     for stop in sorted(changes):
@@ -141,7 +143,7 @@ def _segments(runs_by_rank: Mapping[int, BlockRuns]) -> Iterator[tuple[range, tu
 
 
 def _cut(blocks: range, starts: Sequence[int]) -> Iterator[range]:
-    """Cut a run of blocks into runs of at most `SHARED_RANGE_NBYTES`, or of one block."""
+    """Cut a range of blocks into ranges of at most `SHARED_RANGE_NBYTES`, or of one block."""
     first = blocks.start
     while first < blocks.stop:
         fits = bisect_right(starts, starts[first] + SHARED_RANGE_NBYTES) - 1
@@ -150,7 +152,7 @@ def _cut(blocks: range, starts: Sequence[int]) -> Iterator[range]:
         first = stop
 
 
-class _Shares:
+class _FetchBalance:
     """The bytes of a file that each rank has to fetch, and to receive for its host, so far."""
 
     def __init__(self, file: int, host_of: Mapping[int, str]) -> None:

@@ -66,10 +66,10 @@ class BlockReader:
         blocks = (file.header.block_nbytes for file, _ in files)
         self._slots = (slots or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
         # Work on small shards is all Python: threads would only block each other, at twice the
-        # cost. Meanwhile the next runs are read.
+        # cost. Meanwhile the next reads are read.
         self._python_lock = Lock()
 
-    def run(self, threads: int) -> int:
+    def read_all(self, threads: int) -> int:
         """Fill the targets; every block is read once. Return the bytes read, without headers.
 
         CorruptError, with the tensors in `touched` that may have partial data, or StorageError.
