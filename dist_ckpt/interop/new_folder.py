@@ -61,6 +61,8 @@ def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) ->
     if not isinstance(overwrite, bool | None):
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
     check_parent(path)
+    if os.path.islink(path):  # callers resolve links first
+        raise ExistsError(f"{path} is now a link to {os.readlink(path)}: look at it")
     try:
         entries = storage.list(path)
     except FileNotFoundError:

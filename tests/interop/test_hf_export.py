@@ -365,6 +365,19 @@ def test_nothing_is_replaced_unless_asked_and_only_what_an_export_has_made(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["hf", "one"]
 
 
+@pytest.mark.parametrize("to", ["other", "nowhere"])
+def test_a_link_that_appears_after_the_plan_is_not_replaced(tmp_path: Path, to: str) -> None:
+    source = saved(tmp_path, {"model": tensors()})
+    export.export_folder(source, tmp_path / "other")
+    plan = export.plan_export(source, tmp_path / "hf", overwrite=True)
+    (tmp_path / "hf").symlink_to(to)
+    with pytest.raises(ExistsError, match=f"hf is now a link to {to}"):
+        plan.run()
+    assert (tmp_path / "hf").is_symlink()
+    assert_same(read_one(tmp_path / "other"), tensors())
+    assert sorted(os.listdir(tmp_path)) == ["hf", "one", "other"]
+
+
 def read_one(folder: Path) -> dict[str, torch.Tensor]:
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
