@@ -170,15 +170,15 @@ def pieces(cell: Cell, shape: Shape) -> Iterator[RegionPiece]:
         start += box.numel
 
 
-def run_of(box: Region, piece: RegionPiece) -> ElementRange | None:
+def contiguous_range(box: Region, piece: RegionPiece) -> ElementRange | None:
     """Return the range of a box in the memory of its cell, or None if that is not contiguous."""
     if box is piece.region or box == piece.region:
         return ElementRange(piece.start, piece.start + box.numel)
-    ranges = tuple(islice(runs_of(box, piece, 1), 2))
+    ranges = tuple(islice(ranges_of(box, piece, 1), 2))
     return ranges[0] if len(ranges) == 1 else None
 
 
-def runs_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]:
+def ranges_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]:
     """Yield the ranges that a box has in the memory of its cell.
 
     Holes of fewer than `gap` elements are included. So a block of `gap` elements overlaps a range
@@ -193,16 +193,16 @@ def runs_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]
         inner += (box.shape[outer] - 1) * strides[outer]
     corner = box.relative_to(piece.region.offset).offset
     start = piece.start + sum(o * s for o, s in zip(corner, strides, strict=True))
-    yield from _outer_runs(box.shape[:outer], strides[:outer], start, inner)
+    yield from _outer_ranges(box.shape[:outer], strides[:outer], start, inner)
 
 
-def _outer_runs(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[ElementRange]:
+def _outer_ranges(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[ElementRange]:
     # Not `product`, which would first store all of what may be millions of rows.
     if not shape:
         yield ElementRange(start, start + numel)
         return
     for i in range(shape[0]):
-        yield from _outer_runs(shape[1:], strides[1:], start + i * strides[0], numel)
+        yield from _outer_ranges(shape[1:], strides[1:], start + i * strides[0], numel)
 
 
 @dataclass(frozen=True, slots=True)

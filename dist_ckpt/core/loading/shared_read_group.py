@@ -32,7 +32,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     CellTargets,
     NeededBlock,
     PlannedRead,
-    SmallShardRun,
+    SmallShardsRead,
     by_shard,
     divide,
     group_successive,
@@ -245,24 +245,24 @@ class SharedWork:
             for block in (shared_range.blocks.start, shared_range.blocks.stop)
         ]
         # The content of each range, and of no range, in order.
-        small_runs: defaultdict[int | None, list[SmallShardRun]] = defaultdict(list)
+        small_reads: defaultdict[int | None, list[SmallShardsRead]] = defaultdict(list)
         blocks: defaultdict[int | None, list[NeededBlock]] = defaultdict(list)
-        divided_runs, items = divide(file, self._files.plan[number])
-        for whole in divided_runs:
-            for run in _cut(whole, file.shards.starts, bounds):
-                small_runs[_range_at(run.span.start, bounds)].append(run)
+        whole_reads, items = divide(file, self._files.plan[number])
+        for whole in whole_reads:
+            for cut_read in _cut(whole, file.shards.starts, bounds):
+                small_reads[_range_at(cut_read.span.start, bounds)].append(cut_read)
         for block in needed_blocks(file, items, self._targets):
             blocks[_range_at(block.start, bounds)].append(block)
         parts = {}
         for n, shared_range in enumerate(shared_ranges):
             # A range has no hole: all its adjacent blocks are read at once.
             groups = group_successive(blocks[n], lambda group, b: group[-1].stop == b.start)
-            reads: list[PlannedRead] = [*small_runs[n]]
+            reads: list[PlannedRead] = [*small_reads[n]]
             reads += (BlockRead(ByteRange(g[0].start, g[-1].stop), tuple(g)) for g in groups)
             reads.sort(key=lambda read: read.span.start)
             part = SharedRangePart(shared_range, file, tuple(reads), self._tags[shared_range.key])
             parts[shared_range.blocks.start] = part
-        self._divided[number] = [*small_runs[None], *reads_of(blocks[None])], parts
+        self._divided[number] = [*small_reads[None], *reads_of(blocks[None])], parts
         return self._divided[number]
 
 
@@ -274,14 +274,14 @@ def _range_at(start: int, bounds: Sequence[int]) -> int | None:
 
 
 def _cut(
-    run: SmallShardRun, starts: Sequence[int], bounds: Sequence[int]
-) -> Iterator[SmallShardRun]:
-    """Cut a run of small shards where ranges begin and end."""
-    inside = bounds[bisect_right(bounds, run.span.start) : bisect_left(bounds, run.span.stop)]
-    cuts = [run.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
-    for first, stop in pairwise([*cuts, run.first + len(run.items)]):
-        items = run.items[first - run.first : stop - run.first]
-        yield SmallShardRun(first, items, ByteRange(starts[first], starts[stop]))
+    read: SmallShardsRead, starts: Sequence[int], bounds: Sequence[int]
+) -> Iterator[SmallShardsRead]:
+    """Cut the read of small shards where ranges begin and end."""
+    inside = bounds[bisect_right(bounds, read.span.start) : bisect_left(bounds, read.span.stop)]
+    cuts = [read.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
+    for first, stop in pairwise([*cuts, read.first + len(read.items)]):
+        items = read.items[first - read.first : stop - read.first]
+        yield SmallShardsRead(first, items, ByteRange(starts[first], starts[stop]))
 
 
 # --- the ranks that share --------------------------------------------------------------------

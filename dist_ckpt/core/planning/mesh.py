@@ -2,7 +2,7 @@
 
 Placements apply from left to right: each cuts the indices of its dimension that the placements
 before it have left. A rank holds the product of the remaining indices of all dimensions. The
-indices are ascending runs, so that a strided shard is a few runs.
+indices are ascending ranges, so that a strided shard is a few ranges.
 
 torch defines `_StridedShard` axis by axis, like that. FSDP2 over TP, for which it was made, cuts in
 the other order: TP first, then FSDP. Both give the same cells if sizes divide evenly. If not,
@@ -44,7 +44,7 @@ from dist_ckpt.core.planning.plan import (
 )
 
 # Ascending, disjoint, not empty, and not adjacent.
-IndexRuns = tuple[range, ...]
+IndexRanges = tuple[range, ...]
 
 
 def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
@@ -79,11 +79,11 @@ def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
     strides = row_major_strides(view.mesh.shape)
     cutting = axes_of(view.placements, len(shape))
     for size, axes in zip(shape, cutting, strict=True):
-        parts: list[IndexRuns] = [(range(size),)]
+        parts: list[IndexRanges] = [(range(size),)]
         for axis in axes:
             placement, count = view.placements[axis], view.mesh.shape[axis]
-            parts = [part for runs in parts for part in _split(runs, placement, count)]
-        starts = sorted((run.start, n) for n, runs in enumerate(parts) for run in runs)
+            parts = [part for ranges in parts for part in _split(ranges, placement, count)]
+        starts = sorted((indices.start, n) for n, ranges in enumerate(parts) for indices in ranges)
         offsets = positions_of(axes, view.mesh.shape, strides)
         cuts.append((*(start for start, _ in starts), size))
         positions.append([offsets[n] for _, n in starts])
@@ -116,36 +116,40 @@ def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]
     if 0 in shape:
         return (Region.whole(shape),)
     position, strides = mesh.ranks.index(rank), row_major_strides(mesh.shape)
-    remaining: list[IndexRuns] = []
+    remaining: list[IndexRanges] = []
     for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
-        runs: IndexRuns = (range(size),)
+        ranges: IndexRanges = (range(size),)
         for axis in axes:
             count = mesh.shape[axis]
-            runs = _split(runs, view.placements[axis], count)[position // strides[axis] % count]
-        remaining.append(runs)
+            ranges = _split(ranges, view.placements[axis], count)[position // strides[axis] % count]
+        remaining.append(ranges)
     return tuple(
-        Region(tuple(run.start for run in box), tuple(map(len, box))) for box in product(*remaining)
+        Region(tuple(indices.start for indices in box), tuple(map(len, box)))
+        for box in product(*remaining)
     )
 
 
-def _split(runs: IndexRuns, placement: Placement, count: int) -> list[IndexRuns]:
-    """Return the part of the indices in `runs` that each of `count` ranks along a mesh axis has."""
+def _split(ranges: IndexRanges, placement: Placement, count: int) -> list[IndexRanges]:
+    """Return the part of the indices that each of `count` ranks along a mesh axis has."""
     if isinstance(placement, Shard):
-        return _chunk(runs, count)
+        return _chunk(ranges, count)
     assert isinstance(placement, StridedShard), placement
     # As torch does: cut into `split_factor` chunks, as if another axis came first, and give each
     # rank its part of every chunk.
-    chunks = [_chunk(chunk, count) for chunk in _chunk(runs, placement.split_factor) if chunk]
-    return [tuple(join_ranges(run for chunk in chunks for run in chunk[n])) for n in range(count)]
+    chunks = [_chunk(chunk, count) for chunk in _chunk(ranges, placement.split_factor) if chunk]
+    return [
+        tuple(join_ranges(indices for chunk in chunks for indices in chunk[n]))
+        for n in range(count)
+    ]
 
 
-def _chunk(runs: IndexRuns, count: int) -> list[IndexRuns]:
+def _chunk(ranges: IndexRanges, count: int) -> list[IndexRanges]:
     """Cut a list of indices into `count` parts as `torch.chunk` does; the last may be empty."""
-    size = -(-sum(map(len, runs)) // count)
+    size = -(-sum(map(len, ranges)) // count)
     parts: list[list[range]] = [[] for _ in range(count)]
     done = 0
-    for run in runs:
-        rest = run
+    for indices in ranges:
+        rest = indices
         while rest:
             number, inside = divmod(done, size)
             part = rest[: size - inside]

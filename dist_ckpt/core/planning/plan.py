@@ -17,7 +17,7 @@ from dist_ckpt.core.format.geometry import (
     Region,
     RegionPiece,
     Shape,
-    run_of,
+    contiguous_range,
 )
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
@@ -210,7 +210,7 @@ class TensorRequest(NamedTuple):
 class CellOverlap:
     """The common box of a stored cell and a requested one, for all tensors with equal cuts.
 
-    Both pieces are row-major. `run` is None unless the box is contiguous in both memories.
+    Both pieces are row-major. `contiguous` is None unless the box is contiguous in both memories.
     """
 
     stored: Cell
@@ -218,7 +218,7 @@ class CellOverlap:
     requested_number: int  # the number of the requested cell
     target: RegionPiece  # the piece of the requested cell that contains the box
     common: Region
-    run: ElementRange | None  # the box in the stored cell's memory
+    contiguous: ElementRange | None  # the box in the stored cell's memory
     shift: int  # from there to the requested cell's memory
     is_whole: bool  # the cells are equal, and this is all of them
 
@@ -232,14 +232,19 @@ class CellOverlap:
         common: Region,
     ) -> CellOverlap:
         """Return the overlap of pieces of a stored cell and of a requested one."""
-        run, target_run = run_of(common, source), run_of(common, target)
+        contiguous, target_range = (
+            contiguous_range(common, source),
+            contiguous_range(common, target),
+        )
         shift, is_whole = 0, False
-        if run is not None and target_run is not None:
-            shift = target_run.start - run.start
+        if contiguous is not None and target_range is not None:
+            shift = target_range.start - contiguous.start
             is_whole = stored == requested and common.numel == requested.numel
         else:
-            run = None
-        return CellOverlap(stored, source, requested_number, target, common, run, shift, is_whole)
+            contiguous = None
+        return CellOverlap(
+            stored, source, requested_number, target, common, contiguous, shift, is_whole
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Catalog, Node
-from dist_ckpt.core.format.index.index_json import runs_of
+from dist_ckpt.core.format.index.index_json import parameter_ranges
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
@@ -392,7 +392,7 @@ def plan_stored(
         tree=tree,
         name_lists=(),
         numpy=numpy,
-        parameters=runs_of((entry.fqn for entry in tensors), catalog.parameters),
+        parameters=parameter_ranges((entry.fqn for entry in tensors), catalog.parameters),
     )
     plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
     # Per-rank keys keep their meaning for the ranks that saved, and so does the mesh. Values are

@@ -10,7 +10,7 @@ import torch
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Key, Node
-from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS, runs_of
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS, parameter_ranges
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
@@ -209,7 +209,7 @@ class _InventoryBuilder:
             tree=tuple(self.tree),
             name_lists=tuple(self.name_lists),
             numpy=tuple(self.numpy),
-            parameters=runs_of((entry.fqn for entry in self.tensors), self.parameters),
+            parameters=parameter_ranges((entry.fqn for entry in self.tensors), self.parameters),
         )
         return LocalState(inventory, self.parts, self.values, self.per_rank, self.owners)
 

@@ -12,8 +12,8 @@ from dist_ckpt.core.format.geometry import (
     RegionPiece,
     boxes_of,
     pieces,
+    ranges_of,
     row_major_strides,
-    runs_of,
 )
 from long_mode import examples
 
@@ -140,11 +140,11 @@ def test_runs_leave_out_exactly_the_holes_that_are_long_enough(data, gap):
         10 + sum((i - 3) * s for i, s in zip(index, strides, strict=True))
         for index in sorted(elements_of(box))
     ]
-    runs = list(runs_of(box, RegionPiece(region, 10), gap))
+    ranges = list(ranges_of(box, RegionPiece(region, 10), gap))
     expected = [ElementRange(held[0], held[0] + 1)]
     for place in held[1:]:
         if place - expected[-1].stop < gap:
             expected[-1] = ElementRange(expected[-1].start, place + 1)
         else:
             expected.append(ElementRange(place, place + 1))
-    assert runs == expected
+    assert ranges == expected

@@ -22,7 +22,7 @@ from dist_ckpt.core.runtime.typed_msgpack import decode, encode
 MIB = 1 << 20
 
 
-def runs_of(numbers: set[int]) -> BlockRanges:
+def ranges_of(numbers: set[int]) -> BlockRanges:
     return tuple(join_ranges(range(number, number + 1) for number in sorted(numbers)))
 
 
@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, RankBlockRequests]
     for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=6)):
         blocks, host = draw(numbers), draw(st.sampled_from("abc"))
         requests_by_rank[rank] = RankBlockRequests.of(
-            host, {file: runs_of(blocks)} if blocks else {file + 1: (range(3),)}
+            host, {file: ranges_of(blocks)} if blocks else {file + 1: (range(3),)}
         )
     return file, starts_of(sizes), requests_by_rank
 
@@ -48,8 +48,8 @@ def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, RankBlockRequests]
 def wanters(requests_by_rank: Mapping[int, RankBlockRequests], file: int, block: int) -> set[int]:
     return {
         rank
-        for rank, runs in requests_by_rank.items()
-        if any(block in run for run in runs.block_ranges(file))
+        for rank, requests in requests_by_rank.items()
+        if any(block in blocks for blocks in requests.block_ranges(file))
     }
 
 
@@ -71,11 +71,11 @@ def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
 def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
     _, _, requests_by_rank = case
     wanted = [
-        (runs.host, file, block)
-        for runs in requests_by_rank.values()
-        for file in runs.gaps_and_lengths
-        for run in runs.block_ranges(file)
-        for block in run
+        (requests.host, file, block)
+        for requests in requests_by_rank.values()
+        for file in requests.gaps_and_lengths
+        for blocks in requests.block_ranges(file)
+        for block in blocks
     ]
     assert have_equal_requests(requests_by_rank.values(), between_hosts=False) == (
         len({*wanted}) < len(wanted)
@@ -111,19 +111,19 @@ def test_every_rank_derives_the_same_ranges_whatever_else_it_knows(case):
     file, starts, requests_by_rank = case
     found = shared_block_ranges(file, starts, requests_by_rank)
     only_this_file = {
-        rank: runs
-        for rank, runs in reversed(requests_by_rank.items())
-        if file in runs.gaps_and_lengths
+        rank: requests
+        for rank, requests in reversed(requests_by_rank.items())
+        if file in requests.gaps_and_lengths
     }
     assert shared_block_ranges(file, starts, only_this_file) == found
 
 
 @given(st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1)))
 def test_what_a_rank_wants_comes_back_from_its_message(blocks):
-    runs = {file: runs_of(numbers) for file, numbers in blocks.items()}
-    told = decode(encode(RankBlockRequests.of("host", runs)), RankBlockRequests)
+    ranges = {file: ranges_of(numbers) for file, numbers in blocks.items()}
+    told = decode(encode(RankBlockRequests.of("host", ranges)), RankBlockRequests)
     assert told.host == "host"
-    assert {file: told.block_ranges(file) for file in told.gaps_and_lengths} == runs
+    assert {file: told.block_ranges(file) for file in told.gaps_and_lengths} == ranges
     assert told.block_ranges(10) == ()
 
 
@@ -192,12 +192,12 @@ def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():
 
 
 @pytest.mark.parametrize(
-    ("runs", "expected"),
+    ("ranges", "expected"),
     [
         ([], []),
         ([range(1, 2), range(2, 4)], [range(1, 4)]),
         ([range(1), range(2, 3)], [range(1), range(2, 3)]),
     ],
 )
-def test_runs_that_adjoin_are_joined(runs, expected):
-    assert list(join_ranges(runs)) == expected
+def test_ranges_that_adjoin_are_joined(ranges, expected):
+    assert list(join_ranges(ranges)) == expected

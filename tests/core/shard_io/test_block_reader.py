@@ -30,7 +30,7 @@ from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
 from dist_ckpt.core.shard_io.read import block_reads, open_files
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, SmallShardRun
+from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, SmallShardsRead
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -201,8 +201,8 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
     saved, wanted = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_reads, "MIN_SHARDS", least)
-        patch.setattr(block_reads, "RUN_NBYTES", most)
-        patch.setattr(block_reads, "MAX_RUNS", least)
+        patch.setattr(block_reads, "SMALL_READ_NBYTES", most)
+        patch.setattr(block_reads, "MAX_SMALL_READS", least)
         patch.setattr(block_reads, "WORK_NBYTES", most)
         patch.setattr(block_reads, "ZERO_COPY_NBYTES", direct)
         patch.setattr(block_reads, "READ_NBYTES", most)
@@ -275,7 +275,7 @@ def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads(
     read, reads = BlockReader.read, []
 
     def counted(
-        reading: BlockReader, file: open_files.OpenFile, one: SmallShardRun | BlockRead
+        reading: BlockReader, file: open_files.OpenFile, one: SmallShardsRead | BlockRead
     ) -> int:
         reads.append(one.span.nbytes)
         return read(reading, file, one)

@@ -175,23 +175,23 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
             fqn: [[_encode_key(key), rank] for key, rank in keys]
             for fqn, keys in catalog.per_rank.items()
         },
-        "parameters": [[*run] for run in runs_of(catalog.tensors, catalog.parameters)],
+        "parameters": [[*row] for row in parameter_ranges(catalog.tensors, catalog.parameters)],
     }
 
 
-def runs_of(
+def parameter_ranges(
     names: Iterable[str], parameters: Mapping[str, bool]
 ) -> tuple[tuple[int, int, bool], ...]:
-    """Return (first, count, trainable) for each run of successive names that are parameters."""
-    runs: list[tuple[int, int, bool]] = []
+    """Return (first, count, trainable) for each range of successive names that are parameters."""
+    ranges: list[tuple[int, int, bool]] = []
     for number, name in enumerate(names if parameters else ()):
         if (trainable := parameters.get(name)) is None:
             continue
-        if runs and runs[-1][0] + runs[-1][1] == number and runs[-1][2] is trainable:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1, trainable
+        if ranges and ranges[-1][0] + ranges[-1][1] == number and ranges[-1][2] is trainable:
+            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1, trainable
         else:
-            runs.append((number, 1, trainable))
-    return tuple(runs)
+            ranges.append((number, 1, trainable))
+    return tuple(ranges)
 
 
 def _encode_cut(cut: Cut) -> dict[str, Json]:
@@ -523,8 +523,8 @@ def _decode_parameters(value: Json, names: Sequence[str], label: str) -> dict[st
     label = f"{label}, parameters"
     parameters: dict[str, bool] = {}
     free = 0
-    for run in array(value, label):
-        start, count, trainable = row(run, 3, label)
+    for listed_range in array(value, label):
+        start, count, trainable = row(listed_range, 3, label)
         first = integer(start, free, len(names) - 1, label)
         free = first + integer(count, 1, len(names) - first, label)
         parameters.update(dict.fromkeys(names[first:free], boolean(trainable, label)))

@@ -25,7 +25,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     CellTargets,
     NeededBlock,
     PlannedRead,
-    SmallShardRun,
+    SmallShardsRead,
     damage_error,
     digest_problem,
     every_block,
@@ -168,7 +168,7 @@ class BlockReader:
 
     def place(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
         """Copy the checked blocks of one read, which are `data`, to their targets."""
-        if isinstance(read, SmallShardRun):
+        if isinstance(read, SmallShardsRead):
             with self._python_lock:
                 self._place_shards(read, read.shard_data(file, data))
             return
@@ -184,8 +184,8 @@ class BlockReader:
                 target = self._touch(item)
                 _copy(item, target, stored, data[offset : offset + stop - start])
 
-    def _place_shards(self, run: SmallShardRun, shard_data: Iterable[memoryview]) -> None:
-        for item, data in zip(run.items, shard_data, strict=True):
+    def _place_shards(self, read: SmallShardsRead, shard_data: Iterable[memoryview]) -> None:
+        for item, data in zip(read.items, shard_data, strict=True):
             match, target = item.match, self._touch(item)
             if (memory := target.memory()) is not None:
                 if memory.nbytes != data.nbytes:
@@ -221,8 +221,11 @@ def _check_blocks(file: OpenFile, needed: Sequence[NeededBlock], data: memoryvie
 def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
     """Copy the requested part of some elements of a stored cell, which are `data`."""
     itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
-    if memory is not None and match.run is not None:
-        start, stop = max(stored.start, match.run.start), min(stored.stop, match.run.stop)
+    if memory is not None and match.contiguous is not None:
+        start, stop = (
+            max(stored.start, match.contiguous.start),
+            min(stored.stop, match.contiguous.stop),
+        )
         part = memory[(start + match.shift) * itemsize : (stop + match.shift) * itemsize]
         copy(part, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
         return

@@ -3,7 +3,7 @@
 A block is the smallest checked read. Adjacent blocks are read at once, up to a limit, and each
 block once, however many cells need it. With thousands of small tensors, Python's work for each is
 the cost of a load. So adjacent small shards that are requested whole share one decision and one
-read (`SmallShardRun`).
+read (`SmallShardsRead`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain, pairwise
 
 from dist_ckpt.core.format.checksums import blocks, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ByteRange, ElementRange, runs_of
+from dist_ckpt.core.format.geometry import ByteRange, ElementRange, ranges_of
 from dist_ckpt.core.format.shard_file import ShardFile, StoredShard
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.shard_io.memory.protocol import Target
@@ -28,7 +28,7 @@ READ_NBYTES = 8 << 20
 MAX_GAP_NBYTES = 64 << 10
 MAX_WASTE = 0.04
 
-# Smaller runs of whole blocks use a scratch buffer, so that one read serves many small tensors.
+# Fewer bytes of whole blocks use a scratch buffer, so that one read serves many small tensors.
 ZERO_COPY_NBYTES = 512 << 10
 
 
@@ -67,7 +67,7 @@ class BlockRead:
 
 
 @dataclass(frozen=True, slots=True)
-class SmallShardRun:
+class SmallShardsRead:
     """Shards of one block each, from number `first`; one item requests each, as a whole."""
 
     first: int
@@ -81,7 +81,7 @@ class SmallShardRun:
             yield data[start - self.span.start : stop - self.span.start]
 
 
-PlannedRead = SmallShardRun | BlockRead
+PlannedRead = SmallShardsRead | BlockRead
 
 # The memory of each requested cell, by tensor and number of the cell.
 CellTargets = Mapping[tuple[str, int], Target]
@@ -113,15 +113,17 @@ def requested_blocks(
     block_numel = block_nbytes // itemsize
     for item in items:
         match = item.match
-        runs: Iterable[ElementRange] = (match.run,) if match.run else ()
-        for run in runs or runs_of(match.common, match.source, block_numel):
-            for number in range(run.start // block_numel, num_blocks(run.stop, block_numel)):
+        ranges: Iterable[ElementRange] = (match.contiguous,) if match.contiguous else ()
+        for part in ranges or ranges_of(match.common, match.source, block_numel):
+            for number in range(part.start // block_numel, num_blocks(part.stop, block_numel)):
                 wanted.setdefault(number, []).append(item)
     needed = []
     for number, wanting in sorted(wanted.items()):
         start = number * block_nbytes
         span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
-        is_zero_copy = len(wanting) == 1 and _contains_block(wanting[0].match.run, span, itemsize)
+        is_zero_copy = len(wanting) == 1 and _contains_block(
+            wanting[0].match.contiguous, span, itemsize
+        )
         is_zero_copy = is_zero_copy and has_memory(wanting[0])
         needed.append(NeededBlock(shard, number, span, tuple(wanting), is_zero_copy))
     for group in group_successive(needed, lambda group, block: _can_share_read(group[-1], block)):
@@ -131,10 +133,10 @@ def requested_blocks(
             yield from group
 
 
-def _contains_block(run: ElementRange | None, span: ByteRange, itemsize: int) -> bool:
-    if run is None:
+def _contains_block(elements: ElementRange | None, span: ByteRange, itemsize: int) -> bool:
+    if elements is None:
         return False
-    return run.start * itemsize <= span.start and span.stop <= run.stop * itemsize
+    return elements.start * itemsize <= span.start and span.stop <= elements.stop * itemsize
 
 
 def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
@@ -238,15 +240,15 @@ def digest_problem(block: NeededBlock, actual: str) -> str | None:
 # --- the work of each thread -----------------------------------------------------------------
 
 # The bytes to read at once and use while a processor has them cached: see `IO_CHUNK_NBYTES`.
-RUN_NBYTES = 2 << 20
+SMALL_READ_NBYTES = 2 << 20
 
 # Fewer shards are read together with their neighbours, across holes.
 MIN_SHARDS = 16
 
 # Work on small shards is all Python, and threads that alternate wait as long as they work. So a
-# thread gets this many runs at once. A larger number does not help reads from the page cache,
-# and slows reads from the disk.
-MAX_RUNS = 16
+# thread gets this many of their reads at once. A larger number does not help reads from the page
+# cache, and slows reads from the disk.
+MAX_SMALL_READS = 16
 
 # The bytes that one thread reads before it gets more work. That takes 0.1 ms of Python, for which
 # all others wait: with 8 MiB, loads from memory took 4 to 16 % longer.
@@ -255,37 +257,40 @@ WORK_NBYTES = 32 << 20
 
 def divide(
     file: OpenFile, items: Sequence[ReadItem]
-) -> tuple[list[SmallShardRun], Sequence[ReadItem]]:
-    """Return the runs of small shards among the items of a file, and the other items."""
+) -> tuple[list[SmallShardsRead], Sequence[ReadItem]]:
+    """Return the reads of small shards among the items of a file, and the other items."""
     numbers = list(map(file.number_of, items))
     wanted: dict[int, ReadItem | None] = {}
     for number, item in zip(numbers, items, strict=True):
         is_single = number not in wanted and item.match.is_whole
         wanted[number] = item if is_single else None
     starts = file.shards.starts
-    small = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, RUN_NBYTES)
+    small = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, SMALL_READ_NBYTES)
     fitting = {
         number: item
         for number, item in wanted.items()
         if item is not None and starts[number + 1] - starts[number] <= small
     }
-    runs = [run for run in _runs(sorted(fitting), starts) if len(run) >= MIN_SHARDS]
-    small_runs = []
-    for run in runs:
-        span = ByteRange(starts[run.start], starts[run.stop])
-        small_runs.append(SmallShardRun(run.start, tuple(map(fitting.__getitem__, run)), span))
-    if sum(map(len, runs)) == len(items):
-        return small_runs, ()
-    placed = {number for run in runs for number in run}
+    together = [
+        shards for shards in _adjacent(sorted(fitting), starts) if len(shards) >= MIN_SHARDS
+    ]
+    small_reads = []
+    for shards in together:
+        span = ByteRange(starts[shards.start], starts[shards.stop])
+        wanting = tuple(map(fitting.__getitem__, shards))
+        small_reads.append(SmallShardsRead(shards.start, wanting, span))
+    if sum(map(len, together)) == len(items):
+        return small_reads, ()
+    placed = {number for shards in together for number in shards}
     pairs = zip(numbers, items, strict=True)
-    return small_runs, [item for number, item in pairs if number not in placed]
+    return small_reads, [item for number, item in pairs if number not in placed]
 
 
-def _runs(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
+def _adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
     """Group adjacent numbers of shards, ascending, up to the limit of one read."""
     first = stop = 0
     for number in numbers:
-        if number != stop or starts[number + 1] - starts[first] > RUN_NBYTES:
+        if number != stop or starts[number + 1] - starts[first] > SMALL_READ_NBYTES:
             if stop > first:
                 yield range(first, stop)
             first = number
@@ -304,16 +309,16 @@ def split_into_work(
     files: OpenFiles, targets: CellTargets | None, threads: int
 ) -> Iterator[list[tuple[OpenFile, PlannedRead]]]:
     """Yield the reads of some files in groups, each for one thread, smaller ones at the end."""
-    runs: list[tuple[OpenFile, PlannedRead]] = []
+    of_small: list[tuple[OpenFile, PlannedRead]] = []
     reads: list[tuple[OpenFile, PlannedRead]] = []
     nbytes, num_left = 0, nbytes_placed_by(files.plan)
     for file, items in files:
-        small_runs, remaining = divide(file, items)
-        for run in small_runs:
-            runs.append((file, run))
-            if len(runs) == MAX_RUNS:
-                yield runs
-                runs = []
+        small_reads, remaining = divide(file, items)
+        for small_read in small_reads:
+            of_small.append((file, small_read))
+            if len(of_small) == MAX_SMALL_READS:
+                yield of_small
+                of_small = []
         for read in reads_of(needed_blocks(file, remaining, targets)):
             reads.append((file, read))
             nbytes += read.span.nbytes
@@ -321,4 +326,4 @@ def split_into_work(
                 yield reads
                 num_left -= nbytes
                 reads, nbytes = [], 0
-    yield from (work for work in (reads, runs) if work)
+    yield from (work for work in (reads, of_small) if work)
