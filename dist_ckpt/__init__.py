@@ -110,6 +110,7 @@ _NEW_NAMES = {
     "HeldShard": "ShardPlacement",
     "Stopped": "TrainingStopped",
     "ValueDifference": "ObjectDifference",
+    "html_report": "tools.report",
 }
 
 # Functions of the core that open a user's path: they get `openers.OPENER`.

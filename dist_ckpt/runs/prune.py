@@ -16,7 +16,12 @@ from math import inf
 
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
-from dist_ckpt.core.commit.records.leases import CheckpointRef, forget, remove_if_unprotected
+from dist_ckpt.core.commit.records.leases import (
+    CheckpointRef,
+    forget,
+    protections_at,
+    remove_if_unprotected,
+)
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     LEASE,
@@ -90,6 +95,17 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     }:
         if attempt in deleted:
             _forget(CheckpointRef(storage, root, path, (step, attempt)), annotations, paths)
+
+
+def check_unprotected(storage: Storage, path: str) -> None:
+    """Raise ConflictError, as `delete_at` does, if the checkpoint at `path` is protected.
+
+    By this host's clock: reading the storage's clock needs a write.
+    """
+    found = attempts.list_attempts(storage, path)
+    protections = protections_at(storage, path, found, lambda *_: time.time())
+    if texts := [text for _, texts in sorted(protections.items()) for text in texts]:
+        raise _refused(path, texts)
 
 
 def _where(storage: Storage, path: str) -> CheckpointKey | None:

@@ -88,11 +88,18 @@ def test_an_old_method_is_refused() -> None:
         saver.leave()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("old", "new"), [("dcp_export", "dcp"), ("torch_export", "torch_save")])
-def test_an_old_module_of_interop_is_refused(old: str, new: str) -> None:
-    with pytest.raises(ImportError, match=rf"^dist_ckpt\.interop\.{old} is called {new} since"):
-        exec(f"from dist_ckpt.interop import {old}", {})
-    importlib.import_module(f"dist_ckpt.interop.{new}")
+@pytest.mark.parametrize(
+    ("package", "old", "new"),
+    [
+        ("dist_ckpt.interop", "dcp_export", "dcp"),
+        ("dist_ckpt.interop", "torch_export", "torch_save"),
+        ("dist_ckpt", "html_report", "tools.report"),
+    ],
+)
+def test_an_old_module_is_refused(package: str, old: str, new: str) -> None:
+    with pytest.raises(ImportError, match=rf"^{package}\.{old} is called {new} since"):
+        exec(f"from {package} import {old}", {})
+    importlib.import_module(f"{package}.{new}")
 
 
 @pytest.mark.parametrize(("module", "old", "new"), CLASSES)

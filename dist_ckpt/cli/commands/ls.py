@@ -30,8 +30,9 @@ def ls(path: str, *, as_json: bool) -> None:
 
     PATH is a run's folder, or one checkpoint. STATE is "committed", or why the checkpoint cannot be
     loaded. "open" means that a save is running or has crashed; "dist-ckpt gc" removes crashed
-    saves. "orphaned" means that the run later resumed from an earlier step. The table shows the
-    first few metrics; --json prints all.
+    saves. "orphaned" means that the run later resumed from an earlier step, "checked" that a
+    "verify" or a load has read and checked all of it. The table shows the first few metrics;
+    --json prints all.
 
     \b
     dist-ckpt ls runs/a
