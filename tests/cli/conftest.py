@@ -31,3 +31,15 @@ def root(tmp_path: Path) -> Path:
         dc.save({"x": step}, root / f"s{step}", step=step)
         dc.Run(root).metrics(step, {"val/loss": float(step)})
     return root
+
+
+@pytest.fixture
+def two_steps(tmp_path: Path) -> Path:
+    """Return a run of two steps; a tensor of the second has a nan."""
+    root = tmp_path / "run"
+    for step in (1, 2):
+        value = torch.tensor([1.0, float("nan") if step == 2 else 0.0, 3.0])
+        state = {"model": {"w": value, "b": torch.ones(2, 2)}, "optim": {"m": torch.ones(3)}}
+        dc.save({**state, "epoch": step}, root / f"s{step}", step=step, config={"lr": step})
+        dc.Run(root).metrics(step, {"loss": float("nan") if step == 2 else 0.5})
+    return root

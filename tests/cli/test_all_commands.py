@@ -72,15 +72,8 @@ def words(command: str, path: object, new: object) -> list[str]:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A run of two steps; a tensor of the second has a nan."""
-    root = tmp_path / "run"
-    for step in (1, 2):
-        value = torch.tensor([1.0, float("nan") if step == 2 else 0.0, 3.0])
-        state = {"model": {"w": value, "b": torch.ones(2, 2)}, "optim": {"m": torch.ones(3)}}
-        dc.save({**state, "epoch": step}, root / f"s{step}", step=step, config={"lr": step})
-        dc.Run(root).metrics(step, {"loss": float("nan") if step == 2 else 0.5})
-    return root
+def root(two_steps: Path) -> Path:
+    return two_steps
 
 
 def test_every_command_is_looked_at_here() -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -50,15 +50,8 @@ HOSTILE = [
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A run of two steps; a tensor of the second has a nan."""
-    root = tmp_path / "run"
-    for step in (1, 2):
-        value = torch.tensor([1.0, float("nan") if step == 2 else 0.0, 3.0])
-        state = {"model": {"w": value, "b": torch.ones(2, 2)}, "optim": {"m": torch.ones(3)}}
-        dc.save({**state, "epoch": step}, root / f"s{step}", step=step, config={"lr": step})
-        dc.Run(root).metrics(step, {"loss": float("nan") if step == 2 else 0.5})
-    return root
+def root(two_steps: Path) -> Path:
+    return two_steps
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -154,10 +147,7 @@ class Shell:
         return file.read_text().split("\0")[:-1]
 
     def close(self) -> None:
-        os.write(self._ours, b"exit\n")
-        with suppress(OSError):  # its end closes the terminal
-            while os.read(self._ours, 65536):
-                pass
+        """Hang up, which ends the shell."""
         os.close(self._ours)
         self._process.wait(timeout=60)
 
@@ -165,9 +155,8 @@ class Shell:
 @pytest.mark.multi_process
 def test_a_real_bash_completes_what_it_ends_words_in(root: Path, tmp_path: Path) -> None:
     dc.Run(root).tag(1, "best")
-    shell = Shell("bash", tmp_path)
-    assert {line: shell.completed(f"dist-ckpt {line}")[1:] for line in BEGUN} == BEGUN
-    shell.close()
+    with closing(Shell("bash", tmp_path)) as shell:
+        assert {line: shell.completed(f"dist-ckpt {line}")[1:] for line in BEGUN} == BEGUN
 
 
 @pytest.mark.multi_process
@@ -177,10 +166,9 @@ def test_a_name_of_somebody_else_is_completed_as_text_and_never_run(
 ) -> None:
     for tag in HOSTILE:
         dc.Run(root).tag(1, tag)
-    shell = Shell(name, tmp_path)
-    for tag in HOSTILE:
-        assert shell.completed(f"dist-ckpt show run@tag:{tag[:2]}")[2:] == [f"run@tag:{tag}"]
-    shell.close()
+    with closing(Shell(name, tmp_path)) as shell:
+        for tag in HOSTILE:
+            assert shell.completed(f"dist-ckpt show run@tag:{tag[:2]}")[2:] == [f"run@tag:{tag}"]
     assert not (tmp_path / "x").exists()
 
 

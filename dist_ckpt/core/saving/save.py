@@ -154,9 +154,10 @@ def save(
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
     `path` is on storage that all ranks share. On return the checkpoint is complete and durable on
-    every rank. An error is raised on all ranks, and an interrupt on its own. Then there is no new
-    checkpoint, unless a StorageError says that there is one, or that this is unknown. Older ones
-    are unchanged. A save does not change the state, and runs no step of an optimizer.
+    every rank. An error is raised on all ranks, an interrupt only on the rank that gets it. Then
+    there is no new checkpoint, unless a StorageError says that there is one, or that this is
+    unknown. Older ones are unchanged. A save does not change the state, and runs no step of an
+    optimizer.
 
     `sharding` declares plain local tensors as parts of global ones. `overwrite` replaces an
     existing checkpoint, once the new one is durable. `metadata` is plain data, stored with the
