@@ -45,7 +45,7 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.inventories import RankView, merge_ownership
+from dist_ckpt.core.planning.save.layouts import RankView, merge_ownership
 from dist_ckpt.core.planning.save.save_planner import (
     files_of_rank,
     files_of_ranks,

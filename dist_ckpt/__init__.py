@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
     from dist_ckpt.core.checkpoint.verify import VerifyReport, verify
     from dist_ckpt.core.loading.build import build
+    from dist_ckpt.core.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.core.loading.load import load
     from dist_ckpt.core.loading.load_options import Source
     from dist_ckpt.core.planning.sharding_config import ShardingConfig
     from dist_ckpt.core.saving.save import save
+    from dist_ckpt.core.saving.to_bytes import to_bytes
     from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
-    from dist_ckpt.core.state_as_bytes import from_bytes, load_bytes, to_bytes
     from dist_ckpt.data import DataPosition, ElasticSampler
     from dist_ckpt.reports import LoadedSource, LoadReport, SaveReport
     from dist_ckpt.runs import retention_policy as keep
@@ -80,7 +81,8 @@ _NAMES = {
     "checkpointer.run_session": "TrainingStopped",
     "checkpointer.save_policy": "every at at_end on_signal",
     "core.loading.load": "load",
-    "core.state_as_bytes": "to_bytes from_bytes load_bytes",
+    "core.saving.to_bytes": "to_bytes",
+    "core.loading.from_bytes": "from_bytes load_bytes",
     "core.loading.load_options": "Source",
     "core.loading.build": "build",
     "core.checkpoint.checkpoint": "open Checkpoint",

@@ -28,7 +28,6 @@ ORDER = (
     "interop.registry",
     "async_save",
     "runs",
-    "core.state_as_bytes",
     "core.loading",
     "core.saving",
     "core.checkpoint",
@@ -45,9 +44,9 @@ ORDER = (
 )
 
 # Modules that are rooms of their own: what opens a user's path knows runs, other systems and
-# snapshots; of other systems it knows the table of their readers, which are imported by name. The
-# bytes of a state are both saved and loaded. Binding checks a position in the data.
-ROOMS_OF_ONE_MODULE = ("openers", "interop.registry", "core.state_as_bytes", "data")
+# snapshots; of other systems it knows the table of their readers, which are imported by name.
+# Binding checks a position in the data.
+ROOMS_OF_ONE_MODULE = ("openers", "interop.registry", "data")
 
 # Imports that point up; none is added.
 KNOWN_ARROWS: set[tuple[str, str]] = set()
@@ -66,6 +65,7 @@ MOST_LINES = 600
 LEAST_LINES_FOR_ONE = 130
 SMALL_FOR_ONE = {
     *("__main__", "async_save.writer.__main__", "storage", "testing.faulty_storage"),
+    "core.loading.from_bytes",
     *("integrations.mlflow", "integrations.ray_train", "integrations.wandb"),
     *("interop.frameworks.lightning", "interop.frameworks.megatron"),
 }
@@ -78,7 +78,17 @@ PURE_TOO = (
     "dist_ckpt.core.state.tree.containers",
 )
 COMPUTES = {
-    *("__future__", "bisect", "collections", "contextlib", "dataclasses", "datetime", "enum"),
+    *(
+        "__future__",
+        "base64",
+        "binascii",
+        "bisect",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "datetime",
+        "enum",
+    ),
     *("fnmatch", "functools", "heapq", "itertools", "json", "math", "numbers", "operator", "re"),
     *("struct", "types", "typing", "msgpack", "msgspec", "xxhash"),
     *("os", "pathlib", "sys", "tomllib"),  # for paths as values, and `ShardingConfig.from_file`

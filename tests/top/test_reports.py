@@ -19,8 +19,9 @@ pytest.importorskip("torch")
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.core.comm.exchange import channel
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.loading import load, shared_read_group
+from dist_ckpt.core.loading import load
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save as saver
@@ -221,7 +222,7 @@ def test_ranks_that_share_meet_once_more(monkeypatch: pytest.MonkeyPatch):
     assert took("abcd", "host") == took("aaaa", "off") == {LOAD}
     assert took("aabb", "job") == {together(LOAD, PREPARE, WANTS)}
     assert took("aaaa", "job") == took("aabb", "job")
-    monkeypatch.setattr(shared_read_group, "MAX_SPREAD_NBYTES", 1)
+    monkeypatch.setattr(channel, "MAX_EXCHANGE_NBYTES", 1)
     assert took("aaaa", "host") == {together(LOAD, INDEX, PREPARE, WANTS)}
 
 
@@ -235,7 +236,7 @@ def test_a_tensor_that_is_made_is_made_before_anything_is_read_anywhere():
 
 
 def test_what_is_too_long_for_an_exchange_comes_by_a_collective(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shared_read_group, "MAX_SPREAD_NBYTES", 1)
+    monkeypatch.setattr(channel, "MAX_EXCHANGE_NBYTES", 1)
     long_index = two_loads(lambda rank: {"model": many(2, rank)["model"]}, read_once="off")
     assert long_index == [{together(LOAD, INDEX)}] * RANKS
 

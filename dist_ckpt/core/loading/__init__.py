@@ -1,7 +1,8 @@
-"""`dc.load`: open, check, read, place; `dc.build`.
+"""`dc.load`: open, check, read, place; `dc.build`; `dc.from_bytes`.
 
-`load.py` has the steps, `load_options.py` the options. `check.py` has the work of one rank before
-anything is read, `load_messages.py` the messages and the decisions of the coordinator.
-`shared_read.py` and `shared_read_group.py` let one rank read what several ranks need.
-`core/state/binding` decides which memory is filled, `core/shard_io/read` reads the blocks.
+- A step of a load: `load.py`. An option, or several sources: `load_options.py`.
+- The check of one rank before anything is read: `check.py`.
+- A message between ranks: `load_messages.py`. A decision of the coordinator: `coordinator.py`.
+- Reads that ranks share: `shared_read/`. Reads of one rank: `core/shard_io/read/`.
+- Which memory is filled: `core/state/binding/`.
 """

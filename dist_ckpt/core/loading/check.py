@@ -11,6 +11,7 @@ from msgspec import structs
 
 from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource, OpenCheckpoint, Opener
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
+from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import problems_of_description
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
@@ -21,7 +22,7 @@ from dist_ckpt.core.loading.load_messages import (
     bits_of,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, uses_of
-from dist_ckpt.core.loading.shared_read_group import none_if_too_long, request_blocks
+from dist_ckpt.core.loading.shared_read.block_requests import request_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
@@ -219,17 +220,19 @@ def check_load(
         sources.checkpoints, wanted, saved, threads=session.config.threads, stack=stack
     )
     targets = None if binding.makes_memory else binding.allocate()
-    links, encoded_requests = request_blocks(session, sources.shared_read_id, files, stack)
+    links, encoded = request_blocks(session, sources.shared_read_id, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
-        encoded_requests=none_if_too_long(encoded_requests, session.channel.world_size),
+        encoded_requests=encoded
+        if fits_exchange(len(encoded), session.channel.world_size)
+        else None,
         from_memory=from_memory,
     )
-    return PreparedLoad(sources, saved, binding, files, targets, links, encoded_requests), findings
+    return PreparedLoad(sources, saved, binding, files, targets, links, encoded), findings
 
 
 # The global objects file of a checkpoint, and a function that reads the file of a rank.

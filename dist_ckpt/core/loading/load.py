@@ -40,6 +40,7 @@ from dist_ckpt.core.loading.check import (
     check_load,
     read_arguments,
 )
+from dist_ckpt.core.loading.coordinator import decide_load, resolve_checkpoints, sum_totals
 from dist_ckpt.core.loading.load_messages import (
     CheckFindings,
     JobTotals,
@@ -47,18 +48,12 @@ from dist_ckpt.core.loading.load_messages import (
     OpenedMessage,
     RankTotals,
     ResolvedSources,
-    decide_load,
     open_sources,
-    resolve_checkpoints,
-    sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
-from dist_ckpt.core.loading.shared_read import check_blocks_first, read_blocks
-from dist_ckpt.core.loading.shared_read_group import (
-    SharedReadGroup,
-    UnreachableRanks,
-    gather_requests,
-)
+from dist_ckpt.core.loading.shared_read.block_requests import gather_requests
+from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, UnreachableRanks
+from dist_ckpt.core.loading.shared_read.shared_reader import check_blocks_first, read_blocks
 from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack

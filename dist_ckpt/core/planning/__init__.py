@@ -1,12 +1,10 @@
 """Decide which rank writes and reads which bytes. Pure functions.
 
-- `plan.py`: what planners take and return, and views of a tensor (mesh, placements). `mesh.py`: the
-  cells that a view gives to a rank. A new kind of parallelism begins in these two. A new kind of
-  view also needs a branch in `merge_ownership` of `save/inventories.py`, which takes others as
-  whole.
-- `save/`: `save/inventories.py` merges the inventories of the ranks, `save/balance.py` chooses the
-  rank that stores a replica.
-- `load/`: `load/load_planner.py` is all of resharding, `load/read_sharing.py` shares reads.
-- `selection.py`: `include` and `exclude`. `sharding_config.py`: `dc.ShardingConfig`, and the views
-  that it gives to a checkpoint. `state/sharding_rules.py` applies it to a state.
+- A kind of parallelism: a view in `plan.py`, its cells in `mesh.py`, and a branch in
+  `merge_ownership` of `save/layouts.py`.
+- The rank that stores a replica: `save/balance.py`. What the ranks must agree on:
+  `save/inventories.py`.
+- Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.
+- `include`, `exclude`, `cast`: `selection.py`. `dc.ShardingConfig`: `sharding_config.py`, and
+  `state/sharding_rules.py`, which applies it to a state.
 """

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
+from dist_ckpt.core.comm.exchange import channel
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.loading import check, shared_read_group
+from dist_ckpt.core.loading import check
 from dist_ckpt.core.loading import load as loading
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
@@ -264,7 +265,7 @@ def test_sources_of_other_world_sizes_fill_sharded_states(
     spread: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values lie in files of other ranks, per-rank ones go by the world of their own source."""
-    monkeypatch.setattr(shared_read_group, "MAX_SPREAD_NBYTES", spread)
+    monkeypatch.setattr(channel, "MAX_EXCHANGE_NBYTES", spread)
     storage = MemoryStorage()
     saved_by(storage, 2, "/a", 100)
     saved_by(storage, 4, "/b", 200)

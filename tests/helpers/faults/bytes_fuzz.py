@@ -15,7 +15,7 @@ import torch
 
 import dist_ckpt as dc
 import shrew_writer
-from dist_ckpt.core import state_as_bytes
+from dist_ckpt.core.format import state_bytes
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.interop.shrew import files as shrew
 from document_fuzz import FindingError, deadline, flat, mutant, mutate_bytes
@@ -49,7 +49,7 @@ class BytesCorpus:
     def __init__(self) -> None:
         self.data = dc.to_bytes(state())
         self.saved = flat(dc.from_bytes(self.data))
-        documents, start = state_as_bytes.decode_documents(memoryview(self.data))
+        documents, start = state_bytes.decode_documents(memoryview(self.data))
         self.files = {
             "index.json": documents.index,
             **documents.objects,
@@ -63,10 +63,10 @@ class BytesCorpus:
         shards = files.pop("state-00000.safetensors")
         header = min(8 + int.from_bytes(shards[:8], "little"), len(shards))
         try:
-            documents = state_as_bytes.EncodedDocuments(
+            documents = state_bytes.EncodedDocuments(
                 files.pop("index.json"), files, shards[:header]
             )
-            return state_as_bytes.encode_header(documents) + shards[header:]
+            return state_bytes.encode_header(documents) + shards[header:]
         except UnicodeDecodeError:
             return mutate_bytes(self.data, rand)
 

@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 COORDINATOR = 0
 
+# An exchange carries at most this much from all ranks together, or to all of them. More data goes
+# by a bulk collective, whose cost does not grow with the ranks.
+MAX_EXCHANGE_NBYTES = 4 << 20
+
 
 class Exchange(ABC):
     """One exchange from the view of one rank: a block in which the rank does its part.
@@ -247,6 +251,11 @@ class SingleProcessExchange(Exchange):
         is_foreign = not isinstance(error, CheckpointError | ValueError | TypeError)
         if error is not None and is_foreign and self._decided is None:
             raise error_of(failure_of(error, self.phase)) from error
+
+
+def fits_exchange(nbytes: int, world_size: int) -> bool:
+    """Return True if an exchange may carry this much data from each rank, or to each rank."""
+    return nbytes * world_size <= MAX_EXCHANGE_NBYTES
 
 
 def check_equal_on_all_ranks(

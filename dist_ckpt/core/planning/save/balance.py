@@ -23,7 +23,7 @@ from dist_ckpt.core.format.geometry import (
     Region,
     Regions,
 )
-from dist_ckpt.core.planning.save.inventories import layout_of_cells
+from dist_ckpt.core.planning.save.layouts import layout_of_cells
 
 # A larger replica is split among its holders, into parts of at least the second size.
 SPLIT_NBYTES = 64 << 20

@@ -33,20 +33,18 @@ from dist_ckpt.core.planning.plan import (
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
 from dist_ckpt.core.planning.save.inventories import (
     InventoryBody,
-    RankView,
     components_of,
-    difference_text,
     inventory_bodies,
     key_holders,
     kind_problems,
     merge_name_lists,
-    merge_ownership,
     merge_parameters,
     merge_trees,
     split_off_linkable,
     value_holders,
     without_aliases,
 )
+from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_ownership
 from dist_ckpt.errors import remedy_of_parts
 
 # Smaller blocks are gathered and written together: copying costs less than a system call.

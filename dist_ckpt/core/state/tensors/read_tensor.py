@@ -4,7 +4,7 @@
 our wrappers; DTensor; ShardedTensor; classes with torch's `__create_chunk_list__` and
 `__get_tensor_shard__`; strided tensors. Others are refused. `tensor_subclasses.py` splits tensors
 made of others before. For a new class change `_local_tensor`, `is_tensor_leaf` and `is_meta`. For a
-new parallelism change `planning/mesh.py`, `planning/save/inventories.py` and the users of the
+new parallelism change `planning/mesh.py`, `planning/save/layouts.py` and the users of the
 `View`s in `planning/plan.py`.
 """
 

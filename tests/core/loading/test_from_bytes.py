@@ -22,7 +22,7 @@ import torch
 
 import dist_ckpt as dc
 from bytes_fuzz import BytesCorpus, run_bytes, run_shrew
-from dist_ckpt.core import state_as_bytes
+from dist_ckpt.core.format import state_bytes
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
@@ -30,7 +30,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from document_fuzz import flat, state, with_digest
 from subclass_tensors import Quantized
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "state-as-bytes-1.safetensors"
 
 
@@ -287,10 +287,10 @@ def test_other_safetensors_files_are_named_as_what_they_are(tmp_path: Path) -> N
 
 def packed(corpus: BytesCorpus, index: bytes, objects: bytes | None = None) -> bytes:
     """Return bytes whose index, or objects file, is another; its digest is mended."""
-    documents, start = state_as_bytes.decode_documents(memoryview(corpus.data))
+    documents, start = state_bytes.decode_documents(memoryview(corpus.data))
     held = {**documents.objects, **({} if objects is None else {"objects.msgpack": objects})}
-    made = state_as_bytes.EncodedDocuments(with_digest(index), held, documents.header)
-    return state_as_bytes.encode_header(made) + corpus.data[start:]
+    made = state_bytes.EncodedDocuments(with_digest(index), held, documents.header)
+    return state_bytes.encode_header(made) + corpus.data[start:]
 
 
 LYING: dict[str, dict[str, Any]] = {
@@ -308,18 +308,18 @@ LYING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LYING)
 def test_objects_that_nobody_can_have_saved_are_refused(name: str) -> None:
     plain = {"b": torch.zeros(2, dtype=torch.bfloat16), "v": 1, "own": dc.PerRank({"t": 1})}
-    documents, start = state_as_bytes.decode_documents(memoryview(data := dc.to_bytes(plain)))
+    documents, start = state_bytes.decode_documents(memoryview(data := dc.to_bytes(plain)))
     index, held = documents.index, dict(documents.objects)
     (field,) = LYING[name]
     file = "objects-00000.msgpack" if field == "per_rank" else "objects.msgpack"
     old = held[file]
     new = held[file] = objects_file.encode(replace(objects_file.decode(old), **LYING[name]))
     before, after = (f'{len(one)},"{document_digest(one)}"'.encode() for one in (old, new))
-    made = state_as_bytes.EncodedDocuments(
+    made = state_bytes.EncodedDocuments(
         with_digest(index.replace(before, after)), held, documents.header
     )
     with pytest.raises((CorruptError, IncompatibleError)):
-        dc.from_bytes(state_as_bytes.encode_header(made) + data[start:])
+        dc.from_bytes(state_bytes.encode_header(made) + data[start:])
 
 
 def test_hostile_bytes_take_no_more_time_and_memory_than_their_size_allows() -> None:

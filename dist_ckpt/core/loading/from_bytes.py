@@ -1,0 +1,96 @@
+"""`dc.from_bytes`, `dc.load_bytes`: load the bytes of a state like a checkpoint in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from mmap import mmap
+from typing import Any
+
+from dist_ckpt.core.comm.process_group import single_process_session
+from dist_ckpt.core.format import filenames
+from dist_ckpt.core.format.checksums import Buffer
+from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, LABEL, decode_documents
+from dist_ckpt.core.format.strict_json import corrupt_error
+from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.planning.selection import Cast
+from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.core.storage import ReadableFile
+from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
+from dist_ckpt.errors import IncompatibleError, listed
+from dist_ckpt.reports import LoadReport
+
+# The path of the checkpoint in messages.
+_PATH = "/bytes"
+_FOLDER = f"{_PATH}/{ATTEMPT}"
+
+
+def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
+    """Return the state of bytes from `dc.to_bytes`, as plain containers.
+
+    Tensors are new, in host memory; tied tensors stay tied, and numpy arrays stay numpy arrays. A
+    module becomes its state dict, an optimizer its state dict with parameters by name. A `PerRank`
+    stays one. `data` is bytes or a buffer such as an mmap, and may be closed or changed afterwards.
+    It may come from an untrusted source: nothing in it is executed, and its size bounds time and
+    memory. Every byte is checked: CorruptError for damaged data, IncompatibleError for another
+    format or a newer version.
+    """
+    state: dict[Any, Any] = {}
+    report = load_bytes(state, data)
+    if report.dropped:
+        raise IncompatibleError(
+            f"{listed(report.dropped)}: saved under a separate key: use load_bytes, with a "
+            "dist_ckpt.PerRank of that key in its place"
+        )
+    return state
+
+
+def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
+    state: MutableState,
+    data: Buffer | mmap,
+    *,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Mapping[str, str | None] | None = None,
+    cast: Cast = None,
+) -> LoadReport:
+    """Fill a state from bytes of `dc.to_bytes`, as `dc.load` does.
+
+    Modules, optimizers and tensors are filled in place, in any layout. In a job each rank calls it
+    by itself, and takes its part of a DTensor. Options and errors are those of `dc.load`: nothing
+    is changed before the check of everything but the tensor data. `data` is as for `dc.from_bytes`.
+    """
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError:
+        raise TypeError(
+            f"data is a {type(data).__name__}: give contiguous bytes, as to_bytes returns them"
+        ) from None
+    options = LoadOptions(
+        strict=strict,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        cast=cast,
+        read_once="off",
+        record_verified=False,
+    )
+    with view:
+        return load_together(single_process_session(), state, _PATH, options, _files_in(view))
+
+
+def _files_in(view: memoryview) -> ReadOnlyFiles:
+    documents, start = decode_documents(view)
+    files: dict[str, Callable[[], ReadableFile]] = {
+        name: partial(FileOfBytes, data) for name, data in documents.objects.items()
+    }
+    files[filenames.INDEX] = partial(FileOfBytes, documents.index)
+    if documents.header:
+        name = filenames.shard_file(COMPONENT, 0)
+        files[name] = partial(FileOfBytes, documents.header, view[start:])
+    elif start < len(view):
+        raise corrupt_error(LABEL, "data, but no tensors")
+    remedy = "the bytes of a state are only read: save to a folder"
+    return ReadOnlyFiles(_FOLDER, files, remedy)

@@ -1,0 +1,93 @@
+"""Which blocks each rank needs, and how all ranks get to know that."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+from dist_ckpt.core.comm.collectives.host_links import HostLinks
+from dist_ckpt.core.comm.exchange.channel import fits_exchange
+from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.format.geometry import join_ranges
+from dist_ckpt.core.planning.load.read_sharing import (
+    BlockRanges,
+    RankBlockRequests,
+    have_equal_requests,
+)
+from dist_ckpt.core.runtime.typed_msgpack import decode, encode
+from dist_ckpt.core.shard_io.read.block_reads import by_shard, requested_blocks
+from dist_ckpt.core.shard_io.read.open_files import OpenFiles
+
+
+def request_blocks(
+    session: Session, shared_read_id: str, files: OpenFiles, stack: ExitStack
+) -> tuple[HostLinks | None, bytes]:
+    """Let the ranks of this host connect, and return this rank's encoded block requests.
+
+    `shared_read_id` is a name that only this load has; with "" the ranks share nothing. The links
+    are None if there can be none. `stack` closes them after the load.
+    """
+    if not shared_read_id:
+        return None, b""
+    links = None
+    with suppress(OSError):
+        links = HostLinks(
+            shared_read_id, session.channel.rank, timeout_s=session.config.heartbeat_timeout_s
+        )
+        stack.callback(links.close)
+    return links, encode(RankBlockRequests.of(session.channel.host, block_ranges_of(files)))
+
+
+def block_ranges_of(files: OpenFiles) -> dict[int, BlockRanges]:
+    """Return the ranges of blocks that a plan needs, by the number of the file in the index."""
+    ranges_by_file = {}
+    for number, items in files.plan.items():
+        file = files.files[number]
+        block_nbytes = file.header.block_nbytes
+        blocks: list[int] = []
+        for shard, wanted in by_shard(file, items):
+            start, stop = file.shards.starts[shard : shard + 2]
+            first = bisect_left(file.block_starts, start)
+            if stop - start <= block_nbytes:
+                blocks.append(first)
+                continue
+            needed = requested_blocks(file.shards[shard], wanted, block_nbytes, lambda _: False)
+            blocks += (first + block.number for block in needed)
+        ranges_by_file[number] = tuple(join_ranges(range(block, block + 1) for block in blocks))
+    return ranges_by_file
+
+
+def shared_requests(
+    encoded_requests: Sequence[bytes | None], *, between_hosts: bool
+) -> tuple[bool, Sequence[bytes]]:
+    """Return True if ranks have requests in common, and all requests if an exchange can send them.
+
+    If a request was too long for the exchange, the ranks are taken to have some in common.
+    """
+    received = [encoded for encoded in encoded_requests if encoded is not None]
+    if len(received) < len(encoded_requests):
+        return True, ()
+    if not all(received) or not have_equal_requests(
+        (decode(encoded, RankBlockRequests) for encoded in received), between_hosts=between_hosts
+    ):
+        return False, ()
+    # Between hosts they are gathered all the same: that connects the hosts.
+    is_sent = fits_exchange(sum(map(len, received)), len(received)) and not between_hosts
+    return True, received if is_sent else ()
+
+
+def gather_requests(
+    session: Session, encoded_requests: Sequence[bytes], own: bytes
+) -> Mapping[int, RankBlockRequests]:
+    """Return each rank's requests: `encoded_requests`, or gather each rank's `own`. Collective.
+
+    If a rank fails before this, the others wait until gloo's deadline.
+    """
+    if encoded_requests:
+        return {
+            rank: decode(encoded, RankBlockRequests)
+            for rank, encoded in enumerate(encoded_requests)
+        }
+    bodies = session.collective.all_gather_distinct(own)
+    return {rank: decode(body, RankBlockRequests) for body, holders in bodies for rank in holders}

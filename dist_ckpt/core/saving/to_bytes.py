@@ -1,0 +1,159 @@
+"""`dc.to_bytes`: the whole state of one rank as bytes (`core/format/state_bytes.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+from math import prod
+
+from msgspec.structs import replace
+
+from dist_ckpt.core.comm.process_group import ranks_on_this_host
+from dist_ckpt.core.commit.commit_protocol import checked_file_tables
+from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
+from dist_ckpt.core.format.index import index_json
+from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, EncodedDocuments, encode_header
+from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
+from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
+from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.saving.local_save_state import objects_files
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
+from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
+from dist_ckpt.core.state.tree.containers import State
+from dist_ckpt.errors import listed
+
+
+def to_bytes(state: State) -> bytes:
+    """Return this rank's whole state as bytes, for tests, for transfer, or to embed in a program.
+
+    The state is as for `dc.save`: modules, optimizers, tensors, plain values. The bytes have
+    checksums, and depend only on the state. `dc.from_bytes` and `dc.load_bytes` read them. They are
+    also a safetensors file, from which any such library reads the tensors by name.
+
+    Not collective: each rank has separate bytes, in which a `PerRank` without a key is that of rank
+    0. ValueError names tensors that are sharded over several ranks. Raises ValueError or TypeError
+    for a state that cannot be saved. The bytes are in memory once.
+    """
+    group = ranks_on_this_host()
+    with paused_collector():
+        local = build_inventory(
+            state, sharding=None, rank=0, world_size=len(group), group_ranks=group
+        )
+        plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
+    local.synchronize()
+    files, objects = files_of_rank(plan, 0), objects_files(plan, local, 0, {})
+    # The length of digests and headers does not depend on the data, so it is computed first.
+    blank = {}
+    for file in files:
+        digests = "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS)
+        blank[file.name] = file.header.fill(None, digests)
+    start = len(_header(plan, files, objects, blank))
+    with BytesIO() as out:
+        nbytes = start + sum(file.nbytes - file.header.nbytes for file in files)
+        out.seek(nbytes - 1)
+        out.write(b"\0")
+        writing = _DataWriter(out, start, {file.name: file for file in files})
+        content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
+        write_all(writing, "", content, threads=1)
+        header = _header(plan, files, objects, writing.headers)
+        assert len(header) == start, "no digest changes the length of the header"
+        out.seek(0)
+        out.write(header)
+        return out.getvalue()
+
+
+def _single_rank_inventory(inventory: Inventory) -> Inventory:
+    """Return the inventory of a job with only this rank. ValueError names sharded tensors."""
+    parts = []
+    for entry in inventory.tensors:
+        cells = cells_of(inventory.views[entry.view], 0, entry.shape)
+        if (cells[0].numel if len(cells) == 1 else 0) != prod(entry.shape):
+            parts.append(entry.fqn)
+    if parts:
+        raise ValueError(
+            f"{listed(parts)}: this rank has only a part of it, and the bytes of a state are one "
+            "rank's whole state. Use dist_ckpt.save, or gather it first: a DTensor by "
+            "full_tensor(), a model by torch.distributed.checkpoint.state_dict with full_state_dict"
+        )
+    return replace(
+        inventory,
+        mesh=(),
+        components=(COMPONENT,) if inventory.tensors else (),
+        views=(Whole(),) if inventory.tensors else (),
+        tensors=tuple(replace(entry, view=0, component=0) for entry in inventory.tensors),
+    )
+
+
+def _sources(local: LocalState, file: FilePlan) -> SourceOf:
+    return lambda number: local.source(file.items[number].fqn, 0)
+
+
+def _header(
+    plan: SavePlan,
+    files: tuple[FilePlan, ...],
+    objects: dict[str, bytes],
+    headers: dict[str, bytes],
+) -> bytes:
+    """Return the bytes before the data. `headers` has the header of the shard file, if any."""
+    receipts: list[FileReceipt] = [
+        (file.name, file.nbytes, file.header.nbytes, document_digest(headers[file.name]))
+        for file in files
+    ]
+    receipts += [(name, len(data), 0, document_digest(data)) for name, data in objects.items()]
+    shard_files, objects_records = checked_file_tables(
+        plan.catalog, [Receipt(tuple(receipts), (), 0.0)]
+    )
+    index = Index(
+        attempt=ATTEMPT,
+        step=None,
+        catalog=plan.catalog,
+        files=shard_files,
+        objects=objects_records,
+        metadata={},
+        saved_by={},
+        saved_at=0.0,
+    )
+    header = b"".join(headers[file.name] for file in files)
+    documents = EncodedDocuments(index_json.encode(index), objects, header)
+    return encode_header(documents)
+
+
+@dataclass(slots=True)
+class _DataWriter:
+    """A storage for the one shard file: writes its data to `out`, and returns its header."""
+
+    out: BytesIO
+    start: int
+    files: Mapping[str, FilePlan]
+    alignment: int = 1
+    headers: dict[str, bytes] = field(default_factory=dict)
+    _name: str = ""
+    _nbytes: int = 0
+
+    def create(self, path: str, nbytes: int) -> _DataWriter:
+        """Return this object: there is only one file."""
+        self._name = path.rpartition("/")[2]
+        self._nbytes = nbytes
+        return self
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write data to `out`, or store the header."""
+        header_nbytes = self.files[self._name].header.nbytes
+        if offset < header_nbytes:
+            self.headers[self._name] = bytes(data)
+            return
+        self.out.seek(self.start + offset - header_nbytes)
+        self.out.write(data)
+
+    def finish(self) -> int:
+        """Return the size of the file."""
+        return self._nbytes
+
+    def discard(self) -> None:
+        """Do nothing: the caller drops the whole buffer."""
+
+    def sync(self, folder: str) -> None:
+        """Do nothing: it is memory."""
