@@ -24,13 +24,13 @@ from benchmarks.planning_growth import AXES, growth
 from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import Inventory, TensorRequest
 from dist_ckpt.core.planning.save.save_planner import (
-    files_of_rank,
     find_local_cells,
-    replica_groups_of,
+    find_replica_groups,
+    plan_rank_files,
 )
 from dist_ckpt.core.runtime import typed_msgpack
 
@@ -167,9 +167,9 @@ def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int)
         "peak MiB": peak,
         "index kB": len(data) / 1e3,
         "open ms": _ms(lambda: index_json.decode(data)),
-        "items ms": _ms(lambda: files_of_rank(plan, rank)),
+        "items ms": _ms(lambda: plan_rank_files(plan, rank)),
         "held ms": _ms(lambda: find_local_cells(inventory, rank, plan)),
-        "groups ms": _ms(lambda: replica_groups_of(plan, rank)),
+        "groups ms": _ms(lambda: find_replica_groups(plan, rank)),
     }
     return Figure(name, tuple(sum(one.values()) for one in measured), facts)
 
@@ -251,10 +251,12 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
     for _ in range(rounds):
         start = time.process_time()
         wanted = [
-            TensorRequest(e.fqn, e.dtype, e.shape, cells_of(inventory.views[e.view], rank, e.shape))
+            TensorRequest(
+                e.fqn, e.dtype, e.shape, compute_cells(inventory.views[e.view], rank, e.shape)
+            )
             for e in inventory.tensors
         ]
-        assert not problems_of(index.catalog, wanted)
+        assert not find_request_problems(index.catalog, wanted)
         plan = plan_load(index, wanted)
         seconds.append(time.process_time() - start)
     facts = {

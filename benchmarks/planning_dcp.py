@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dist_ckpt.core.format.geometry import Region, Shape
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import Inventory, Whole
 
 
@@ -53,7 +53,7 @@ def _local_plan(inventory: Inventory, rank: int) -> SavePlan:
     for entry in inventory.tensors:
         view = inventory.views[entry.view]
         kind = WriteItemType.TENSOR if isinstance(view, Whole) else WriteItemType.SHARD
-        for cell in cells_of(view, rank, entry.shape):
+        for cell in compute_cells(view, rank, entry.shape):
             assert isinstance(cell, Region)
             offset, shape = torch.Size(cell.offset), torch.Size(cell.shape)
             data = TensorWriteData(

@@ -47,10 +47,10 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.layouts import RankView, merge_ownership
 from dist_ckpt.core.planning.save.save_planner import (
-    files_of_rank,
-    files_of_ranks,
+    find_replica_groups,
+    plan_all_files,
+    plan_rank_files,
     plan_save,
-    replica_groups_of,
 )
 from dist_ckpt.core.runtime import typed_msgpack
 
@@ -93,21 +93,21 @@ def _items(job: simulated.Job) -> Work:
     plan = plan_save(
         [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
-    return lambda: files_of_rank(plan, job.world_size // 2)
+    return lambda: plan_rank_files(plan, job.world_size // 2)
 
 
 def _all_items(job: simulated.Job) -> Work:
     plan = plan_save(
         [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
-    return lambda: sum(1 for _ in files_of_ranks(plan.catalog))
+    return lambda: sum(1 for _ in plan_all_files(plan.catalog))
 
 
 def _groups(job: simulated.Job) -> Work:
     plan = plan_save(
         [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
     )
-    return lambda: replica_groups_of(plan, job.world_size // 2)
+    return lambda: find_replica_groups(plan, job.world_size // 2)
 
 
 def _open(job: simulated.Job) -> Work:

@@ -32,7 +32,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Node
-from dist_ckpt.core.planning.mesh import layout_of
+from dist_ckpt.core.planning.mesh import compute_layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
@@ -219,7 +219,7 @@ def parts(world_size: int, count: int, *, flat: bool) -> Job:
     shapes = parameters(count)
     mesh = on_mesh("dp", (world_size,))
     cuts = {
-        shape: layout_of(Flattened(mesh) if flat else MeshPlaced(mesh, (Shard(0),)), shape)
+        shape: compute_layout(Flattened(mesh) if flat else MeshPlaced(mesh, (Shard(0),)), shape)
         for shape in set(shapes.values())
     }
 

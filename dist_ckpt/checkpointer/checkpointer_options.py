@@ -10,8 +10,8 @@ from typing import Literal
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.format.index.model_description import check_description
-from dist_ckpt.core.loading.load_options import LoadOptions, Sources, text_of, uses_of
-from dist_ckpt.core.planning.selection import patterns
+from dist_ckpt.core.loading.load_options import LoadOptions, Sources, parse_sources, sources_text
+from dist_ckpt.core.planning.selection import parse_patterns
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
@@ -116,7 +116,7 @@ class RunOptions:
                 raise TypeError(f"{name}={value!r}: give True or False")
         if self.init is not None:
             try:
-                uses_of(self.init)
+                parse_sources(self.init)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"init: {error}") from None
         if self.must_exist and self.init is not None:
@@ -146,7 +146,7 @@ class RunOptions:
             root=self.storage_root(),
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),
-            init="" if self.init is None else text_of(self.init),
+            init="" if self.init is None else sources_text(self.init),
             kind=self.kind or "",
             must_exist=self.must_exist,
             read_only=self.read_only,
@@ -154,6 +154,6 @@ class RunOptions:
             on_failure=self.on_failure if isinstance(self.on_failure, str) else "warn",
             max_failures=self.max_failures,
             stop_within_s=float(self.stop_within_s),
-            link_unchanged=patterns(self.link_unchanged, "link_unchanged"),
+            link_unchanged=parse_patterns(self.link_unchanged, "link_unchanged"),
             chosen=str(self.load_options().selection()),
         )

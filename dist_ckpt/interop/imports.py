@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 from dist_ckpt.core.format.index.index import MAX_STEP
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter
@@ -151,10 +151,10 @@ def plan_import(
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
     include, exclude = options.get("include"), options.get("exclude")
     if kind == "hf":
-        opened, selection = _open_safetensors(source), selection_of(include, exclude)
+        opened, selection = _open_safetensors(source), parse_selection(include, exclude)
     else:
-        selection = selection_of(include, None)
-        wanted = ImportFilter(selection_of(None, exclude), selection.__contains__)
+        selection = parse_selection(include, None)
+        wanted = ImportFilter(parse_selection(None, exclude), selection.__contains__)
         opened = open_pickled(kind, source, wanted)
     return plan_rewrite(
         opened,

@@ -12,7 +12,7 @@ from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.writer.staged_save import Staging, files_of
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
-from dist_ckpt.core.planning.save.save_planner import files_of_rank
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime.buffers import address_of
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
 from dist_ckpt.core.storage.protocol import WritableFile
@@ -60,7 +60,7 @@ class Case:
     def write(
         self, check: Callable[[], None], threads: int = 1, storage: WritableStorage | None = None
     ) -> tuple[FileReceipt, ...]:
-        plans = files_of_rank(self.state.plan, 0)
+        plans = plan_rank_files(self.state.plan, 0)
         files = files_of(self.followed, Staging(self.followed, check), plans)
         return write_all(storage or self.storage, FOLDER, files, threads=threads)
 
@@ -95,7 +95,7 @@ def test_what_was_staged_is_written_and_the_arena_is_the_file(arenas, threads):
     assert [name for name, *_ in receipts] == ["model-00000.safetensors", "objects.msgpack"]
     written = case.written()
     assert written == case.images()
-    for plan in files_of_rank(STATE.plan, 0):
+    for plan in plan_rank_files(STATE.plan, 0):
         for item in plan.items:
             start = plan.header.nbytes + item.span.start
             data = written[plan.name][start : start + item.span.nbytes]
@@ -196,7 +196,7 @@ def test_a_snapshot_of_other_files_than_planned_is_refused(arenas):
     case = Case(arenas)
     other = State(1, {"large": (2501, 1000)})
     with pytest.raises(CorruptError, match="has other files than its plan"):
-        files_of(case.followed, Staging(case.followed, fail), files_of_rank(other.plan, 0))
+        files_of(case.followed, Staging(case.followed, fail), plan_rank_files(other.plan, 0))
     with pytest.raises(CorruptError, match="has other files than its plan"):
         files_of(case.followed, Staging(case.followed, fail), ())
     case.follower.close()

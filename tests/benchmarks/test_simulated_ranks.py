@@ -21,9 +21,9 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import Inventory, MeshPlaced
 from dist_ckpt.core.planning.plan import Shard as PlannedShard
 from dist_ckpt.core.planning.save.save_planner import (
-    files_of_rank,
-    files_of_ranks,
-    replica_groups_of,
+    find_replica_groups,
+    plan_all_files,
+    plan_rank_files,
 )
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.state.inventory_builder import build_inventory
@@ -84,7 +84,7 @@ def test_the_coordinator_commits_what_simulated_ranks_save(job: str) -> None:
 @pytest.mark.parametrize("job", JOBS)
 def test_the_files_of_all_ranks_are_those_that_each_rank_derives(job: str) -> None:
     plan = SimulatedSave(JOBS[job]()).run()
-    assert list(files_of_ranks(plan.catalog)) == [files_of_rank(plan, rank) for rank in range(32)]
+    assert list(plan_all_files(plan.catalog)) == [plan_rank_files(plan, rank) for rank in range(32)]
 
 
 def test_a_save_with_the_same_layout_takes_two_exchanges_and_no_collective() -> None:
@@ -127,7 +127,7 @@ def test_small_replicas_beside_large_shards_are_read_from_few_files() -> None:
     assert len(steps) == 200
     holders = {
         file.name
-        for files in files_of_ranks(plan.catalog)
+        for files in plan_all_files(plan.catalog)
         for file in files
         for item in file.items
         if item.fqn in steps
@@ -137,7 +137,7 @@ def test_small_replicas_beside_large_shards_are_read_from_few_files() -> None:
 
 def test_ranks_that_hold_the_same_get_the_same_groups() -> None:
     plan = SimulatedSave(simulated.hsdp(32, 12)).run()
-    groups = {rank: replica_groups_of(plan, rank) for rank in range(32)}
+    groups = {rank: find_replica_groups(plan, rank) for rank in range(32)}
     for mine in groups.values():
         assert all(group in groups[other] for group in mine for other in group.ranks)
 

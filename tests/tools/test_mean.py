@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.format.index.index import Catalog
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.tools.average.mean import averaged_names
 from written import catalog_of, one_cell, random_tensor
@@ -27,7 +27,7 @@ def catalog(*, of: Mapping[str, str] | None = None, **fields: Any) -> Catalog:
 
 def names(*catalogs: Catalog, include: str | None = None, exclude: str | None = None) -> set[str]:
     named = [(f"/{number}", one) for number, one in enumerate(catalogs)]
-    return set(averaged_names(named, selection_of(include, exclude)))
+    return set(averaged_names(named, parse_selection(include, exclude)))
 
 
 def test_of_the_floating_tensors_the_trainable_are_averaged_unless_others_are_chosen():

@@ -19,7 +19,7 @@ from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
-from dist_ckpt.core.planning.save.save_planner import files_of_rank
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
@@ -199,7 +199,7 @@ class StagedSave:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
         self.plan, self.encoded_catalog = plan(self.details.bodies)
         self.staging = Staging(followed, check)
-        plans = files_of_rank(self.plan, snapshot.rank)
+        plans = plan_rank_files(self.plan, snapshot.rank)
         self.files = files_of(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False

@@ -8,7 +8,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ReshardResult
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.openers import OPENER
 from dist_ckpt.tools.rewrite.reshard import plan_rewrite, sharding_of
@@ -69,6 +69,6 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
         config,
         max_memory=max_memory,
         overwrite=overwrite,
-        selection=selection_of(**selection),
+        selection=parse_selection(**selection),
     )
     output.write_checkpoint(plan, ReshardResult, dry_run=dry_run, as_json=as_json)

@@ -10,7 +10,7 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import TensorRow, TensorsResult, extend
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import format_size
 
@@ -69,7 +69,7 @@ def tensors(
 
 def selected_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]:
     """Return a checkpoint's path and the selected tensors. ValueError if a glob matches nothing."""
-    selection = selection_of(**globs)
+    selection = parse_selection(**globs)
     with checkpoint.open(path, opener=OPENER) as ck:
         tensors = ck.tensors
         if problems := selection.unmatched(tensors):

@@ -25,7 +25,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.save.save_planner import files_of_ranks
+from dist_ckpt.core.planning.save.save_planner import plan_all_files
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
@@ -36,7 +36,7 @@ from dist_ckpt.core.shard_io.read.open_files import (
     read_attached_file,
     read_objects,
 )
-from dist_ckpt.core.shard_io.read.read_windows import read_ahead, windows_of
+from dist_ckpt.core.shard_io.read.read_windows import cut_into_windows, read_ahead
 from dist_ckpt.core.shard_io.write.rank_files import FileRecord, files_of, link_or_copy_files
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.virtual_files import ServedFile
@@ -382,13 +382,13 @@ class OpenCheckpoint:
     def _windows_of_files(
         self, names: Collection[str], window_nbytes: int
     ) -> Iterator[tuple[TensorRequest, ...]]:
-        for files in files_of_ranks(self.catalog):
+        for files in plan_all_files(self.catalog):
             chosen = (
                 replace(file, items=tuple(item for item in file.items if item.fqn in names))
                 for file in files
             )
             plans = [file for file in chosen if file.items]
-            yield from (window.wanted for window in windows_of(plans, window_nbytes))
+            yield from (window.wanted for window in cut_into_windows(plans, window_nbytes))
 
     def link_or_copy(
         self,

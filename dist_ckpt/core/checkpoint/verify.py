@@ -28,7 +28,7 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.shard_file import ShardFile
-from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
+from dist_ckpt.core.planning.save.save_planner import stored_cells_by_rank
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
@@ -37,7 +37,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     damage_error,
     digest_problem,
     every_block,
-    reads_of,
+    group_into_reads,
     rows_of_block,
 )
 from dist_ckpt.core.shard_io.read.open_files import (
@@ -260,7 +260,7 @@ class _Verifying:
                 continue
             file, end = checked
             needed = every_block(file.header.shards, file.header.block_nbytes)
-            for read in reads_of(block for block in needed if block.stop <= end):
+            for read in group_into_reads(block for block in needed if block.stop <= end):
                 yield partial(self._check_blocks, file, read)
 
     def _check_header(
@@ -358,7 +358,7 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
 def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
     """Yield each shard file, and its shards by the catalog."""
     files = {(file.component, file.rank): file for file in index.files}
-    for rank, stored in enumerate(cells_of_ranks(index.catalog)):
+    for rank, stored in enumerate(stored_cells_by_rank(index.catalog)):
         for component, cells in stored.items():
             shards = {(fqn, cell): (dtype, shape) for fqn, dtype, shape, cell in cells}
             yield files[component, rank], shards

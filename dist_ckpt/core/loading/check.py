@@ -19,13 +19,13 @@ from dist_ckpt.core.loading.load_messages import (
     CheckFindings,
     LoadRequest,
     ResolvedSources,
-    bits_of,
+    encode_bitmap,
 )
-from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, uses_of
+from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, parse_sources
 from dist_ckpt.core.loading.shared_read.block_requests import request_blocks
-from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
+from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, cast_of, selection_of
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, parse_cast, parse_selection
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
@@ -69,12 +69,12 @@ class LoadArguments:
     source_uses: tuple[SourceUse, ...]
     selection: Selection | Scopes
 
-    def at(self, paths: Sequence[str]) -> LoadArguments:
+    def with_paths(self, paths: Sequence[str]) -> LoadArguments:
         """Return the arguments with resolved paths instead of selectors."""
         path = paths[0] if len(paths) == 1 else tuple(paths)
         return replace(self, request=structs.replace(self.request, path=path))
 
-    def selection_in(self, sources: ResolvedSources) -> Selection | Scopes:
+    def resolve_selection(self, sources: ResolvedSources) -> Selection | Scopes:
         """Return the selection, with resolved paths instead of selectors."""
         if not isinstance(self.selection, Scopes):
             return self.selection
@@ -90,7 +90,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
     """Check the arguments, and read the template. Raises ValueError or TypeError."""
     options, session = call.options, call.session
     options.check()
-    paths, source_uses = uses_of(call.path)
+    paths, source_uses = parse_sources(call.path)
     template = read_template(
         call.state,
         sharding=options.sharding,
@@ -126,7 +126,7 @@ def _selection(
 ) -> Selection | Scopes:
     """Return the selection of names. Raises TypeError or ValueError for bad patterns."""
     of_load = without_frozen(options.selection(), template.root)
-    of_sources = [selection_of(use.source.include, use.source.exclude) for use in source_uses]
+    of_sources = [parse_selection(use.source.include, use.source.exclude) for use in source_uses]
     for use in source_uses:
         rename_of(use.source.rename)
         if options.rename is not None and (len(source_uses) > 1 or use.source.rename is not None):
@@ -160,7 +160,7 @@ class PreparedLoad:
     links: HostLinks | None
     encoded_requests: bytes
 
-    def names_of(self, fqns: Iterable[str]) -> tuple[str, ...]:
+    def state_names(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """Return the names in the state of tensors of the index."""
         names: dict[str, list[str]] = {}
         for name in self.binding.restored:
@@ -168,7 +168,7 @@ class PreparedLoad:
                 names.setdefault(tensor[0], []).append(name)
         return tuple(name for fqn in fqns for name in names.get(fqn, [fqn]))
 
-    def sources(self) -> tuple[LoadedSource, ...]:
+    def loaded_sources(self) -> tuple[LoadedSource, ...]:
         """Return each checkpoint, with the names that it has filled."""
         restored: list[list[str]] = [[] for _ in self.resolved.checkpoints]
         for name in self.binding.restored:
@@ -193,7 +193,7 @@ def check_load(
         storage.serve(files_in_memory)
         from_memory = from_memory or bool(files_in_memory)
     contents: list[_ObjectsReader] = [(c.objects(), c.objects) for c in sources.checkpoints]
-    selection = arguments.selection_in(sources)
+    selection = arguments.resolve_selection(sources)
     saved = _saved_tree(options, arguments, selection, sources, contents)
     with paused_collector():
         binding = bind(
@@ -202,21 +202,21 @@ def check_load(
             strict=options.strict,
             selection=selection,
             keys=sources.keys,
-            cast=cast_of(options.cast),
+            cast=parse_cast(options.cast),
         )
         wanted = split_requests(binding.wanted, saved)
         problems = (
             *_description_problems(options, sources, contents),
             *binding.problems,
             *chain.from_iterable(
-                problems_of(checkpoint.catalog, requests)
+                find_request_problems(checkpoint.catalog, requests)
                 for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
             ),
         )
-        unclaimed = bits_of(binding.unclaimed, _saved_names(sources, saved))
+        unclaimed = encode_bitmap(binding.unclaimed, _saved_names(sources, saved))
         if problems:
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
-    files = open_all(
+    files = plan_and_open(
         sources.checkpoints, wanted, saved, threads=session.config.threads, stack=stack
     )
     targets = None if binding.makes_memory else binding.allocate()
@@ -296,7 +296,7 @@ def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[li
     return requests
 
 
-def open_all(
+def plan_and_open(
     checkpoints: Sequence[OpenCheckpoint],
     wanted: Sequence[Sequence[TensorRequest]],
     saved: SavedTree,

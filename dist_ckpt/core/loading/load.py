@@ -50,7 +50,7 @@ from dist_ckpt.core.loading.load_messages import (
     ResolvedSources,
     open_sources,
 )
-from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, text_of
+from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
 from dist_ckpt.core.loading.shared_read.block_requests import gather_requests
 from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, UnreachableRanks
 from dist_ckpt.core.loading.shared_read.shared_reader import check_blocks_first, read_blocks
@@ -168,7 +168,7 @@ def load_together(
         return _load(call)
     except _DamagedInMemoryError as error:
         reason = error.__cause__
-        _log.warning("%s: %s. Everything is now read from storage", text_of(path), reason)
+        _log.warning("%s: %s. Everything is now read from storage", sources_text(path), reason)
     return _load(replace(call, memory=NOTHING_IN_MEMORY))
 
 
@@ -180,7 +180,7 @@ class _DamagedInMemoryError(Exception):
 
 
 def _load(call: LoadCall) -> LoadReport:
-    session, label = call.session, text_of(call.path)
+    session, label = call.session, sources_text(call.path)
     with session.operation(f"load of {label}"), ExitStack() as leases, ExitStack() as stack:
         phases = Phases("load", label, quiet=session.channel.rank != COORDINATOR)
         arguments, prepared, decision = _open_and_check(call, phases, leases, stack)
@@ -230,7 +230,7 @@ def _report(
         exchanges=session.exchanges,
         collectives=session.collective_calls,
         storage_reads=reduce(IoCount.plus_all, (storage.reads for storage in arguments.counting)),
-        sources=prepared.sources(),
+        sources=prepared.loaded_sources(),
         as_saved=call.options.rename is None
         and all(use.source.rename is None for use in arguments.source_uses),
         **structs.asdict(job),
@@ -256,7 +256,9 @@ def _open_and_check(
         if not decision.is_gone:
             assert prepared is not None
             return arguments, prepared, decision
-    raise StorageError(f"{text_of(call.path)}: it is replaced faster than it is read; try again")
+    raise StorageError(
+        f"{sources_text(call.path)}: it is replaced faster than it is read; try again"
+    )
 
 
 def _open(
@@ -283,7 +285,7 @@ def _open(
             own = typed_msgpack.encode(encoded) if checkpoints else None
             sent = session.collective.broadcast(own)
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
-    arguments = arguments.at([path for path, _ in opened.attempts])
+    arguments = arguments.with_paths([path for path, _ in opened.attempts])
     return arguments, open_sources(opened, checkpoints, encoded, arguments.storages)
 
 
@@ -309,22 +311,22 @@ def _fill(
         targets, group = _allocate_and_link(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reading = BlockReader(
+                reader = BlockReader(
                     prepared.files, None, verify=True, slots=call.session.scratch_buffers
                 )
-                check_blocks_first(call.session, group, reading)
+                check_blocks_first(call.session, group, reader)
         slots = call.session.scratch_buffers
-        reading = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
+        reader = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
-                totals = _read(call.session, prepared, group, reading)
+                totals = _read(call.session, prepared, group, reader)
                 gathered = exchange.gather(totals)
                 if gathered is not None:
                     exchange.decide(sum_totals(gathered))
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # The error has the tensors of the rank that met the damage; add those of this rank.
-            touched = prepared.names_of(reading.touched)
+            touched = prepared.state_names(reader.touched)
             error.touched = tuple(sorted({*error.touched, *touched}))
             raise
     with phases.phase("place"):
@@ -361,20 +363,20 @@ def _allocate_and_link(
             if targets is None:
                 targets = prepared.binding.allocate()
             if group is not None:
-                group.meet(preparing)
+                group.decide_unreachable(preparing)
     assert targets is not None, "without exchange `prepare` there are no new tensors"
     return targets, group and group.without_unreachable(preparing.result(UnreachableRanks))
 
 
 def _read(
-    session: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reading: BlockReader
+    session: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reader: BlockReader
 ) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
     start = time.monotonic()
     try:
-        nbytes_read, nbytes_received = read_blocks(session, group, reading)
+        nbytes_read, nbytes_received = read_blocks(session, group, reader)
     except CorruptError as error:
-        error.touched = prepared.names_of(error.touched)
+        error.touched = prepared.state_names(error.touched)
         raise
     prepared.binding.finish_tensors()
     nbytes_placed = nbytes_placed_by(prepared.files.plan)

@@ -77,7 +77,7 @@ class ResolvedSources:
 class CheckFindings(Message, frozen=True):
     """The result of one rank's check.
 
-    `unclaimed` is a bitmap of the saved names that this rank does not request (`bits_of`).
+    `unclaimed` is a bitmap of the saved names that this rank does not request (`encode_bitmap`).
     `unmatched` are the problems of patterns that match nothing here. `makes_memory`,
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
     `encoded_requests` are its encoded block requests: b"" if the ranks can share nothing, None if
@@ -156,7 +156,7 @@ def _decode_index(encoded: bytes) -> Index:
     return index
 
 
-def bits_of(selected: Sequence[str], names: Sequence[str]) -> bytes:
+def encode_bitmap(selected: Sequence[str], names: Sequence[str]) -> bytes:
     """Return a bitmap over `names`: which of them are selected.
 
     Lists of names would grow with the tensors times the ranks.

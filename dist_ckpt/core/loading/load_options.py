@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from dist_ckpt.core.format.index.model_description import check_description
-from dist_ckpt.core.planning.selection import Cast, Selection, cast_of, selection_of
+from dist_ckpt.core.planning.selection import Cast, Selection, parse_cast, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.sources.rename import rename_of
 from dist_ckpt.core.storage import open_storage
@@ -49,12 +49,12 @@ class LoadOptions:
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
         self.selection()
         rename_of(self.rename)
-        cast_of(self.cast)
+        parse_cast(self.cast)
         check_description(None, self.config, self.kind)
 
     def selection(self) -> Selection:
         """Return the selection of the names to load. Raises TypeError or ValueError."""
-        return selection_of(self.include, self.exclude, self.include_frozen)
+        return parse_selection(self.include, self.exclude, self.include_frozen)
 
 
 # --- sources ---------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class SourceUse:
     source: Source
 
 
-def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
+def parse_sources(sources: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
     """Return the paths, each once, and the sources of each key in their order of preference.
 
     No file is opened. Raises TypeError or ValueError for sources that are not valid.
@@ -120,7 +120,7 @@ def uses_of(sources: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
     return tuple(numbers), tuple(source_uses)
 
 
-def text_of(sources: object) -> str:
+def sources_text(sources: object) -> str:
     """Return the paths of the sources for messages and logs. Never raises for invalid sources."""
     values = sources.values() if isinstance(sources, Mapping) else [sources]
     lists = (value if isinstance(value, list | tuple) else [value] for value in values)

@@ -33,7 +33,7 @@ class BoxTree:
         numbers = [number for number, box in enumerate(boxes) if box.numel]
         self._root = self._node(numbers) if numbers else None
 
-    def meeting(self, box: Region) -> list[int]:
+    def find_overlapping(self, box: Region) -> list[int]:
         """Return the numbers, ascending, of the boxes that overlap this one."""
         start, stop = box.offset, box.stop
         if self._root is None or box.numel == 0:

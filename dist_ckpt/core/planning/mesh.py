@@ -47,7 +47,7 @@ from dist_ckpt.core.planning.plan import (
 IndexRanges = tuple[range, ...]
 
 
-def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
+def compute_cells(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
     """Return the cells of a tensor of global `shape` that a rank holds, in the order of its memory.
 
     A strided shard is several boxes in row-major order, as the local tensor is their product. The
@@ -67,7 +67,7 @@ def cells_of(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
             raise ValueError("under a ShardingConfig, only the plan has the cells of a rank")
 
 
-def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
+def compute_layout(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
     """Return the layout of a tensor of global `shape` on a mesh, with the holders of each cell."""
     if 0 in shape:
         return whole_layout(shape, view.mesh.ranks)
@@ -77,20 +77,20 @@ def layout_of(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
         return Layout(Flat(bounds), tuple((rank,) for rank in ranks[: len(bounds) - 1]))
     cuts, positions = [], []
     strides = row_major_strides(view.mesh.shape)
-    cutting = axes_of(view.placements, len(shape))
+    cutting = find_cutting_axes(view.placements, len(shape))
     for size, axes in zip(shape, cutting, strict=True):
         parts: list[IndexRanges] = [(range(size),)]
         for axis in axes:
             placement, count = view.placements[axis], view.mesh.shape[axis]
             parts = [part for ranges in parts for part in _split(ranges, placement, count)]
         starts = sorted((indices.start, n) for n, ranges in enumerate(parts) for indices in ranges)
-        offsets = positions_of(axes, view.mesh.shape, strides)
+        offsets = mesh_positions(axes, view.mesh.shape, strides)
         cuts.append((*(start for start, _ in starts), size))
         positions.append([offsets[n] for _, n in starts])
     used = {axis for axes in cutting for axis in axes}
     free = [axis for axis in range(len(view.mesh.shape)) if axis not in used]
-    replicas = positions_of(free, view.mesh.shape, strides)
-    return Layout(Grid(tuple(cuts)), holders_of(view.mesh.ranks, positions, replicas))
+    replicas = mesh_positions(free, view.mesh.shape, strides)
+    return Layout(Grid(tuple(cuts)), cell_holders(view.mesh.ranks, positions, replicas))
 
 
 def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
@@ -98,7 +98,7 @@ def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
     return Layout(Grid(tuple((0, n) for n in shape)), (tuple(sorted(ranks)),))
 
 
-def axes_of(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
+def find_cutting_axes(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
     """Return for each dimension the mesh axes that cut it, in the order of the cuts."""
     axes: list[list[int]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
@@ -117,7 +117,7 @@ def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]
         return (Region.whole(shape),)
     position, strides = mesh.ranks.index(rank), row_major_strides(mesh.shape)
     remaining: list[IndexRanges] = []
-    for size, axes in zip(shape, axes_of(view.placements, len(shape)), strict=True):
+    for size, axes in zip(shape, find_cutting_axes(view.placements, len(shape)), strict=True):
         ranges: IndexRanges = (range(size),)
         for axis in axes:
             count = mesh.shape[axis]
@@ -159,13 +159,13 @@ def _chunk(ranges: IndexRanges, count: int) -> list[IndexRanges]:
     return [tuple(part) for part in parts]
 
 
-def positions_of(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
+def mesh_positions(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
     """Return the positions in a mesh's ranks of all coordinates on these axes; others are 0."""
     steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in axes]
     return [sum(step) for step in product(*steps)]
 
 
-def holders_of(
+def cell_holders(
     ranks: Shape, positions: Sequence[Sequence[int]], replicas: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the holders of each cell; `positions[d][i]` is the position of dimension d's cut i."""
@@ -187,7 +187,9 @@ def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
 
 
 @lru_cache(maxsize=4096)
-def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tuple[MeshPlaced, ...]:
+def possible_views(
+    view: MeshPlaced, shape: Shape, *, as_defined: bool = True
+) -> tuple[MeshPlaced, ...]:
     """Return the views that these placements may mean: FSDP2's, then the one that torch defines.
 
     Unless uneven strided shards are cut `as_defined`, there is only FSDP2's, or none.
@@ -199,7 +201,7 @@ def readings(view: MeshPlaced, shape: Shape, *, as_defined: bool = True) -> tupl
         return (reordered,) if reordered else ()
     if reordered is None:
         return (view,)
-    if layout_of(view, shape) == layout_of(reordered, shape):
+    if compute_layout(view, shape) == compute_layout(reordered, shape):
         return (view,)
     return reordered, view
 
@@ -228,7 +230,7 @@ def reorder_axes(view: MeshPlaced) -> MeshPlaced | None:
     cutting = [axis for order in orders.values() for axis in order]
     axes = cutting + [a for a in range(len(view.placements)) if a not in cutting]
     mesh, placements = view.mesh, (view.placements[axis] for axis in axes)
-    positions = positions_of(axes, mesh.shape, row_major_strides(mesh.shape))
+    positions = mesh_positions(axes, mesh.shape, row_major_strides(mesh.shape))
     return MeshPlaced(
         Mesh(
             tuple(mesh.names[axis] for axis in axes),

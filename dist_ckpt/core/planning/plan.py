@@ -134,7 +134,7 @@ class Inventory(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The rank that stores each cell and value. `files_of_rank` derives the part of one rank."""
+    """The rank that stores each cell and value. `plan_rank_files` derives the part of one rank."""
 
     catalog: Catalog
     unsplit_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored

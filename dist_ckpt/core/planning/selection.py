@@ -18,15 +18,15 @@ class Selection:
 
     A pattern selects a name if it matches the name or a name above it. `model` and `model.*` select
     all of the model, `*.bias` every bias and its optimizer state. A `*` also matches dots, and `**`
-    is the same. `include=None` selects everything. Names in `without`, and all below them, are
+    is the same. `include=None` selects everything. Names in `frozen`, and all below them, are
     excluded: parameters that require no gradient, unless `include_frozen`.
     """
 
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     include_frozen: bool = True
-    without: frozenset[str] = frozenset()
-    knows_parameters: bool = True
+    frozen: frozenset[str] = frozenset()
+    has_parameters: bool = True
     # By name, so that a name above many is matched once.
     _matches: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -46,9 +46,9 @@ class Selection:
             return False
         if self.exclude and not self.matches(name).isdisjoint(self.exclude):
             return False
-        return not self.without or self.without.isdisjoint(names_above(name))
+        return not self.frozen or self.frozen.isdisjoint(names_above(name))
 
-    def may_reach(self, name: str) -> bool:
+    def can_reach(self, name: str) -> bool:
         """Return False if `include` certainly selects neither this name nor one below."""
         starts = (re.split(r"[*?[]", pattern)[0] for pattern in self.include or ())
         below = f"{name}."
@@ -80,7 +80,7 @@ class Selection:
             for pattern in patterns or ()
             if pattern in unmatched
         ]
-        if not self.knows_parameters:
+        if not self.has_parameters:
             problems.append(
                 "include_frozen=False: the state has no parameters, so frozen tensors are "
                 "unknown: put the module in the state, not its state_dict()"
@@ -122,23 +122,23 @@ def excluded_names(name: str) -> str:
 Cast = bool | str | Sequence[str] | None
 
 
-def selection_of(
+def parse_selection(
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
     include_frozen: bool = True,  # noqa: FBT001, FBT002 - passed on from a front door
 ) -> Selection:
     """Check the options and return the selection. Raises TypeError or ValueError."""
-    included = None if include is None else patterns(include, "include")
+    included = None if include is None else parse_patterns(include, "include")
     if included == ():
         raise ValueError("include=[] selects nothing: give patterns, or None for everything")
     if type(include_frozen) is not bool:
         raise TypeError(f"include_frozen={include_frozen!r}: give True or False")
     return Selection(
-        included, () if exclude is None else patterns(exclude, "exclude"), include_frozen
+        included, () if exclude is None else parse_patterns(exclude, "exclude"), include_frozen
     )
 
 
-def cast_of(cast: Cast) -> Selection | None:
+def parse_cast(cast: Cast) -> Selection | None:
     """Check a load's `cast`, and return None for no cast. Raises TypeError or ValueError."""
     if cast is None or cast is False:
         return None
@@ -146,7 +146,7 @@ def cast_of(cast: Cast) -> Selection | None:
         return SELECT_ALL
     if not isinstance(cast, Iterable):
         raise TypeError(f"cast={cast!r}: give True or patterns; the dtype is that of the state")
-    return Selection(patterns(cast, "cast"))
+    return Selection(parse_patterns(cast, "cast"))
 
 
 def unmatched_on_all(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
@@ -165,7 +165,7 @@ def names_above(name: str) -> Iterator[str]:
         name = name[:cut]
 
 
-def patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
+def parse_patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
     """Return the patterns of an option, one or several. Raises TypeError or ValueError."""
     # An iterator can be used only once.
     if not isinstance(value, Iterable) or isinstance(value, Iterator):

@@ -33,7 +33,7 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.balance import evenly
+from dist_ckpt.core.planning.save.balance import assign_evenly
 from dist_ckpt.core.planning.save.save_planner import plan_save
 
 Axes = tuple[tuple[int, ...], ...]
@@ -235,12 +235,12 @@ class ShardingConfig:
         return tuple(map(tuple, cut))
 
 
-def name_of(fqn: str, component: str) -> str:
+def strip_component(fqn: str, component: str) -> str:
     """Return the name for patterns: without the component."""
     return fqn.removeprefix(f"{component}.")
 
 
-def parameter_of(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] | None:
+def find_parameter(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] | None:
     """Return the parameter of `state.<param>.<name>` and its shape, or None."""
     if not name.startswith("state."):
         return None
@@ -252,7 +252,7 @@ def parameter_of(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] | 
     return None
 
 
-def axes_under(
+def find_axes(
     config: ShardingConfig, name: str, shape: Shape, parameter: tuple[str, Shape] | None
 ) -> Axes:
     """Return the axes that cut a tensor, which may belong to a parameter (name and shape)."""
@@ -326,7 +326,7 @@ def target_view(
             return Flattened(config.ranks())
         if not config.flat and owner is not None:
             return MeshPlaced(Mesh(("owner",), (1,), (owner,)), (Replicate(),))
-    axes = axes_under(config, name, shape, parameter)
+    axes = find_axes(config, name, shape, parameter)
     if not any(axes):
         return Whole()
     return chunked_view(RuleSharded(config.ranks(), axes))
@@ -347,7 +347,7 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
     rule_names: dict[str, str] = {}
     shapes: dict[str, Shape] = {}
     for fqn, record in catalog.tensors.items():
-        names[fqn] = name_of(fqn, catalog.components[record.component].name)
+        names[fqn] = strip_component(fqn, catalog.components[record.component].name)
         # An optimizer over several modules also prefixes its parameters with the modules' names.
         for name in (names[fqn], fqn):
             shapes.setdefault(name, record.shape)
@@ -355,13 +355,13 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
     parameters: dict[str, tuple[str, Shape] | None] = {}
     nbytes: dict[str, int] = {}
     for fqn, record in catalog.tensors.items():
-        parameter = parameter_of(names[fqn], shapes)
+        parameter = find_parameter(names[fqn], shapes)
         parameters[fqn] = parameter and (rule_names[parameter[0]], parameter[1])
         if _is_partitioned(config, parameter):
             name = rule_names[parameter[0]] if parameter else names[fqn]
             size = prod(record.shape) * DTYPES[record.dtype].itemsize
             nbytes[name] = nbytes.get(name, 0) + size
-    owners = evenly(nbytes, config.world_size)
+    owners = assign_evenly(nbytes, config.world_size)
     views: dict[str, View] = {}
     for fqn, record in catalog.tensors.items():
         parameter = parameters[fqn]
@@ -370,7 +370,7 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
     return views
 
 
-def plan_stored(
+def plan_reshard(
     catalog: Catalog, config: ShardingConfig, tree: tuple[Node, ...], numpy: tuple[str, ...]
 ) -> SavePlan:
     """Return the plan of a save of a checkpoint's content by the ranks of `config`."""

@@ -52,13 +52,13 @@ class RankPlan:
     @staticmethod
     def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
         """Select the part of one rank."""
-        files = save_planner.files_of_rank(plan, rank)
+        files = save_planner.plan_rank_files(plan, rank)
         cells = save_planner.number_cells(save_planner.find_local_cells(inventory, rank, plan))
         origins = tuple(
-            tuple(save_planner.origin_of(cells, item.fqn, item.cell) for item in file.items)
+            tuple(save_planner.find_origin(cells, item.fqn, item.cell) for item in file.items)
             for file in files
         )
-        return RankPlan(plan, files, save_planner.replica_groups_of(plan, rank), origins, cells)
+        return RankPlan(plan, files, save_planner.find_replica_groups(plan, rank), origins, cells)
 
 
 @dataclass(frozen=True, slots=True)

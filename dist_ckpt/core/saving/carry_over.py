@@ -25,8 +25,8 @@ from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
-from dist_ckpt.core.planning.save.save_planner import files_of_rank
-from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files
+from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -128,7 +128,7 @@ def open_source(
     """Open the checkpoint of a load's `report`, and gather the restored names. Collective."""
     channel, encoded, reads = session.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
-        loaded, excluded = _checked(report, channel.world_size), selection_of(None, exclude)
+        loaded, excluded = _checked(report, channel.world_size), parse_selection(None, exclude)
         request = CarryRequest(loaded.path, loaded.attempt, session.collective.epoch)
         if (requests := opening.gather(request)) is not None:
             check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
@@ -240,7 +240,7 @@ class CarryOver:
             (name, file.nbytes, file.header_nbytes, file.digest) for name, file in files.items()
         ]
         if self.plan.copied is not None:
-            plans = files_of_rank(self.plan.copied, rank)
+            plans = plan_rank_files(self.plan.copied, rank)
             with self.source.opened(storage, slots=session.scratch_buffers) as source:
                 read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
                 copied = RankFiles(step, plans, Windows(plans, read).sources, {})

@@ -22,7 +22,7 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.selection import Selection, names_above
-from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_stored
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.state.binding.sources.saved_tree import state_of
 from dist_ckpt.core.state.tree.containers import is_mapping, join, whole_of
 from dist_ckpt.errors import listed
@@ -331,7 +331,7 @@ def _plan_copied(
         per_rank={},
         parameters={fqn: parameters[data] for fqn, data in copied.items() if data in parameters},
     )
-    return plan_stored(catalog, ShardingConfig.even(live.world_size), (), ())
+    return plan_reshard(catalog, ShardingConfig.even(live.world_size), (), ())
 
 
 def _joined(

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_codec import encode_value
 from dist_ckpt.core.planning.plan import ReplicaDigests, ReplicaGroup, SavePlan
-from dist_ckpt.core.planning.save.save_planner import CellNumbers, Origin, origin_of
+from dist_ckpt.core.planning.save.save_planner import CellNumbers, Origin, find_origin
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.gc_pause import paused_collector
@@ -143,7 +143,7 @@ class LocalSaveState:
         digests = {}
         for fqn, cell in group.cells:
             name = f"{fqn}[{cell}]"
-            source = self._source_of((origin_of(cells, fqn, cell),), 0)
+            source = self._source_of((find_origin(cells, fqn, cell),), 0)
             digests[name] = digest_sample(source, name)
         values = {**self.local.per_rank, **self.local.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}

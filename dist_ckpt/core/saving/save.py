@@ -27,7 +27,7 @@ from dist_ckpt.core.format.index.model_description import check_description, wit
 from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory
-from dist_ckpt.core.planning.selection import Selection, patterns, selection_of
+from dist_ckpt.core.planning.selection import Selection, parse_patterns, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
@@ -92,7 +92,7 @@ class SaveOptions:
                 raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
             check_plain(dict(self.metadata), "metadata")
         check_description(self.metadata, self.config, self.kind)
-        patterns(self.link_unchanged, "link_unchanged")
+        parse_patterns(self.link_unchanged, "link_unchanged")
 
     def all_metadata(self) -> dict[str, object]:
         """Return the metadata with `config` and `kind` in it."""
@@ -100,12 +100,12 @@ class SaveOptions:
 
     def local_state(self, session: Session, state: State | StateReader) -> LocalSaveState:
         """Read this rank's state. ValueError or TypeError if it cannot be saved."""
-        link_unchanged = patterns(self.link_unchanged, "link_unchanged")
+        link_unchanged = parse_patterns(self.link_unchanged, "link_unchanged")
         return LocalSaveState.take(session, state, self.sharding, self.selection(), link_unchanged)
 
     def selection(self) -> Selection:
         """Return the selection of the names to save. Raises TypeError or ValueError."""
-        return selection_of(self.include, self.exclude, self.include_frozen)
+        return parse_selection(self.include, self.exclude, self.include_frozen)
 
     def index_fields(self) -> IndexFields:
         """Return the fields of the index that follow from these options."""
@@ -118,7 +118,7 @@ class SaveOptions:
     def arguments(self, path: str, attached: Mapping[str, bytes]) -> SaveArguments:
         """Return the arguments of a rank with these options, after `check`."""
         digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
-        linked = patterns(self.link_unchanged, "link_unchanged")
+        linked = parse_patterns(self.link_unchanged, "link_unchanged")
         return SaveArguments(
             step=self.step,
             path=path,

@@ -15,9 +15,9 @@ from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, EncodedDocuments, encode_header
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
-from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.saving.local_save_state import objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
@@ -44,7 +44,7 @@ def to_bytes(state: State) -> bytes:
         )
         plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
     local.synchronize()
-    files, objects = files_of_rank(plan, 0), objects_files(plan, local, 0, {})
+    files, objects = plan_rank_files(plan, 0), objects_files(plan, local, 0, {})
     # The length of digests and headers does not depend on the data, so it is computed first.
     blank = {}
     for file in files:
@@ -69,7 +69,7 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
     """Return the inventory of a job with only this rank. ValueError names sharded tensors."""
     parts = []
     for entry in inventory.tensors:
-        cells = cells_of(inventory.views[entry.view], 0, entry.shape)
+        cells = compute_cells(inventory.views[entry.view], 0, entry.shape)
         if (cells[0].numel if len(cells) == 1 else 0) != prod(entry.shape):
             parts.append(entry.fqn)
     if parts:

@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import Flattened, MeshPlaced, RuleSharded, View
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
-    axes_under,
     chunked_view,
-    name_of,
-    parameter_of,
+    find_axes,
+    find_parameter,
+    strip_component,
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tree.containers import join
@@ -70,14 +70,14 @@ class ShardingRules:
         """
         name = self._name(fqn)
         parameter = leaf.under
-        if parameter is None and (above := parameter_of(name, self._shapes)) is not None:
+        if parameter is None and (above := find_parameter(name, self._shapes)) is not None:
             rule_name = self._rule_names.get(above[0], above[0])
             parameter = rule_name, self._shapes[rule_name]
         if self.sharding.flat:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flat_shape(name, parameter, shape)
             return None if whole is None else (Flattened(self.sharding.ranks()), whole)
-        axes = axes_under(self.sharding, name, shape, parameter)
+        axes = find_axes(self.sharding, name, shape, parameter)
         return (RuleSharded(self.sharding.ranks(), axes), shape) if any(axes) else None
 
     def check_whole(self, fqn: str, leaf: SubclassLeaf) -> None:
@@ -93,7 +93,7 @@ class ShardingRules:
 
     def _name(self, fqn: str) -> str:
         component = next((name for name in names_above(fqn) if name in self._components), "")
-        return name_of(fqn, component)
+        return strip_component(fqn, component)
 
     def _check_known(self, fqn: str, leaf: TensorLeaf, name: str, shape: Shape) -> None:
         if self.sharding.zero_stage < 3 or len(shape) != 1 or 0 in shape:
@@ -118,7 +118,7 @@ class ShardingRules:
         whole = self._shapes.get(parameter[0] if parameter else name)
         if whole is None or len(shape) != 1:
             return None
-        cells = cells_of(Flattened(self.sharding.ranks()), self._rank, whole)
+        cells = compute_cells(Flattened(self.sharding.ranks()), self._rank, whole)
         return whole if prod(shape) == sum(cell.numel for cell in cells) else None
 
 
@@ -139,7 +139,9 @@ def target_cells(
     """Return the cells of a saved tensor in a part of `shape`; None if the shape differs."""
     if len(shape) != len(saved) and isinstance(view, RuleSharded):
         return None
-    cells = cells_of(chunked_view(view) if isinstance(view, RuleSharded) else view, rank, saved)
+    cells = compute_cells(
+        chunked_view(view) if isinstance(view, RuleSharded) else view, rank, saved
+    )
     if not cells:
         return () if 0 in shape else None
     (cell,) = cells

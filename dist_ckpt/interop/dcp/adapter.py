@@ -39,7 +39,13 @@ from dist_ckpt.core.comm.process_group import session_of, single_process_session
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
 from dist_ckpt.core.loading.shared_read.collective_reader import CollectiveReader
-from dist_ckpt.core.planning.selection import SELECT_ALL, Cast, Selection, names_above, selection_of
+from dist_ckpt.core.planning.selection import (
+    SELECT_ALL,
+    Cast,
+    Selection,
+    names_above,
+    parse_selection,
+)
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
@@ -422,7 +428,7 @@ class RequiredValues:
         # The load takes all that was saved if the state has no keys.
         tops = above.intersection(map(str, self.state)) if self.state else {min(above, key=len)}
         if self._selection.include is not None:
-            tops = {top for top in tops if self._selection.may_reach(top)}
+            tops = {top for top in tops if self._selection.can_reach(top)}
         if not any(top in self._not_excluded for top in tops):
             return False
         return is_of_optimizer or name in self._not_excluded
@@ -433,7 +439,7 @@ class RequiredValues:
 
     @cached_property
     def _selection(self) -> Selection:
-        return selection_of(self.options.include, self.options.exclude)
+        return parse_selection(self.options.include, self.options.exclude)
 
     @cached_property
     def _not_excluded(self) -> Selection:

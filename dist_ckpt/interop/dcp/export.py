@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, boxes_in_order
 from dist_ckpt.core.commit.user_files import check_outside
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
+from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make
@@ -75,7 +75,7 @@ def plan_export(
 
     Its sizes are minimums: they do not count what torch.save writes around each tensor.
     """
-    opened, stored, metadata = _open_selected(source, folder, selection_of(include, exclude))
+    opened, stored, metadata = _open_selected(source, folder, parse_selection(include, exclude))
     target, path = open_storage(folder)
     path = real_path(path)
     check_replaceable(target, path, overwrite=None)

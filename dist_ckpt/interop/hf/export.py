@@ -21,7 +21,7 @@ from dist_ckpt.core.commit.user_files import check_outside
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.errors import IncompatibleError, StorageError
@@ -119,7 +119,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
 
     The conversion to a narrower dtype can still fail in `run`, for values that do not fit.
     """
-    selection = selection_of(include, exclude)
+    selection = parse_selection(include, exclude)
     new_dtype, max_nbytes = dtype_of(dtype), nbytes_of(max_shard_size)
     if type(reflink) is not bool:
         raise TypeError(f"reflink={reflink!r}: give True or False")

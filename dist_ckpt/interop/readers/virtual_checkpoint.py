@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.index import EMPTY_DIGESTS, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory, Parts, Receipt, TensorEntry, View
-from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
@@ -103,7 +103,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
     receipts = []
     for rank, name in enumerate(names):
         written: list[FileReceipt] = []
-        for file in files_of_rank(plan, rank):
+        for file in plan_rank_files(plan, rank):
             # The digests are zeros: they are never checked.
             header = file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
             segments = [(item.span, chunks[item.fqn, item.cell]) for item in file.items]

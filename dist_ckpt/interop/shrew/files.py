@@ -29,7 +29,7 @@ from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import MAX_STEP, Node
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
-from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.storage import ReadableFile, Storage, open_storage, real_path
@@ -157,7 +157,7 @@ def plan_export_file(
     checkpoint = open_checkpoint(source, opener=OPENER)
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(checkpoint.path), real_path(path))
-    state = _state_of(checkpoint, selection_of(include, exclude))
+    state = _state_of(checkpoint, parse_selection(include, exclude))
     number = encoding.version_for(state, version)
     nbytes = _nbytes_of(state, number)
 

@@ -28,7 +28,7 @@ from dist_ckpt.core.commit.user_files import check_new_file, check_outside, new_
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.selection import Selection, excluded_names, selection_of
+from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, saved_tree_of
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make
@@ -106,7 +106,7 @@ def plan_export_file(
 
     Its size is a minimum: it does not count the archive's headers and padding.
     """
-    selection = selection_of(include, exclude)
+    selection = parse_selection(include, exclude)
     if only is not None and (not isinstance(only, str) or not only):
         raise ValueError(f"only={only!r}: give the name of a component, or None for all")
     if os.fspath(file).endswith(SAFETENSORS):

@@ -34,8 +34,8 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt
-from dist_ckpt.core.planning.save.save_planner import cells_of_ranks, files_of_ranks
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_cells_by_rank
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import Windows
@@ -312,7 +312,7 @@ def _plan_and_claim(
 
 def _averaged_names(sources: Sequence[AverageSource], options: AverageOptions) -> frozenset[str]:
     catalogs = [(source.path, source.index.catalog) for source in sources]
-    return averaged_names(catalogs, selection_of(options.include, options.exclude))
+    return averaged_names(catalogs, parse_selection(options.include, options.exclude))
 
 
 def _index_fields(sources: Sequence[AverageSource]) -> IndexFields:
@@ -390,7 +390,7 @@ def assign_files(
         writers[name] = min(range(world_size), key=lambda rank: (loads[rank], rank))
         loads[writers[name]] += cost
     assignments = []
-    for number, plans in enumerate(files_of_ranks(index.catalog)):
+    for number, plans in enumerate(plan_all_files(index.catalog)):
         local_plans = tuple(plan for plan in plans if writers[plan.name] == rank)
         local_objects = tuple(
             record
@@ -405,7 +405,7 @@ def assign_files(
 def _costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[str, int]:
     """Return the bytes to read for each file."""
     costs = {record.name: record.nbytes for record in index.objects}
-    for rank, stored in enumerate(cells_of_ranks(index.catalog)):
+    for rank, stored in enumerate(stored_cells_by_rank(index.catalog)):
         for component, cells in stored.items():
             name = filenames.shard_file(index.catalog.components[component].stem, rank)
             costs[name] = sum(

@@ -22,7 +22,7 @@ from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.buffers import BufferPool, scratch
-from dist_ckpt.core.shard_io.read.read_windows import Window, read_ahead, windows_of
+from dist_ckpt.core.shard_io.read.read_windows import Window, cut_into_windows, read_ahead
 from dist_ckpt.core.state.tree.containers import whole_of
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.tools.average.source_selection import AverageSource
@@ -295,7 +295,7 @@ class AveragedTensors:
         def read(part: _SourcePart, memory: memoryview) -> None:
             self._opened[part.number].read(part.wanted, memory)
 
-        parts = self._parts(windows_of(files, nbytes, self._order))
+        parts = self._parts(cut_into_windows(files, nbytes, self._order))
         # Several threads read each part. With two parts at a time, one begins as another ends.
         reading = read_ahead(read, parts, slots, threads=2, waiting=_AT_ONCE - 1)
         with closing(reading) as ready:

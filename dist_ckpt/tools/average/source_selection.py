@@ -15,7 +15,7 @@ from dist_ckpt.core.commit.records.leases import leased, renewed_lease
 from dist_ckpt.core.commit.records.record_store import can_keep_records, can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
@@ -49,7 +49,7 @@ class AverageOptions:
         self._check_count(of_run=of_run)
         self._check_metric()
         self._check_weights()
-        selection_of(self.include, self.exclude)
+        parse_selection(self.include, self.exclude)
         if type(self.overwrite) is not bool:
             raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
 

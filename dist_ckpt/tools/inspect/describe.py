@@ -15,8 +15,8 @@ from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpo
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, Shape
 from dist_ckpt.core.format.strict_json import Json
-from dist_ckpt.core.planning.save.save_planner import cells_of_ranks
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.save.save_planner import stored_cells_by_rank
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.openers import OPENER
@@ -157,14 +157,14 @@ def layout(
     `include="*"` for all. `path` is as for `dc.open`. Raises ValueError for a pattern that matches
     nothing, otherwise as `dc.open`.
     """
-    selection = selection_of(include, exclude)
+    selection = parse_selection(include, exclude)
     with OpenCheckpoint.open(path, opener=OPENER) as checkpoint:
         index = checkpoint.index
     names = set() if selection.is_everything else {*checkpoint.select(selection).values()}
     records = {(record.rank, record.component): record for record in index.files}
     files = []
     nbytes_by_rank = [0] * index.catalog.world_size
-    for rank, components in enumerate(cells_of_ranks(index.catalog)):
+    for rank, components in enumerate(stored_cells_by_rank(index.catalog)):
         for component, cells in sorted(components.items()):
             if (record := records.get((rank, component))) is None:
                 continue  # files of another system are split differently
@@ -236,7 +236,7 @@ def stats(
     it needs numpy, but not torch, and changes nothing. Raises ValueError for a pattern that matches
     nothing, CorruptError for damaged blocks, otherwise as `dc.open`.
     """
-    selection = selection_of(include, exclude)
+    selection = parse_selection(include, exclude)
     numpy_module()  # before anything is read
     with OpenCheckpoint.open(path, opener=OPENER, direct_reads=True) as opened:
         catalog = opened.catalog

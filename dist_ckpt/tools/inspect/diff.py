@@ -18,7 +18,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, differences, leaves_of
-from dist_ckpt.core.planning.selection import Selection, selection_of
+from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
@@ -105,7 +105,7 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
     `dc.open`.
     """
     tolerance = _check_tolerance(rtol, atol, values=values)
-    selection = selection_of(include, exclude)
+    selection = parse_selection(include, exclude)
     with _open(a) as left, _open(b) as right:
         first, second = (Checkpoint(i.storage, i.path, i.attempt, i.index) for i in (left, right))
         names = _select(left, right, selection, {**first.objects, **second.objects})

@@ -13,7 +13,7 @@ from math import inf
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
-from dist_ckpt.core.planning.sharding_config import plan_stored
+from dist_ckpt.core.planning.sharding_config import plan_reshard
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.openers import OPENER
@@ -93,7 +93,7 @@ def estimate(  # noqa: PLR0913 - the parameters of a job
     opened = OpenCheckpoint.open(path, opener=OPENER)
     index, main = opened.index, opened.merged_objects()
     world_size = index.catalog.world_size if world_size is None else world_size
-    plan = plan_stored(index.catalog, even(world_size), main.tree, main.numpy)
+    plan = plan_reshard(index.catalog, even(world_size), main.tree, main.numpy)
     files = stored_nbytes(plan.catalog)
     ranks = [0] * world_size
     for (_, rank), nbytes in files.items():

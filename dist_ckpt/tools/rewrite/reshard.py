@@ -25,9 +25,9 @@ from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import Receipt
-from dist_ckpt.core.planning.save.save_planner import files_of_ranks, stored_nbytes
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, selection_of
-from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_stored
+from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_nbytes
+from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, parse_selection
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.saving.carry_plan import carried_names, names_of, whole_or_name, with_carried
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
@@ -73,7 +73,7 @@ def reshard(
     NotFoundError if the source was replaced or deleted meanwhile.
     """
     config = sharding_of(sharding, world_size, max_memory)
-    selection = selection_of(include, exclude)
+    selection = parse_selection(include, exclude)
     plan = plan_rewrite(
         OPENER.find(source),
         target,
@@ -134,7 +134,7 @@ def plan_rewrite(
     if not selection.is_everything:
         catalog, main = select_part(catalog, main, selection)
         index = replace(index, save=secrets.token_hex(16))
-    catalog = plan_stored(catalog, config, main.tree, main.numpy).catalog
+    catalog = plan_reshard(catalog, config, main.tree, main.numpy).catalog
     write = _Reshard(
         opened,
         index,
@@ -187,7 +187,7 @@ class _Reshard:
     def files(self) -> dict[str, int]:
         """Return the names and sizes of the files to write."""
         sizes: dict[str, int] = {}
-        for rank, plans in enumerate(files_of_ranks(self.catalog)):
+        for rank, plans in enumerate(plan_all_files(self.catalog)):
             sizes |= {plan.name: plan.nbytes for plan in plans}
             sizes |= {name: len(data) for name, data in self._documents(rank).items()}
         return sizes
@@ -220,7 +220,7 @@ class _Reshard:
     def _write(self, folder: str, progress: Progress | None) -> list[Receipt]:
         tell = CopyProgress(sum(stored_nbytes(self.catalog).values()), progress)
         receipts = []
-        for rank, files in enumerate(files_of_ranks(self.catalog)):
+        for rank, files in enumerate(plan_all_files(self.catalog)):
             start = time.monotonic()
             filled = read_windows(self.source.read, files, self.window_nbytes, tell)
             content = RankFiles(

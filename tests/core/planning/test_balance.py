@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dist_ckpt.core.format.geometry import Cut, Flat, Grid, Region, Regions, Shape
 from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, SavePlan, Shard, Whole
 from dist_ckpt.core.planning.save.balance import cell_numels
-from dist_ckpt.core.planning.save.save_planner import plan_save, replica_groups_of, stored_nbytes
+from dist_ckpt.core.planning.save.save_planner import find_replica_groups, plan_save, stored_nbytes
 from long_mode import examples
 from tilings import Tiling, bodies, inventory_of, of_view
 
@@ -81,7 +81,7 @@ def test_a_large_replica_is_split_evenly_among_its_holders() -> None:
     record = plan.catalog.tensors["model.w"]
     assert plan.catalog.layouts[record.layout].holders == ((0,), (1,), (2,), (3,))
     assert plan.unsplit_layouts["model.w"].holders == ((0, 1, 2, 3),)
-    (group,) = replica_groups_of(plan, 2)
+    (group,) = find_replica_groups(plan, 2)
     assert group.cells == (("model.w", Region.whole((20000, 1000))),)
 
 

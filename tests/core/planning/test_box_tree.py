@@ -33,7 +33,7 @@ def test_it_finds_the_boxes_that_have_common_elements(
     tree = BoxTree(boxes)
     for wanted in (random_box(random, ndim), Region.whole((14,) * ndim), *boxes[:3]):
         expected = looked_for(boxes, wanted) if wanted.numel else []
-        assert tree.meeting(wanted) == expected
+        assert tree.find_overlapping(wanted) == expected
 
 
 @pytest.mark.slow
@@ -49,10 +49,10 @@ def test_it_finds_what_meets_in_irregular_tilings(random: Random) -> None:
         tilings.append(boxes)
     tree = BoxTree(tilings[0])
     for wanted in tilings[1]:
-        assert tree.meeting(wanted) == looked_for(tilings[0], wanted)
+        assert tree.find_overlapping(wanted) == looked_for(tilings[0], wanted)
 
 
 def test_boxes_at_the_same_place_are_all_found() -> None:
     boxes = [Region((1, 1), (2, 2))] * 50
-    assert BoxTree(boxes).meeting(Region((2, 2), (1, 1))) == list(range(50))
-    assert BoxTree(boxes).meeting(Region((3, 3), (1, 1))) == []
+    assert BoxTree(boxes).find_overlapping(Region((2, 2), (1, 1))) == list(range(50))
+    assert BoxTree(boxes).find_overlapping(Region((3, 3), (1, 1))) == []

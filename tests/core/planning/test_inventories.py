@@ -17,10 +17,10 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.planning.save.save_planner import (
-    files_of_rank,
     find_local_cells,
+    find_replica_groups,
+    plan_rank_files,
     plan_save,
-    replica_groups_of,
 )
 from tilings import Tiling, inventory_of
 
@@ -33,8 +33,11 @@ def test_the_lowest_rank_that_holds_a_value_stores_it() -> None:
     plan = plan_save([(there, (0, 3)), (here, (1, 2))], 4)
     assert plan.catalog.values == {"step": 0, "only_on_some": 1}
     assert plan.value_holders == {"step": (0, 1, 2, 3), "only_on_some": (1, 2)}
-    assert replica_groups_of(plan, 0) == (ReplicaGroup((0, 1, 2, 3), (), ("step",)),)
-    assert [group.values for group in replica_groups_of(plan, 1)] == [("step",), ("only_on_some",)]
+    assert find_replica_groups(plan, 0) == (ReplicaGroup((0, 1, 2, 3), (), ("step",)),)
+    assert [group.values for group in find_replica_groups(plan, 1)] == [
+        ("step",),
+        ("only_on_some",),
+    ]
 
 
 def test_each_key_of_a_value_per_rank_is_stored_by_its_lowest_rank() -> None:
@@ -45,7 +48,7 @@ def test_each_key_of_a_value_per_rank_is_stored_by_its_lowest_rank() -> None:
         "loader": ((("dp", 0), 0), (("dp", 1), 1)),
         "rng": ((0, 0), (1, 1), (2, 2), (3, 3)),
     }
-    assert replica_groups_of(plan, 3) == (ReplicaGroup((1, 3), (), ("loader",)),)
+    assert find_replica_groups(plan, 3) == (ReplicaGroup((1, 3), (), ("loader",)),)
 
 
 def test_what_is_a_parameter_on_one_rank_is_one_and_trained_if_it_is_on_any() -> None:
@@ -105,8 +108,8 @@ def test_tied_tensors_are_stored_once() -> None:
 
 def test_what_only_some_ranks_tie_is_stored_by_itself() -> None:
     tied = inventory_of({"model.w": WHOLE}, 0, aliases=TIED)
-    without_aliases = inventory_of({"model.w": WHOLE, "model.tied": WHOLE}, 0)
-    plan = plan_save([(tied, (0, 1)), (without_aliases, (2,))], 3)
+    merge_aliases = inventory_of({"model.w": WHOLE, "model.tied": WHOLE}, 0)
+    plan = plan_save([(tied, (0, 1)), (merge_aliases, (2,))], 3)
     assert plan.catalog.aliases == {}
     assert list(plan.catalog.tensors) == ["model.w", "model.tied"]
     record = plan.catalog.tensors["model.tied"]
@@ -141,7 +144,7 @@ def test_files_are_called_after_components_where_the_name_allows_it() -> None:
         Component("c00", "c00"),
         Component("a/b", "c01"),
     )
-    assert [file.name for file in files_of_rank(plan, 0)] == [
+    assert [file.name for file in plan_rank_files(plan, 0)] == [
         "model-00000.safetensors",
         "c02-00000.safetensors",
         "c00-00000.safetensors",
@@ -153,7 +156,7 @@ def test_too_many_components_are_one() -> None:
     assert len(with_components(*(f"part{n}" for n in range(16))).catalog.components) == 16
     plan = with_components(*(f"part{n}" for n in range(17)))
     assert plan.catalog.components == (Component("state", "state"),)
-    assert len(files_of_rank(plan, 0)[0].items) == 17
+    assert len(plan_rank_files(plan, 0)[0].items) == 17
 
 
 # --- disagreements ---------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Flat, Grid, Region, Regions, Shape
-from dist_ckpt.core.planning.load.load_planner import plan_load, problems_of
-from dist_ckpt.core.planning.mesh import layout_of
+from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
+from dist_ckpt.core.planning.mesh import compute_layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,
@@ -57,7 +57,7 @@ def assert_loads(saved: Tiling, targets: Tiling) -> None:
     index = index_of(plan)
     for rank in range(WORLD):
         want = wanted_of("model.w", targets, rank)
-        assert problems_of(index.catalog, [want]) == ()
+        assert find_request_problems(index.catalog, [want]) == ()
         loaded = load(index, files, [want])
         for part, cell in enumerate(want.cells):
             assert loaded["model.w", part] == elements_of(cell, saved.shape)
@@ -186,7 +186,7 @@ def test_an_alias_reads_the_tensor_that_it_is_tied_to() -> None:
     inventory = inventory_of({"model.w": saved}, 0, aliases=(("model.tied", "model.w"),))
     index = index_of(plan_save([(inventory, (0, 1))], 2))
     want = TensorRequest("model.tied", "float32", (3,), (Region((1,), (2,)),))
-    assert problems_of(index.catalog, [want]) == ()
+    assert find_request_problems(index.catalog, [want]) == ()
     ((item,),) = plan_load(index, [want]).values()
     assert (item.fqn, item.tensor) == ("model.tied", "model.w")
 
@@ -210,7 +210,7 @@ def test_all_problems_are_listed_at_once() -> None:
         TensorRequest("model.d", "float32", (4, 4), (Region((2, 0), (2, 4)),)),
         TensorRequest("model.e", "float32", (4, 4), ()),
     ]
-    problems = problems_of(plan.catalog, wanted)
+    problems = find_request_problems(plan.catalog, wanted)
     assert [problem.partition(":")[0] for problem in problems] == [
         *("model.a", "model.b", "model.b", "model.c", "model.c", "model.e")
     ]
@@ -245,7 +245,7 @@ def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     reads = plan_load(index, wanted)
     assert [index.files[file].rank for file in reads] == [308, 309, 310, 311]
     assert all(len(items) == 300 for items in reads.values())
-    assert layout_of(MeshPlaced(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
+    assert compute_layout(MeshPlaced(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
 
 
 @pytest.mark.parametrize("saving", [Shard(0), Replicate()])
@@ -255,7 +255,7 @@ def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
 ) -> None:
     tilings = {"model.w": of_view(MeshPlaced(line(2), (saving,)), [0], (4, 2))}
     index = index_of(plan_save([(inventory_of(tilings, 0), (0, 1))], 2))
-    cells = layout_of(MeshPlaced(line(2), (loading,)), (4, 2)).cell(0)
+    cells = compute_layout(MeshPlaced(line(2), (loading,)), (4, 2)).cell(0)
     reads = plan_load(index, [TensorRequest("model.w", "float32", (4, 2), (cells,))])
     found = [item.match.is_whole for items in reads.values() for item in items]
     assert all(found) == any(found) == (saving == loading)

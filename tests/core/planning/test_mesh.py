@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import ElementRange, Flat, Grid, Region, Shape, check_cut
-from dist_ckpt.core.planning.mesh import cells_of, layout_of
+from dist_ckpt.core.planning.mesh import compute_cells, compute_layout
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Mesh,
@@ -35,7 +35,7 @@ SQUARE = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
 def rows(view: MeshPlaced, size: int) -> list[list[int]]:
     """Return the rows that each rank of the mesh holds."""
     return [
-        [row for cell in cells_of(view, rank, (size,)) for row in elements_of(cell, (size,))]
+        [row for cell in compute_cells(view, rank, (size,)) for row in elements_of(cell, (size,))]
         for rank in view.mesh.ranks
     ]
 
@@ -65,7 +65,7 @@ def our_local(view: MeshPlaced, shape: Shape, rank: int) -> object:
     """Return the local tensor of a rank, put together from its cells."""
     import torch
 
-    cells = cells_of(view, rank, shape)
+    cells = compute_cells(view, rank, shape)
     if not cells:
         return None
     local = torch.arange(prod(shape)).view(shape)
@@ -124,11 +124,11 @@ def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> No
 def test_a_layout_gives_each_rank_the_cells_that_it_holds(random: Random, shape: Shape) -> None:
     (view, _), *_ = placed(random, shape, 12).views.values()
     assert isinstance(view, MeshPlaced)
-    layout = layout_of(view, shape)
+    layout = compute_layout(view, shape)
     check_cut(layout.cut, shape)
     for rank in range(12):
         held = {layout.cell(n) for n, ranks in enumerate(layout.holders) if rank in ranks}
-        assert held == set(cells_of(view, rank, shape)), (view, rank)
+        assert held == set(compute_cells(view, rank, shape)), (view, rank)
     assert all(list(ranks) == sorted(set(ranks)) for ranks in layout.holders)
 
 
@@ -137,12 +137,12 @@ def test_a_layout_gives_each_rank_the_cells_that_it_holds(random: Random, shape:
 def test_even_ranges_of_elements_tile_a_tensor(random: Random, shape: Shape) -> None:
     ranks = random.sample(range(9), random.randint(1, 9))
     view = Flattened(line(*ranks))
-    layout = layout_of(view, shape)
+    layout = compute_layout(view, shape)
     check_cut(layout.cut, shape)
     for rank in range(9):
         held = {layout.cell(n) for n, who in enumerate(layout.holders) if rank in who}
-        assert held == set(cells_of(view, rank, shape))
-    sizes = sorted(cell.numel for rank in ranks for cell in cells_of(view, rank, shape))
+        assert held == set(compute_cells(view, rank, shape))
+    sizes = sorted(cell.numel for rank in ranks for cell in compute_cells(view, rank, shape))
     assert all(size == sizes[-1] for size in sizes[1:]) or 0 in shape
 
 
@@ -153,52 +153,52 @@ def test_fsdp_over_tp_gives_each_rank_one_run_of_rows() -> None:
 
 def test_a_strided_shard_alone_is_several_regions() -> None:
     view = MeshPlaced(SQUARE, (StridedShard(0, 2), Replicate()))
-    assert cells_of(view, 0, (8, 3)) == (Region((0, 0), (2, 3)), Region((4, 0), (2, 3)))
+    assert compute_cells(view, 0, (8, 3)) == (Region((0, 0), (2, 3)), Region((4, 0), (2, 3)))
     assert rows(view, 8) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
 
 
 def test_runs_that_touch_are_one_region() -> None:
     view = MeshPlaced(line(0), (StridedShard(0, 4),))
-    assert cells_of(view, 0, (8,)) == (Region((0,), (8,)),)
+    assert compute_cells(view, 0, (8,)) == (Region((0,), (8,)),)
 
 
 def test_chunks_may_leave_the_last_ranks_without_a_shard() -> None:
     view = MeshPlaced(line(0, 1, 2, 3), (Shard(0),))
     assert rows(view, 5) == [[0, 1], [2, 3], [4], []]
-    assert layout_of(view, (5,)).holders == ((0,), (1,), (2,))
+    assert compute_layout(view, (5,)).holders == ((0,), (1,), (2,))
 
 
 def test_ranks_of_a_submesh_keep_their_own_numbers() -> None:
     view = MeshPlaced(line(6, 2), (Shard(1),))
-    layout = layout_of(view, (3, 4))
+    layout = compute_layout(view, (3, 4))
     assert layout.cut == Grid(((0, 3), (0, 2, 4)))
     assert layout.holders == ((6,), (2,))
-    assert cells_of(view, 0, (3, 4)) == ()
+    assert compute_cells(view, 0, (3, 4)) == ()
 
 
 @pytest.mark.parametrize("view", [MeshPlaced(line(3, 1), (Shard(0),)), Flattened(line(3, 1))])
 def test_an_empty_tensor_is_one_cell_that_all_ranks_of_its_mesh_hold(
     view: MeshPlaced | Flattened,
 ) -> None:
-    layout = layout_of(view, (4, 0))
+    layout = compute_layout(view, (4, 0))
     assert layout.cut == Grid(((0, 4), (0, 0)))
     assert layout.holders == ((1, 3),)
-    assert cells_of(view, 3, (4, 0)) == (Region.whole((4, 0)),)
-    assert cells_of(view, 0, (4, 0)) == ()
+    assert compute_cells(view, 3, (4, 0)) == (Region.whole((4, 0)),)
+    assert compute_cells(view, 0, (4, 0)) == ()
 
 
 def test_a_tensor_without_dimensions_is_one_cell() -> None:
     view = MeshPlaced(SQUARE, (Replicate(), Replicate()))
-    assert layout_of(view, ()).holders == ((0, 1, 2, 3),)
-    assert cells_of(view, 2, ()) == (Region((), ()),)
-    assert cells_of(Flattened(line(5, 6)), 5, ()) == (ElementRange(0, 1),)
-    assert cells_of(Flattened(line(5, 6)), 6, ()) == ()
-    assert layout_of(Flattened(line(5, 6)), ()).cut == Flat((0, 1))
+    assert compute_layout(view, ()).holders == ((0, 1, 2, 3),)
+    assert compute_cells(view, 2, ()) == (Region((), ()),)
+    assert compute_cells(Flattened(line(5, 6)), 5, ()) == (ElementRange(0, 1),)
+    assert compute_cells(Flattened(line(5, 6)), 6, ()) == ()
+    assert compute_layout(Flattened(line(5, 6)), ()).cut == Flat((0, 1))
 
 
 def test_other_views_say_themselves_what_a_rank_holds() -> None:
     parts = (ElementRange(3, 5), ElementRange(0, 1))
-    assert cells_of(Whole(), 7, (2, 3)) == (Region.whole((2, 3)),)
-    assert cells_of(Parts(parts), 7, (6,)) == parts
+    assert compute_cells(Whole(), 7, (2, 3)) == (Region.whole((2, 3)),)
+    assert compute_cells(Parts(parts), 7, (6,)) == parts
     with pytest.raises(ValueError, match="only the plan has the cells"):
-        cells_of(RuleSharded(SQUARE, ((0,),)), 0, (2,))
+        compute_cells(RuleSharded(SQUARE, ((0,),)), 0, (2,))

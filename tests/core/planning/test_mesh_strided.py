@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.mesh import cells_of, readings, reorder_axes
+from dist_ckpt.core.planning.mesh import compute_cells, possible_views, reorder_axes
 from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, Shard, StridedShard
 
 DP_TP = Mesh(("dp", "tp"), (3, 2), (0, 1, 2, 3, 4, 5))
@@ -48,30 +48,30 @@ def test_replicated_axes_cut_nothing_and_come_last():
 )
 def test_no_other_order_is_made_up(placements):
     assert reorder_axes(MeshPlaced(DP_TP, placements)) is None
-    assert readings(MeshPlaced(DP_TP, placements), (7, 7)) == (MeshPlaced(DP_TP, placements),)
+    assert possible_views(MeshPlaced(DP_TP, placements), (7, 7)) == (MeshPlaced(DP_TP, placements),)
 
 
 def test_sizes_that_divide_evenly_can_be_read_in_one_way_only():
-    assert readings(FSDP_OVER_TP, (12, 5)) == (FSDP_OVER_TP,)
+    assert possible_views(FSDP_OVER_TP, (12, 5)) == (FSDP_OVER_TP,)
 
 
 def test_uneven_sizes_that_give_the_same_cells_can_be_read_in_one_way_only():
     view = MeshPlaced(Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3)), (StridedShard(0, 2), Shard(0)))
-    assert readings(view, (7,)) == (view,)
+    assert possible_views(view, (7,)) == (view,)
 
 
 def test_what_fsdp_holds_comes_before_what_torch_says():
-    fsdp, torchs = readings(FSDP_OVER_TP, (7,))
+    fsdp, torchs = possible_views(FSDP_OVER_TP, (7,))
     assert torchs == FSDP_OVER_TP
-    assert [cells_of(fsdp, rank, (7,)) for rank in (4, 5)] == [(), (Region((6,), (1,)),)]
-    assert [cells_of(torchs, rank, (7,)) for rank in (4, 5)] == [(Region((6,), (1,)),), ()]
+    assert [compute_cells(fsdp, rank, (7,)) for rank in (4, 5)] == [(), (Region((6,), (1,)),)]
+    assert [compute_cells(torchs, rank, (7,)) for rank in (4, 5)] == [(Region((6,), (1,)),), ()]
 
 
 def test_where_torch_cuts_in_a_third_way_only_what_fsdp_holds_is_read():
-    fsdp, _ = readings(FSDP_OVER_TP, (7,))
-    assert readings(FSDP_OVER_TP, (7,), as_defined=False) == (fsdp,)
-    assert readings(FSDP_OVER_TP, (12, 5), as_defined=False) == (FSDP_OVER_TP,)
+    fsdp, _ = possible_views(FSDP_OVER_TP, (7,))
+    assert possible_views(FSDP_OVER_TP, (7,), as_defined=False) == (fsdp,)
+    assert possible_views(FSDP_OVER_TP, (12, 5), as_defined=False) == (FSDP_OVER_TP,)
     alone = MeshPlaced(DP_TP, (StridedShard(0, 4), Shard(0)))
-    assert readings(alone, (7,), as_defined=False) == ()
+    assert possible_views(alone, (7,), as_defined=False) == ()
     uneven = MeshPlaced(DP_TP, (Shard(0), Shard(0)))
-    assert readings(uneven, (7,), as_defined=False) == (uneven,)
+    assert possible_views(uneven, (7,), as_defined=False) == (uneven,)

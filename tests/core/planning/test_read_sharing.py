@@ -13,8 +13,8 @@ from dist_ckpt.core.planning.load.read_sharing import (
     BlockRanges,
     RankBlockRequests,
     SharedBlockRange,
+    find_partners,
     have_equal_requests,
-    receivers_of,
     shared_block_ranges,
 )
 from dist_ckpt.core.runtime.typed_msgpack import decode, encode
@@ -183,8 +183,8 @@ def test_between_hosts_each_rank_of_a_host_brings_its_part():
 
 def test_partners_are_the_ranks_of_the_same_host_only():
     one = SharedBlockRange(0, range(3), ((2, 0), (1, 3, 5)))
-    assert receivers_of(0, [one]) == [2]
-    assert receivers_of(3, [one]) == [1, 5]
+    assert find_partners(0, [one]) == [2]
+    assert find_partners(3, [one]) == [1, 5]
 
 
 def test_the_message_of_a_rank_that_wants_all_of_a_large_file_is_short():

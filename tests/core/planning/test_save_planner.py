@@ -24,12 +24,12 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save import balance
 from dist_ckpt.core.planning.save.save_planner import (
-    files_of_rank,
     find_local_cells,
+    find_origin,
+    find_replica_groups,
     number_cells,
-    origin_of,
+    plan_rank_files,
     plan_save,
-    replica_groups_of,
     stored_nbytes,
 )
 from long_mode import examples
@@ -87,7 +87,7 @@ def test_a_plan_does_not_depend_on_the_order_of_inventories(
     assert again == plan
     assert list(again.catalog.tensors) == list(plan.catalog.tensors)
     for rank in range(WORLD):
-        assert files_of_rank(again, rank) == files_of_rank(plan, rank)
+        assert plan_rank_files(again, rank) == plan_rank_files(plan, rank)
 
 
 @examples()
@@ -98,7 +98,7 @@ def test_every_rank_of_a_replica_group_gets_the_same_group(
     tilings = {f"model.{n}": random_tiling(random, s, WORLD) for n, s in enumerate(shapes)}
     inventories = [inventory_of(tilings, rank) for rank in range(WORLD)]
     plan = plan_save(bodies(inventories), WORLD)
-    groups = {rank: replica_groups_of(plan, rank) for rank in range(WORLD)}
+    groups = {rank: find_replica_groups(plan, rank) for rank in range(WORLD)}
     for rank, mine in groups.items():
         assert [group.ranks for group in mine] == sorted({group.ranks for group in mine})
         for group in mine:
@@ -124,7 +124,7 @@ def test_the_files_have_the_sizes_that_the_catalog_tells(
     } == {
         file.name: file.nbytes - file.header.nbytes
         for rank in range(WORLD)
-        for file in files_of_rank(plan, rank)
+        for file in plan_rank_files(plan, rank)
     }
 
 
@@ -135,7 +135,7 @@ def test_flat_parts_of_one_tensor_on_all_ranks_are_one_layout() -> None:
         inventories.append(inventory_of({"model.w": of_view(part, [rank], (3, 4))}, rank))
     plan = plan_save(bodies(inventories), 3)
     assert [
-        str(item.cell) for r in range(3) for f in files_of_rank(plan, r) for item in f.items
+        str(item.cell) for r in range(3) for f in plan_rank_files(plan, r) for item in f.items
     ] == ["flat 0:4", "flat 4:8", "flat 8:12"]
 
 
@@ -155,7 +155,7 @@ def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:
     )
     assert len(plan.catalog.per_rank["r"]) == world
     for rank in (0, 1000, 4095):
-        for file in files_of_rank(plan, rank):
+        for file in plan_rank_files(plan, rank):
             assert stored_nbytes(plan.catalog)[0, rank] == file.nbytes - file.header.nbytes
 
 
@@ -166,19 +166,19 @@ def test_what_a_rank_without_parts_says_of_the_dtype_does_not_count() -> None:
     lacking = replace(lacking, tensors=(replace(lacking.tensors[0], dtype="float64"),))
     plan = plan_save(bodies([lacking, holding]), 2)
     assert plan.catalog.tensors["model.w"].dtype == "float32"
-    assert not files_of_rank(plan, 0)
+    assert not plan_rank_files(plan, 0)
 
 
 def test_a_stored_cell_is_found_in_the_larger_cell_that_a_rank_holds() -> None:
     held = number_cells({"w": (Region((0, 0), (1, 1)), Region((1, 0), (5, 4)))})
-    found = origin_of(held, "w", Region((2, 1), (3, 2)))
+    found = find_origin(held, "w", Region((2, 1), (3, 2)))
     assert found == ("w", 1, Region((1, 1), (3, 2)))
-    assert origin_of(held, "w", Region((1, 0), (5, 4))) == ("w", 1, None)
+    assert find_origin(held, "w", Region((1, 0), (5, 4))) == ("w", 1, None)
 
 
 def test_a_stored_range_is_found_in_the_larger_range_that_a_rank_holds() -> None:
     held = number_cells({"w": (ElementRange(0, 3), ElementRange(3, 20))})
-    assert origin_of(held, "w", ElementRange(5, 9)) == ("w", 1, ElementRange(2, 6))
+    assert find_origin(held, "w", ElementRange(5, 9)) == ("w", 1, ElementRange(2, 6))
 
 
 class Compared(Region, frozen=True):
@@ -197,10 +197,10 @@ def test_what_it_costs_to_find_a_cell_does_not_grow_with_the_cells_of_its_tensor
     held = number_cells({"w": tuple(Compared((row, 0), (1, 4)) for row in range(1000))})
     Compared.num = 0
     for row in range(1000):
-        assert origin_of(held, "w", Compared((row, 0), (1, 4))).number == row
+        assert find_origin(held, "w", Compared((row, 0), (1, 4))).number == row
     assert Compared.num <= 2 * 1000
 
 
 def test_a_plan_for_a_cell_that_is_not_held_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="does not hold it"):
-        origin_of({"w": {}}, "w", ElementRange(0, 1))
+        find_origin({"w": {}}, "w", ElementRange(0, 1))

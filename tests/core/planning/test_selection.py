@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 
 
 def selected(names: str, **options: Any) -> list[str]:
-    selection = selection_of(options.get("include"), options.get("exclude"))
+    selection = parse_selection(options.get("include"), options.get("exclude"))
     return [name for name in names.split() if name in selection]
 
 
@@ -38,4 +38,4 @@ def test_exclude_wins_over_include() -> None:
 )
 def test_patterns_that_make_no_sense_are_refused(option: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="include"):
-        selection_of(option, None)
+        parse_selection(option, None)

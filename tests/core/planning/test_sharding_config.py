@@ -16,9 +16,9 @@ from dist_ckpt.core.planning.plan import Mesh
 from dist_ckpt.core.planning.sharding_config import (
     Axes,
     ShardingConfig,
-    axes_under,
-    name_of,
-    parameter_of,
+    find_axes,
+    find_parameter,
+    strip_component,
 )
 
 GRID = {"dp": 2, "tp": 4}
@@ -83,7 +83,7 @@ def test_a_rule_holds_for_what_is_stored_under_the_parameter_in_the_same_shape()
     shapes = {"l.weight": (8, 4), "l": (3,)}
 
     def axes_of(name: str, shape: Shape) -> Axes:
-        return axes_under(config, name, shape, parameter_of(name, shapes))
+        return find_axes(config, name, shape, find_parameter(name, shapes))
 
     assert axes_of("l.weight", (8, 4)) == ((), (1,))
     assert axes_of("state.l.weight.exp_avg", (8, 4)) == ((), (1,))
@@ -95,15 +95,15 @@ def test_a_rule_holds_for_what_is_stored_under_the_parameter_in_the_same_shape()
 
 def test_the_parameter_that_a_tensor_is_stored_under_is_the_longest_that_fits() -> None:
     shapes = {"a.b": (1,), "a": (2,)}
-    assert parameter_of("state.a.b.c", shapes) == ("a.b", (1,))
-    assert parameter_of("state.a.c", shapes) == ("a", (2,))
-    assert parameter_of("a.b", shapes) is None
-    assert parameter_of("state.c.d", shapes) is None
+    assert find_parameter("state.a.b.c", shapes) == ("a.b", (1,))
+    assert find_parameter("state.a.c", shapes) == ("a", (2,))
+    assert find_parameter("a.b", shapes) is None
+    assert find_parameter("state.c.d", shapes) is None
 
 
 def test_names_are_without_the_component() -> None:
-    assert name_of("model.w", "model") == "w"
-    assert name_of("w", "state") == "w"
+    assert strip_component("model.w", "model") == "w"
+    assert strip_component("w", "state") == "w"
 
 
 def test_ranks_are_row_major_in_the_mesh() -> None:

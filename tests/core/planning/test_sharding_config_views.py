@@ -19,8 +19,8 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.balance import evenly
-from dist_ckpt.core.planning.save.save_planner import files_of_rank, plan_save
+from dist_ckpt.core.planning.save.balance import assign_evenly
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, target_view, target_views
 from tilings import inventory_of
 
@@ -140,12 +140,12 @@ def test_flat_stage_3_cuts_all_but_what_has_another_shape() -> None:
 
 def test_parameters_are_given_away_evenly_and_always_the_same_way() -> None:
     nbytes = {f"p{n}": (n * 37) % 101 + 1 for n in range(50)}
-    owners = evenly(nbytes, 4)
+    owners = assign_evenly(nbytes, 4)
     loads = Counter[int]()
     for name, rank in owners.items():
         loads[rank] += nbytes[name]
     assert max(loads.values()) - min(loads.values()) <= max(nbytes.values())
-    assert evenly(dict(reversed(nbytes.items())), 4) == owners
+    assert assign_evenly(dict(reversed(nbytes.items())), 4) == owners
 
 
 def test_a_reshard_plan_stores_each_tensor_once() -> None:
@@ -159,7 +159,7 @@ def test_a_reshard_plan_stores_each_tensor_once() -> None:
         inventory = replace(inventory_of({}, 0), views=table, tensors=entries)
         world = config.world_size
         plan = plan_save([(inventory, tuple(range(world)))], world)
-        items = [i for rank in range(world) for f in files_of_rank(plan, rank) for i in f.items]
+        items = [i for rank in range(world) for f in plan_rank_files(plan, rank) for i in f.items]
         assert sum(item.cell.numel for item in items) == sum(prod(e.shape) for e in entries)
         assert Region.whole((8, 2)).numel == sum(
             item.cell.numel for item in items if item.fqn == "model.a.weight"

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.core.format.geometry import ElementRange, Region
 from dist_ckpt.core.planning import plan
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, ShardedTensor, StridedShard
 from dist_ckpt.core.shard_io.memory.torch_tensor import slices_of
 from dist_ckpt.core.state.tensors import dtensors
@@ -97,7 +97,7 @@ def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         check_parts(held, full)
         assert held.dtype == "int64"
         assert isinstance(held.view, plan.MeshPlaced)
-        assert cells_of(held.view, rank, shape) == held.cells
+        assert compute_cells(held.view, rank, shape) == held.cells
         for cell in held.cells:
             assert isinstance(cell, Region)
             covered[slices_of(cell)] += 1
@@ -171,7 +171,7 @@ def test_in_a_torch_that_cuts_in_a_third_way_only_fsdp_s_uneven_shards_are_taken
         fully_shard(model, mesh=mesh["dp"])
         held = describe(layer.weight, "w", rank=rank, group=range(4))
         check_parts(held, full)
-        assert cells_of(held.view, rank, (7, 1)) == held.cells
+        assert compute_cells(held.view, rank, (7, 1)) == held.cells
         for cell in held.cells:
             assert isinstance(cell, Region)
             copies[slices_of(cell)] += 1

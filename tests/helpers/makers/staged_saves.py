@@ -37,7 +37,7 @@ from dist_ckpt.core.format.geometry import Grid, Layout, Shape
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, TensorEntry, Whole
-from dist_ckpt.core.planning.save.save_planner import files_of_rank
+from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import plan_of
 from dist_ckpt.reports import SaveReport
@@ -84,7 +84,7 @@ class State:
     def files(self, rank: int, step: int) -> list[tuple[Image, int, bytes]]:
         """Return a rank's files: the room of the header, and what is staged after it."""
         found = []
-        for plan in files_of_rank(self.plan, rank):
+        for plan in plan_rank_files(self.plan, rank):
             data = b"".join(self.tensors[item.fqn].of(item.cell) for item in plan.items)
             found.append((Image(plan.name, plan.nbytes), plan.header.nbytes, data))
         if rank == 0:

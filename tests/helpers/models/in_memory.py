@@ -11,7 +11,7 @@ from dist_ckpt.core.format.geometry import Region, pieces, row_major_strides
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.save_planner import find_local_cells, plan_save
-from dist_ckpt.core.planning.selection import selection_of
+from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.state.binding.bind import (
     Binding,
     bind,
@@ -86,7 +86,7 @@ class InMemory:
                 self.catalog, self._decoded(self._main), self._of_rank, rename=options.get("rename")
             ),
             strict=options.get("strict", True),
-            selection=selection_of(options.get("include"), options.get("exclude")),
+            selection=parse_selection(options.get("include"), options.get("exclude")),
             keys=options.get("keys", {name: (key,) for name, key in template.keys.items()}),
         )
 

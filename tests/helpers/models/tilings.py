@@ -17,7 +17,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index.index import Index, Node, ShardFileRecord
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import (
     Flattened,
     Inventory,
@@ -36,8 +36,8 @@ from dist_ckpt.core.planning.plan import (
     Whole,
 )
 from dist_ckpt.core.planning.save.save_planner import (
-    files_of_rank,
     find_local_cells,
+    plan_rank_files,
     plan_save,
     stored_nbytes,
 )
@@ -91,7 +91,7 @@ def of_view(view: View, ranks: Iterable[int], shape: Shape) -> Tiling:
     return Tiling(
         shape,
         dict.fromkeys(ranks, (view, shape)),
-        {rank: cells_of(view, rank, shape) for rank in ranks},
+        {rank: compute_cells(view, rank, shape) for rank in ranks},
     )
 
 
@@ -234,7 +234,7 @@ def save(tilings: Mapping[str, Tiling], world_size: int) -> tuple[SavePlan, File
     files: dict[tuple[int, int], dict[tuple[str, Cell], list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         held = find_local_cells(inventory, rank, plan)
-        for file in files_of_rank(plan, rank):
+        for file in plan_rank_files(plan, rank):
             parsed = filenames.parse_shard_file(file.name)
             assert parsed is not None
             assert parsed[1] == rank

@@ -16,7 +16,7 @@ from dist_ckpt.core.planning.load.read_sharing import (
     have_equal_requests,
 )
 from dist_ckpt.core.runtime.typed_msgpack import decode, encode
-from dist_ckpt.core.shard_io.read.block_reads import by_shard, requested_blocks
+from dist_ckpt.core.shard_io.read.block_reads import group_by_shard, requested_blocks
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
 
 
@@ -36,17 +36,17 @@ def request_blocks(
             shared_read_id, session.channel.rank, timeout_s=session.config.heartbeat_timeout_s
         )
         stack.callback(links.close)
-    return links, encode(RankBlockRequests.of(session.channel.host, block_ranges_of(files)))
+    return links, encode(RankBlockRequests.of(session.channel.host, find_block_ranges(files)))
 
 
-def block_ranges_of(files: OpenFiles) -> dict[int, BlockRanges]:
+def find_block_ranges(files: OpenFiles) -> dict[int, BlockRanges]:
     """Return the ranges of blocks that a plan needs, by the number of the file in the index."""
     ranges_by_file = {}
     for number, items in files.plan.items():
         file = files.files[number]
         block_nbytes = file.header.block_nbytes
         blocks: list[int] = []
-        for shard, wanted in by_shard(file, items):
+        for shard, wanted in group_by_shard(file, items):
             start, stop = file.shards.starts[shard : shard + 2]
             first = bisect_left(file.block_starts, start)
             if stop - start <= block_nbytes:

@@ -70,8 +70,8 @@ def read_together(
         with phases.phase("check"):
             files, targets, group = _link_ranks(together, open_files, while_open, stack)
         with phases.phase("read"), session.channel.exchange("read"), while_open():
-            reading = BlockReader(files, targets, verify=True, slots=session.scratch_buffers)
-            return read_blocks(session, group, reading)
+            reader = BlockReader(files, targets, verify=True, slots=session.scratch_buffers)
+            return read_blocks(session, group, reader)
 
 
 def _link_ranks(
@@ -103,5 +103,5 @@ def _link_ranks(
         group = SharedReadGroup.of(
             session, files, links, requests_by_rank, between_hosts=False, stack=stack
         )
-        group.meet(preparing)
+        group.decide_unreachable(preparing)
     return files, targets, group.without_unreachable(preparing.result(UnreachableRanks))

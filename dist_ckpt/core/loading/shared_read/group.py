@@ -16,7 +16,7 @@ from dist_ckpt.core.planning.load.read_sharing import (
     SHARED_RANGE_NBYTES,
     RankBlockRequests,
     SharedBlockRange,
-    receivers_of,
+    find_partners,
     shared_block_ranges,
 )
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -94,7 +94,7 @@ class SharedReadGroup:
             missed = None
             if links is not None:
                 links.offer(memory)
-                missed = tuple(links.connect(receivers_of(links.rank, shared_ranges)))
+                missed = tuple(links.connect(find_partners(links.rank, shared_ranges)))
         return SharedReadGroup(
             session,
             files,
@@ -105,7 +105,7 @@ class SharedReadGroup:
             FailedLinks(missed),
         )
 
-    def meet(self, exchange: Exchange) -> None:
+    def decide_unreachable(self, exchange: Exchange) -> None:
         """Gather `missed` of all ranks. Each rank calls this inside the exchange.
 
         The coordinator decides which ranks cannot share, and warns about them.
@@ -155,7 +155,7 @@ class SharedReadGroup:
     @property
     def partners(self) -> list[int]:
         """The ranks of this host with which it has ranges in common."""
-        return [] if self.links is None else receivers_of(self.links.rank, self.shared_ranges)
+        return [] if self.links is None else find_partners(self.links.rank, self.shared_ranges)
 
     def give_up(self) -> None:
         """Close the links after an error, so that no rank waits for this one. Never raises."""

@@ -6,7 +6,7 @@ done. To each other host the fetcher sends the range once, to a rank that passes
 way. A slot is free again when all ranks are done with it. Reading, checking, sending and copying
 overlap.
 
-One thread of a rank decides and copies (`SharedReading._decide`), and other threads read. None of
+One thread of a rank decides and copies (`SharedReader._decide`), and other threads read. None of
 these waits for another rank: a fetch begins when a slot is free, a copy when the range has arrived.
 The threads that send and receive do wait. They cannot block each other: all ranks process ranges
 in one order, and have separate slots for what they receive. So for the first range that is not
@@ -42,7 +42,7 @@ from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, num_slots
-from dist_ckpt.core.loading.shared_read.shared_work import SharedRangePart, SharedWork
+from dist_ckpt.core.loading.shared_read.shared_work import PlannedRange, SharedWork
 from dist_ckpt.core.planning.load.read_sharing import RangeKey
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -52,13 +52,13 @@ from dist_ckpt.errors import CorruptError, RankError, StorageError
 
 
 def read_blocks(
-    session: Session, group: SharedReadGroup | None, reading: BlockReader
+    session: Session, group: SharedReadGroup | None, reader: BlockReader
 ) -> tuple[int, int]:
     """Read all blocks, and share those of `group` as `read_shared` does."""
     try:
         if group is None:
-            return reading.read_all(session.config.threads), 0
-        return read_shared(group, reading)
+            return reader.read_all(session.config.threads), 0
+        return read_shared(group, reader)
     except BaseException:
         if group is not None:
             group.give_up()
@@ -75,9 +75,9 @@ _READY, _DONE = range(2)
 class HostTransfer:
     """The transfer of ranges between the ranks of a host, on one of these ranks."""
 
-    def __init__(self, work: SharedWork, reading: BlockReader, links: HostLinks) -> None:
+    def __init__(self, work: SharedWork, reader: BlockReader, links: HostLinks) -> None:
         self._work = work
-        self._reading = reading
+        self._reader = reader
         self._links = links
         self._to_copy = work.keys_by_sender()  # ranges that this rank still needs, by sender
         # Ranges in slots: sender, offset, key.
@@ -85,22 +85,22 @@ class HostTransfer:
         self._users: dict[int, set[int]] = {}  # ranks that still need the range in a slot
         self._gone: set[int] = set()  # ranks whose links have ended
 
-    def slot(self, offset: int, part: SharedRangePart) -> memoryview:
+    def slot_memory(self, offset: int, planned: PlannedRange) -> memoryview:
         """Return the memory of a range in a slot of this rank."""
-        return self._memory(self._work.rank, offset, part)
+        return self._memory(self._work.rank, offset, planned)
 
-    def hand_on(self, offset: int, part: SharedRangePart) -> Iterator[None]:
+    def offer_range(self, offset: int, planned: PlannedRange) -> Iterator[None]:
         """Offer a slot to the ranks of this host; end when all have copied it."""
-        _, *receivers = part.shared_range.host_of(self._work.rank)
+        _, *receivers = planned.shared_range.host_of(self._work.rank)
         users = self._users[offset] = set(receivers)
         for rank in receivers:
-            self._links.send(rank, _MESSAGE.pack(_READY, offset, *part.shared_range.key))
-        part.for_each_read(self._reading.place, self.slot(offset, part))
+            self._links.send(rank, _MESSAGE.pack(_READY, offset, *planned.shared_range.key))
+        planned.for_each_read(self._reader.place, self.slot_memory(offset, planned))
         while users:
             yield
         del self._users[offset]
 
-    def take(self) -> Iterator[None]:
+    def copy_ranges(self) -> Iterator[None]:
         """Copy ranges from other ranks, one at a time, until this rank has all that it needs.
 
         This thread copies: copies by other threads took as long again.
@@ -109,8 +109,8 @@ class HostTransfer:
             yield
             if self._ready:
                 rank, offset, key = self._ready.popleft()
-                part = self._work.part(key)
-                part.for_each_read(self._reading.place, self._memory(rank, offset, part))
+                planned = self._work.planned_range(key)
+                planned.for_each_read(self._reader.place, self._memory(rank, offset, planned))
                 self._links.send(rank, _MESSAGE.pack(_DONE, offset, *key))
                 self._to_copy[rank].remove(key)
 
@@ -126,38 +126,38 @@ class HostTransfer:
             else:
                 self._ready.append((rank, offset, (file, block)))
 
-    def awaited(self) -> set[int]:
+    def awaited_ranks(self) -> set[int]:
         """Return the ranks that this rank waits for, now or later."""
         ranks = {rank for rank, keys in self._to_copy.items() if keys}
         return ranks.union(*self._users.values())
 
-    def check_gone(self) -> None:
+    def check_awaited_ranks(self) -> None:
         """Raise SecondaryError if this rank waits for one whose link has ended."""
-        if lost := self._gone and self._gone & self.awaited():
+        if lost := self._gone and self._gone & self.awaited_ranks():
             raise SecondaryError(
                 f"rank {min(lost)} of this host has failed or ended before it sent and received "
                 "all shared data; see that rank's log"
             )
 
-    def _memory(self, rank: int, offset: int, part: SharedRangePart) -> memoryview:
-        return self._links.memory_of(rank)[offset : offset + part.span.nbytes]
+    def _memory(self, rank: int, offset: int, planned: PlannedRange) -> memoryview:
+        return self._links.memory_of(rank)[offset : offset + planned.span.nbytes]
 
 
-def send(collective: Collective, part: SharedRangePart, data: memoryview) -> None:
+def send(collective: Collective, planned: PlannedRange, data: memoryview) -> None:
     """Send a range to one rank of each other host, and wait until they have it."""
-    transfers = [collective.send(agent, data, tag) for agent, tag in part.tags.items()]
+    transfers = [collective.send(agent, data, tag) for agent, tag in planned.tags.items()]
     for transfer in transfers:
         transfer.wait()
 
 
 def receive(
-    collective: Collective, part: SharedRangePart, data: memoryview, reading: BlockReader
+    collective: Collective, planned: PlannedRange, data: memoryview, reader: BlockReader
 ) -> None:
     """Receive a range from another host, and check it again."""
-    fetcher = part.shared_range.fetcher
-    collective.receive(fetcher, data, part.tags[collective.rank]).wait()
+    fetcher = planned.shared_range.fetcher
+    collective.receive(fetcher, data, planned.tags[collective.rank]).wait()
     try:
-        part.for_each_read(reading.check, data)
+        planned.for_each_read(reader.check, data)
     except CorruptError as error:
         raise RankError(
             f"data that rank {fetcher} read and sent has arrived damaged: {error}. Check the "
@@ -172,49 +172,49 @@ def receive(
 RANK_CHECK_INTERVAL_S = 1.0
 
 
-def read_shared(group: SharedReadGroup, reading: BlockReader) -> tuple[int, int]:
+def read_shared(group: SharedReadGroup, reader: BlockReader) -> tuple[int, int]:
     """Do the work of `BlockReader.read_all`, but read shared blocks once. Collective.
 
     Every rank of `group` calls this. Returns how many bytes came from storage, and how many from
     other ranks. Raises the errors of `BlockReader.read_all`, and SecondaryError if another rank
     fails.
     """
-    work = SharedWork(group, reading.targets)
-    with reading.name_touched():
-        SharedReading(group, work, reading).read_all()
+    work = SharedWork(group, reader.targets)
+    with reader.name_touched():
+        SharedReader(group, work, reader).read_all()
     return work.nbytes_moved()
 
 
 def check_blocks_first(
-    session: Session, group: SharedReadGroup | None, reading: BlockReader
+    session: Session, group: SharedReadGroup | None, reader: BlockReader
 ) -> None:
     """Check the blocks that this rank would read. In a group, other ranks check the others."""
     if group is None:
-        reading.read_all(session.config.threads)
+        reader.read_all(session.config.threads)
         return
-    work = SharedWork(group, reading.targets)
-    fetched = ((part.file, read) for part in work.fetched() for read in part.reads)
-    reads = chain(work.own_reads(), fetched)
-    with reading.name_touched():
-        parallel_for(lambda args: reading.read(*args), reads, threads=group.session.config.threads)
+    work = SharedWork(group, reader.targets)
+    fetched = ((planned.file, read) for planned in work.fetched_ranges() for read in planned.reads)
+    reads = chain(work.local_reads(), fetched)
+    with reader.name_touched():
+        parallel_for(lambda args: reader.read(*args), reads, threads=group.session.config.threads)
 
 
-class SharedReading:
+class SharedReader:
     """One rank's side of a shared read."""
 
-    def __init__(self, group: SharedReadGroup, work: SharedWork, reading: BlockReader) -> None:
+    def __init__(self, group: SharedReadGroup, work: SharedWork, reader: BlockReader) -> None:
         links, threads = group.links, group.session.config.threads
         assert links is not None, "there are ranges"
         self._work = work
-        self._reading = reading
+        self._reader = reader
         self._group = group
         self._channel, self._collective = group.session.channel, group.session.collective
         self._num_slots = num_slots(between_hosts=group.between_hosts)
-        self._most_own = 2 * threads
+        self._max_local_reads = 2 * threads
         self._decider = _ReadThreads(1, links.wake)
         self._readers = _ReadThreads(threads, links.wake)
         self._couriers = _ReadThreads(2 * self._num_slots, links.wake)
-        self._host = HostTransfer(work, reading, links)
+        self._host = HostTransfer(work, reader, links)
         self._links = links
 
     def read_all(self) -> None:
@@ -237,47 +237,51 @@ class SharedReading:
     def _decide(self) -> None:
         """Decide and copy until all is done; wake the calling thread at each step."""
         offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
-        to_fetch, to_receive = self._work.fetched(), self._work.relayed()
-        own = self._work.own_reads()
+        to_fetch, to_receive = self._work.fetched_ranges(), self._work.received_ranges()
+        own = self._work.local_reads()
         next_look = time.monotonic() + RANK_CHECK_INTERVAL_S
         for _ in run_in_turns(
             # Ranges that other ranks wait for are first. All slots share one iterator, in order.
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
             *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
-            *(self._read(own) for _ in range(self._most_own)),
-            self._host.take(),
+            *(self._read(own) for _ in range(self._max_local_reads)),
+            self._host.copy_ranges(),
         ):
-            self._host.check_gone()
+            self._host.check_awaited_ranks()
             if time.monotonic() >= next_look:
-                self._channel.watch(sorted(self._host.awaited() | self._couriers.awaited()))
+                self._channel.watch(
+                    sorted(self._host.awaited_ranks() | self._couriers.awaited_ranks())
+                )
                 self._readers.check()
                 next_look = time.monotonic() + RANK_CHECK_INTERVAL_S
-            self._decider.put_off()
+            self._decider.restart_timeouts()
             self._host.receive(RANK_CHECK_INTERVAL_S)
 
-    def _fetch(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
+    def _fetch(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
         """Read ranges into a slot, one after another, and send each to all ranks that need it."""
-        for part in parts:
-            data = self._host.slot(offset, part)
-            yield from self._readers.call(partial(part.for_each_read, self._reading.fetch, data))
-            yield from run_in_turns(self._send(part, data), self._host.hand_on(offset, part))
+        for planned in ranges:
+            data = self._host.slot_memory(offset, planned)
+            yield from self._readers.call(partial(planned.for_each_read, self._reader.fetch, data))
+            yield from run_in_turns(
+                self._send(planned, data), self._host.offer_range(offset, planned)
+            )
 
-    def _send(self, part: SharedRangePart, data: memoryview) -> Iterator[None]:
-        if agents := part.shared_range.agents:
-            yield from self._couriers.call(partial(send, self._collective, part, data), agents)
+    def _send(self, planned: PlannedRange, data: memoryview) -> Iterator[None]:
+        if agents := planned.shared_range.agents:
+            yield from self._couriers.call(partial(send, self._collective, planned, data), agents)
 
-    def _receive(self, offset: int, parts: Iterator[SharedRangePart]) -> Iterator[None]:
+    def _receive(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
         """Receive ranges into a slot, one after another, and hand them on on this host."""
-        for part in parts:
-            data = self._host.slot(offset, part)
-            work = partial(receive, self._collective, part, data, self._reading)
-            yield from self._couriers.call(work, (part.shared_range.fetcher,))
-            yield from self._host.hand_on(offset, part)
+        for planned in ranges:
+            data = self._host.slot_memory(offset, planned)
+            work = partial(receive, self._collective, planned, data, self._reader)
+            yield from self._couriers.call(work, (planned.shared_range.fetcher,))
+            yield from self._host.offer_range(offset, planned)
 
     def _read(self, reads: Iterator[tuple[OpenFile, PlannedRead]]) -> Iterator[None]:
         """Read blocks that only this rank needs, one after another."""
         for file, read in reads:
-            yield from self._readers.call(partial(self._reading.read, file, read))
+            yield from self._readers.call(partial(self._reader.read, file, read))
 
 
 @dataclass(slots=True, eq=False)
@@ -309,11 +313,11 @@ class _ReadThreads:
         self._calls.remove(call)
         call.future.result(timeout=0)
 
-    def awaited(self) -> set[int]:
+    def awaited_ranks(self) -> set[int]:
         """Return the ranks that its calls wait for."""
         return {rank for call in self._calls for rank in call.ranks}
 
-    def put_off(self) -> None:
+    def restart_timeouts(self) -> None:
         """Restart the time after which its calls count as hanging."""
         for call in self._calls:
             call.until = time.monotonic() + WORK_STALL_S

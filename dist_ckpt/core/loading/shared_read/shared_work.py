@@ -17,16 +17,16 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     NeededBlock,
     PlannedRead,
     SmallShardsRead,
-    divide,
+    group_into_reads,
     group_successive,
     needed_blocks,
-    reads_of,
+    split_off_small_shards,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRangePart:
+class PlannedRange:
     """A shared range, and the reads that fill it; this rank needs all its blocks.
 
     `tags` are the numbers of the range among those that its fetcher sends to each agent.
@@ -69,21 +69,21 @@ class SharedWork:
             r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents}
             for r in group.shared_ranges
         }
-        self._divided: dict[int, tuple[list[PlannedRead], dict[int, SharedRangePart]]] = {}
+        self._divided: dict[int, tuple[list[PlannedRead], dict[int, PlannedRange]]] = {}
 
-    def own_reads(self) -> Iterator[tuple[OpenFile, PlannedRead]]:
+    def local_reads(self) -> Iterator[tuple[OpenFile, PlannedRead]]:
         """Yield the reads of blocks that no other rank needs."""
         for number in self._files.plan:
             for read in self._divide(number)[0]:
                 yield self._files.files[number], read
 
-    def fetched(self) -> Iterator[SharedRangePart]:
+    def fetched_ranges(self) -> Iterator[PlannedRange]:
         """Yield the shared ranges that this rank reads, in the order of all ranks."""
-        return (self.part(r.key) for r in self._shared_ranges if r.fetcher == self.rank)
+        return (self.planned_range(r.key) for r in self._shared_ranges if r.fetcher == self.rank)
 
-    def relayed(self) -> Iterator[SharedRangePart]:
+    def received_ranges(self) -> Iterator[PlannedRange]:
         """Yield the shared ranges that it receives from other hosts, in the same order."""
-        return (self.part(r.key) for r in self._shared_ranges if self.rank in r.agents)
+        return (self.planned_range(r.key) for r in self._shared_ranges if self.rank in r.agents)
 
     def keys_by_sender(self) -> dict[int, set[RangeKey]]:
         """Return the keys of the ranges that other ranks of this host hand on, by rank."""
@@ -94,19 +94,19 @@ class SharedWork:
                 keys.setdefault(first, set()).add(shared_range.key)
         return keys
 
-    def part(self, key: RangeKey) -> SharedRangePart:
+    def planned_range(self, key: RangeKey) -> PlannedRange:
         """Return a shared range with its reads."""
         file, block = key
         return self._divide(file)[1][block]
 
     def nbytes_moved(self) -> tuple[int, int]:
         """Return how many bytes come from storage, and from other ranks, when all is done."""
-        own = sum(read.span.nbytes for _, read in self.own_reads())
-        fetched = sum(part.span.nbytes for part in self.fetched())
-        shared = sum(self.part(r.key).span.nbytes for r in self._shared_ranges)
+        own = sum(read.span.nbytes for _, read in self.local_reads())
+        fetched = sum(planned.span.nbytes for planned in self.fetched_ranges())
+        shared = sum(self.planned_range(r.key).span.nbytes for r in self._shared_ranges)
         return own + fetched, shared - fetched
 
-    def _divide(self, number: int) -> tuple[list[PlannedRead], dict[int, SharedRangePart]]:
+    def _divide(self, number: int) -> tuple[list[PlannedRead], dict[int, PlannedRange]]:
         """Divide the needed blocks of a file, once, into reads of its own and shared ranges."""
         if number in self._divided:
             return self._divided[number]
@@ -120,7 +120,7 @@ class SharedWork:
         # The content of each range, and of no range, in order.
         small_reads: defaultdict[int | None, list[SmallShardsRead]] = defaultdict(list)
         blocks: defaultdict[int | None, list[NeededBlock]] = defaultdict(list)
-        whole_reads, items = divide(file, self._files.plan[number])
+        whole_reads, items = split_off_small_shards(file, self._files.plan[number])
         for whole in whole_reads:
             for cut_read in _cut(whole, file.shards.starts, bounds):
                 small_reads[_range_at(cut_read.span.start, bounds)].append(cut_read)
@@ -133,9 +133,9 @@ class SharedWork:
             reads: list[PlannedRead] = [*small_reads[n]]
             reads += (BlockRead(ByteRange(g[0].start, g[-1].stop), tuple(g)) for g in groups)
             reads.sort(key=lambda read: read.span.start)
-            part = SharedRangePart(shared_range, file, tuple(reads), self._tags[shared_range.key])
-            parts[shared_range.blocks.start] = part
-        self._divided[number] = [*small_reads[None], *reads_of(blocks[None])], parts
+            planned = PlannedRange(shared_range, file, tuple(reads), self._tags[shared_range.key])
+            parts[shared_range.blocks.start] = planned
+        self._divided[number] = [*small_reads[None], *group_into_reads(blocks[None])], parts
         return self._divided[number]
 
 

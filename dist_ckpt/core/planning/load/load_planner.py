@@ -35,7 +35,7 @@ from dist_ckpt.errors import CorruptError
 _Candidates = Callable[[Region], Iterable[int]]
 
 
-def problems_of(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str, ...]:
+def find_request_problems(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str, ...]:
     """Return all reasons why the tensors cannot be loaded: names, shapes, dtypes, cells."""
     problems = []
     checked: set[tuple[tuple[Cell, ...], Shape]] = set()
@@ -72,7 +72,7 @@ def problems_of(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str,
 def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
     """Return the reads that fill the requested cells, file by file, without superfluous reads.
 
-    `problems_of` must be empty. Raises CorruptError if the index lacks a needed file.
+    `find_request_problems` must be empty. Raises CorruptError if the index lacks a needed file.
     """
     catalog = index.catalog
     files = {(file.component, file.rank): number for number, file in enumerate(index.files)}
@@ -134,7 +134,7 @@ def _candidates(cut: Cut, shape: Shape) -> _Candidates:
         case Flat(cuts):
             return partial(_in_flat, cuts, row_major_strides(shape))
         case Regions(regions):
-            return BoxTree(regions).meeting
+            return BoxTree(regions).find_overlapping
 
 
 def _in_grid(cuts: Sequence[Sequence[int]], strides: Shape, box: Region) -> Iterator[int]:

@@ -120,7 +120,7 @@ def shared_block_ranges(
     return tuple(shared_ranges)
 
 
-def receivers_of(rank: int, shared_ranges: Iterable[SharedBlockRange]) -> list[int]:
+def find_partners(rank: int, shared_ranges: Iterable[SharedBlockRange]) -> list[int]:
     """Return the ranks of its host with which a rank shares some of these ranges."""
     ranks = {other for shared_range in shared_ranges for other in shared_range.host_of(rank)}
     return sorted(ranks - {rank})

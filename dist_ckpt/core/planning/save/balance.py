@@ -61,7 +61,7 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     Each `Layout` object costs work once: share it. Data with one holder is assigned first, then the
     largest replicas.
     """
-    measures = _measures(tensors)
+    measures = _measure_layouts(tensors)
     split = _split_large(tensors, measures)
     alone: list[tuple[TensorOwnership, int]] = []
     several: dict[int, list[TensorOwnership]] = {}
@@ -83,7 +83,7 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
         # For tensors with one rotation, replica r stores every cell. So equal bytes for each
         # rotation are equal bytes for each rank.
         sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
-        rotations = evenly(sizes, measures[id(group[0].layout)].replicas)
+        rotations = assign_evenly(sizes, measures[id(group[0].layout)].replicas)
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
         _add_loads(loads, rotated)
         stored += rotated
@@ -91,7 +91,7 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
 
 
-def _measures(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
+def _measure_layouts(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
     measures: dict[int, _Measure] = {}
     groups: dict[tuple[tuple[int, ...], ...], int] = {}
     for layout in (tensor.layout for tensor in tensors):
@@ -130,7 +130,7 @@ def _add_loads(loads: list[int], stored: Iterable[tuple[TensorOwnership, int]]) 
             loads[layout.holder(number, key[1])] += numel * itemsizes[key]
 
 
-def evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
+def assign_evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
     """Assign one of `count` numbers to each name, so that all get about as many bytes."""
     heap = [(0, number) for number in range(count)]
     assigned = {}
@@ -196,12 +196,12 @@ def _split_large(
         shifts[measure.group] = (shift + num_parts) % measure.replicas
         key = id(tensor.layout), num_parts, shift
         if key not in layouts:
-            layouts[key] = _finer(tensor.layout, num_parts, shift)
+            layouts[key] = _split_layout(tensor.layout, num_parts, shift)
         split[tensor.fqn] = layouts[key]
     return split
 
 
-def _finer(layout: Layout, num_parts: int, shift: int) -> Layout:
+def _split_layout(layout: Layout, num_parts: int, shift: int) -> Layout:
     """Cut each cell into parts and assign the parts to the cell's holders in turn."""
     cells: list[Cell] = [layout.cell(number) for number in range(layout.cut.num_cells)]
     boxes = [cell for cell in cells if isinstance(cell, Region)]

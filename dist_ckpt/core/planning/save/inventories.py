@@ -31,7 +31,7 @@ class InventoryBody:
     ranks: tuple[int, ...]
 
 
-def inventory_bodies(
+def sort_inventories(
     inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
 ) -> list[InventoryBody]:
     """Return the bodies in order. Every rank must have sent exactly one."""
@@ -43,7 +43,7 @@ def inventory_bodies(
     return bodies
 
 
-def without_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody], dict[str, str]]:
+def merge_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody], dict[str, str]]:
     """Return the aliases that are equal on all ranks, and the bodies with others as tensors."""
     tensors = {entry.fqn for body in bodies for entry in body.inventory.tensors}
     tied: dict[str, set[str]] = {}
@@ -71,7 +71,7 @@ def without_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody
     return with_untied, common
 
 
-def kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
+def find_kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
     """Return the names that are of different kinds on different ranks, as problems."""
     kinds: dict[str, str] = {}
     mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -98,7 +98,7 @@ def _names(inventory: Inventory) -> dict[str, list[str]]:
     }
 
 
-def value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]:
+def find_value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]:
     """Return the ranks, ascending, that hold each value."""
     holders: dict[str, list[InventoryBody]] = {}
     for body in bodies:
@@ -115,7 +115,7 @@ def value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]
     return value_ranks
 
 
-def key_holders(
+def find_key_holders(
     bodies: Sequence[InventoryBody],
 ) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
     """Return for each per-rank value its keys, and the ranks, ascending, that hold each."""
@@ -182,7 +182,7 @@ def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
     return trainable
 
 
-def components_of(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
+def merge_components(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
     """Return the components that have tensors, in order, with the stems of their files."""
     inventories = [body.inventory for body in bodies]
     used = dict.fromkeys(i.components[entry.component] for i in inventories for entry in i.tensors)

@@ -22,7 +22,7 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
 )
 from dist_ckpt.core.planning.box_tree import BoxTree
-from dist_ckpt.core.planning.mesh import holders_of, layout_of, positions_of, whole_layout
+from dist_ckpt.core.planning.mesh import cell_holders, compute_layout, mesh_positions, whole_layout
 from dist_ckpt.core.planning.plan import Flattened, Mesh, MeshPlaced, Parts, RuleSharded, View
 from dist_ckpt.errors import ranks_text
 
@@ -63,7 +63,7 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
     if any(share.shape != shape for share in shares):
         raise ValueError("shape " + difference_text((share.shape, share.ranks) for share in shares))
     layouts = [
-        _drop_absent(layout_of(view, shape), view.mesh, ranks)
+        _drop_absent(compute_layout(view, shape), view.mesh, ranks)
         if isinstance(view, MeshPlaced | Flattened)
         else whole_layout(shape, ranks)
         for view, ranks in views.items()
@@ -188,7 +188,7 @@ def _check_boxes(ordered: Sequence[Region], holders: _RanksByCell, shape: Shape)
         overlaps = (
             _overlap(ordered[other], region, holders)
             for number, region in enumerate(ordered)
-            for other in tree.meeting(region)
+            for other in tree.find_overlapping(region)
             if other < number
         )
         raise ValueError(
@@ -216,7 +216,7 @@ def _merge_rule_sharded(view: RuleSharded, shares: Sequence[RankView]) -> tuple[
         raise ValueError(f"{ranks_text(strangers)} is outside the ShardingConfig's mesh")
     starts, positions, shape = [], [], []
     for dim, axes in enumerate(view.axes):
-        offsets = positions_of(axes, mesh.shape, strides)
+        offsets = mesh_positions(axes, mesh.shape, strides)
         sizes = _sizes(dim, offsets, shapes, [(axis, strides[axis]) for axis in axes], view)
         ends = list(accumulate(sizes, initial=0))
         filled = [n for n, size in enumerate(sizes) if size]
@@ -228,7 +228,7 @@ def _merge_rule_sharded(view: RuleSharded, shares: Sequence[RankView]) -> tuple[
     cut = Grid(tuple((*start, size) for start, size in zip(starts, shape, strict=True)))
     used = {axis for axes in view.axes for axis in axes}
     free = [axis for axis in range(len(mesh.shape)) if axis not in used]
-    holders = holders_of(mesh.ranks, positions, positions_of(free, mesh.shape, strides))
+    holders = cell_holders(mesh.ranks, positions, mesh_positions(free, mesh.shape, strides))
     return tuple(shape), _drop_absent(Layout(cut, holders), mesh, list(shapes))
 
 

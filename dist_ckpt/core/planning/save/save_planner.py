@@ -17,7 +17,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Layout, Region, Shape, check_shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
 from dist_ckpt.core.format.shard_file import arrange, header_text
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import (
     Batch,
     BatchPart,
@@ -33,16 +33,16 @@ from dist_ckpt.core.planning.plan import (
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
 from dist_ckpt.core.planning.save.inventories import (
     InventoryBody,
-    components_of,
-    inventory_bodies,
-    key_holders,
-    kind_problems,
+    find_key_holders,
+    find_kind_problems,
+    find_value_holders,
+    merge_aliases,
+    merge_components,
     merge_name_lists,
     merge_parameters,
     merge_trees,
+    sort_inventories,
     split_off_linkable,
-    value_holders,
-    without_aliases,
 )
 from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_ownership
 from dist_ckpt.errors import remedy_of_parts
@@ -68,8 +68,8 @@ def plan_save(
 
     Raises ValueError, with every problem, unless the ranks' states make one checkpoint.
     """
-    bodies, aliases = without_aliases(inventory_bodies(inventories, world_size))
-    problems = kind_problems(bodies)
+    bodies, aliases = merge_aliases(sort_inventories(inventories, world_size))
+    problems = find_kind_problems(bodies)
     tree = merge_trees(bodies, problems)
     tensors = _tensors(bodies, problems)
     if problems:
@@ -83,7 +83,7 @@ def plan_save(
         [TensorOwnership(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
         world_size,
     )
-    components = components_of(bodies)
+    components = merge_components(bodies)
     numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
     records: dict[str, TensorRecord] = {}
@@ -98,7 +98,7 @@ def plan_save(
     # A tensor that some rank has in `linkable` goes to a separate file, to be linked later.
     fqns = frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
     components, linkable = split_off_linkable(components, records, fqns)
-    values, keys = value_holders(bodies), key_holders(bodies)
+    values, keys = find_value_holders(bodies), find_key_holders(bodies)
     trained = merge_parameters(bodies)
     catalog = Catalog(
         world_size=world_size,
@@ -117,7 +117,7 @@ def plan_save(
     return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable)
 
 
-def files_of_rank(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
+def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     """Return the shard files that a rank writes, by component; empty if it stores nothing."""
     catalog = plan.catalog
     local_cells = [_cells_on(layout, rank) for layout in catalog.layouts]
@@ -133,9 +133,9 @@ def files_of_rank(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     )
 
 
-def files_of_ranks(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
-    """Yield `files_of_rank` for each rank. To call that for every rank would be quadratic."""
-    for rank, cells in enumerate(cells_of_ranks(catalog)):
+def plan_all_files(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
+    """Yield `plan_rank_files` for each rank. To call that for every rank would be quadratic."""
+    for rank, cells in enumerate(stored_cells_by_rank(catalog)):
         yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
 
 
@@ -146,7 +146,7 @@ _StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
 _FilesKey = tuple[int, int, int]
 
 
-def cells_of_ranks(catalog: Catalog) -> Iterator[_StoredCells]:
+def stored_cells_by_rank(catalog: Catalog) -> Iterator[_StoredCells]:
     """Yield the cells that each rank stores, one rank after another."""
     tensors_by_key: dict[_FilesKey, list[tuple[str, TensorRecord]]] = {}
     for fqn, record in catalog.tensors.items():
@@ -184,7 +184,7 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
     return nbytes
 
 
-def replica_groups_of(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
+def find_replica_groups(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
     """Return the tensors and values that a rank shares, grouped by the ranks that hold them."""
     catalog = plan.catalog
     cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
@@ -238,7 +238,7 @@ def find_local_cells(
             continue
         key = entry.view, entry.shape
         if key not in by_view:
-            cells = cells_of(view, rank, entry.shape)
+            cells = compute_cells(view, rank, entry.shape)
             # An empty tensor is stored as one empty cell, however it is cut.
             empty = (Region.whole(entry.shape),) * len(cells)
             by_view[key] = empty if 0 in entry.shape else cells
@@ -270,7 +270,7 @@ class Origin(NamedTuple):
     part: Cell | None
 
 
-def origin_of(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
+def find_origin(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
     """Find a shard among the cells that a rank holds."""
     cells = local_cells.get(fqn, {})
     if (whole := cells.get(cell)) is not None:

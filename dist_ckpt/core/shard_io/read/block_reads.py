@@ -139,11 +139,11 @@ def _contains_block(elements: ElementRange | None, span: ByteRange, itemsize: in
     return elements.start * itemsize <= span.start and span.stop <= elements.stop * itemsize
 
 
-def by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
+def group_by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
     """Return the numbers of the shards of a file that items read, ascending, with the items."""
     items_by_number: dict[int, list[ReadItem]] = {}
     for item in items:
-        items_by_number.setdefault(file.number_of(item), []).append(item)
+        items_by_number.setdefault(file.shard_number(item), []).append(item)
     return sorted(items_by_number.items())
 
 
@@ -157,7 +157,7 @@ def needed_blocks(
             return False
         return targets[item.fqn, item.match.requested_number].memory() is not None
 
-    for number, wanted in by_shard(file, items):
+    for number, wanted in group_by_shard(file, items):
         shard = file.shards[number]
         yield from requested_blocks(shard, wanted, file.header.block_nbytes, has_memory)
 
@@ -184,7 +184,7 @@ def group_successive(
         yield group
 
 
-def reads_of(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
+def group_into_reads(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
     """Group needed blocks, sorted by offset, into reads."""
     group: list[NeededBlock] = []
     first = last = wasted = 0
@@ -255,11 +255,11 @@ MAX_SMALL_READS = 16
 WORK_NBYTES = 32 << 20
 
 
-def divide(
+def split_off_small_shards(
     file: OpenFile, items: Sequence[ReadItem]
 ) -> tuple[list[SmallShardsRead], Sequence[ReadItem]]:
     """Return the reads of small shards among the items of a file, and the other items."""
-    numbers = list(map(file.number_of, items))
+    numbers = list(map(file.shard_number, items))
     wanted: dict[int, ReadItem | None] = {}
     for number, item in zip(numbers, items, strict=True):
         is_single = number not in wanted and item.match.is_whole
@@ -313,13 +313,13 @@ def split_into_work(
     reads: list[tuple[OpenFile, PlannedRead]] = []
     nbytes, num_left = 0, nbytes_placed_by(files.plan)
     for file, items in files:
-        small_reads, remaining = divide(file, items)
+        small_reads, remaining = split_off_small_shards(file, items)
         for small_read in small_reads:
             of_small.append((file, small_read))
             if len(of_small) == MAX_SMALL_READS:
                 yield of_small
                 of_small = []
-        for read in reads_of(needed_blocks(file, remaining, targets)):
+        for read in group_into_reads(needed_blocks(file, remaining, targets)):
             reads.append((file, read))
             nbytes += read.span.nbytes
             if nbytes >= min(WORK_NBYTES, num_left // (2 * threads)):

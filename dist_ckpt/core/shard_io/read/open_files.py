@@ -60,7 +60,7 @@ class OpenFile:
     def __post_init__(self) -> None:
         self.shards = self.header.shards
 
-    def number_of(self, item: ReadItem) -> int:
+    def shard_number(self, item: ReadItem) -> int:
         """Return the number of the shard that an item reads."""
         number = self.shards.number(item.tensor, item.match.stored)
         assert number is not None, "`open_files` has checked it"

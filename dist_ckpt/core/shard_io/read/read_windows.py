@@ -58,7 +58,7 @@ class Window:
     nbytes: int
 
 
-def windows_of(
+def cut_into_windows(
     files: Sequence[FilePlan],
     window_nbytes: int,
     order: Callable[[StoredShard], tuple[object, ...]] = lambda item: (item.fqn,),
@@ -90,7 +90,7 @@ def read_windows(
     """Read the files' windows from one checkpoint, each on demand."""
     nbytes = sum(item.span.nbytes for file in files for item in file.items)
     memory = memoryview(bytearray(min(nbytes, window_nbytes)))
-    for window in windows_of(files, window_nbytes):
+    for window in cut_into_windows(files, window_nbytes):
         fetch(window.wanted, memory)
         report(window.nbytes)
         yield window, memory

@@ -34,7 +34,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     damage_error,
     digest_problem,
     every_block,
-    reads_of,
+    group_into_reads,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_document
 from dist_ckpt.core.shard_io.write.shard_writer import (
@@ -137,7 +137,7 @@ def _copy_shards(
     with _open_checked(storage, folder, index, record) as (file, source), ExitStack() as stack:
         target = create_file(storage, new, record.nbytes, stack)
         # The header is last, as in a save: without it the file is invalid.
-        for read in reads_of(every_block(file.shards, file.header.block_nbytes)):
+        for read in group_into_reads(every_block(file.shards, file.header.block_nbytes)):
             data = read_blocks(source, file.path, file.header, read)
             target.write_at(record.header_nbytes + read.span.start, data)
             report(read.span.nbytes)
@@ -306,6 +306,6 @@ def _check_file(
     def check(read: BlockRead) -> None:  # without a result, which `parallel_for` would store
         read_blocks(file, path, decoded, read)
 
-    reads = reads_of(every_block(decoded.shards, decoded.block_nbytes))
+    reads = group_into_reads(every_block(decoded.shards, decoded.block_nbytes))
     parallel_for(check, reads, threads=threads)
     return save

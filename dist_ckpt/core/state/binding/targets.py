@@ -18,7 +18,7 @@ import torch
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.mesh import cells_of
+from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.shard_io.memory.protocol import Target
@@ -286,7 +286,7 @@ class FillTargets:
         is_alike = record.shape == local.shape and isinstance(local.view, Whole)
         if is_alike and rules is not None and rules.sharding.flat and record.shape:
             flat = Flattened(rules.sharding.ranks())
-            cells = cells_of(flat, self._template.rank, record.shape)
+            cells = compute_cells(flat, self._template.rank, record.shape)
             numel = sum(cell.numel for cell in cells)
             return self._request_new(name, cells, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (hint.rule, tuple(parameter.shape)))

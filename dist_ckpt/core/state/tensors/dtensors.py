@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.planning import plan
-from dist_ckpt.core.planning.mesh import cells_of, readings
+from dist_ckpt.core.planning.mesh import compute_cells, possible_views
 from dist_ckpt.core.runtime.torch_private import StridedShard, cuts_strided_alike
 from dist_ckpt.core.shard_io.memory.torch_tensor import slices_of
 from dist_ckpt.core.state.tensors.local_tensors import class_name
@@ -94,9 +94,9 @@ def local_cells(
     or both. Ranks whose placements have two meanings report their cells.
     """
     shape = tuple(value.shape)
-    possible = readings(view, shape, as_defined=cuts_strided_alike())
+    possible = possible_views(view, shape, as_defined=cuts_strided_alike())
     label = f"{fqn}: a DTensor of shape {shape} under {value.placements}"
-    all_cells = [cells_of(reading, rank, shape) for reading in possible]
+    all_cells = [compute_cells(reading, rank, shape) for reading in possible]
     fitting = {cells for cells in all_cells if _extent(cells, local) == tuple(local.shape)}
     if not fitting:
         raise ValueError(

@@ -150,7 +150,7 @@ def without_frozen(selection: Selection, root: Tree) -> Selection:
         return selection
     trained = requires_grad(root)
     frozen = frozenset(name for name in trained if not trained[name])
-    return replace(selection, without=frozen, knows_parameters=bool(trained))
+    return replace(selection, frozen=frozen, has_parameters=bool(trained))
 
 
 def requires_grad(root: Tree) -> dict[str, bool]:
