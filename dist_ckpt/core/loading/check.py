@@ -22,7 +22,7 @@ from dist_ckpt.core.loading.load_messages import (
     encode_bitmap,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, parse_sources
-from dist_ckpt.core.loading.shared_read.block_requests import request_blocks
+from dist_ckpt.core.loading.shared_read.block_requests import prepare_shared_read
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, parse_cast, parse_selection
@@ -220,7 +220,7 @@ def check_load(
         sources.checkpoints, wanted, saved, threads=session.config.threads, stack=stack
     )
     targets = None if binding.makes_memory else binding.allocate()
-    links, encoded = request_blocks(session, sources.shared_read_id, files, stack)
+    links, encoded = prepare_shared_read(session, sources.shared_read_id, files, stack)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,

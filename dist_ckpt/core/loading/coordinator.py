@@ -23,7 +23,7 @@ from dist_ckpt.core.loading.load_messages import (
     RankTotals,
     ResolvedSources,
 )
-from dist_ckpt.core.loading.shared_read.block_requests import shared_requests
+from dist_ckpt.core.loading.shared_read.block_requests import find_shared_requests
 from dist_ckpt.core.planning.selection import unmatched_on_all
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make
@@ -92,7 +92,7 @@ def decide_load(
     bitmaps = (int.from_bytes(result.unclaimed, "big") for result in findings)
     unexpected = sources.names_from_bitmap(reduce(and_, bitmaps))
     _check_fits(request, sources, findings, unexpected)
-    ranks_share_blocks, encoded_requests = shared_requests(
+    ranks_share_blocks, encoded_requests = find_shared_requests(
         [result.encoded_requests for result in findings], between_hosts=request.read_once == "job"
     )
     return LoadDecision(

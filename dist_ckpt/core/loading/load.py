@@ -350,7 +350,7 @@ def _allocate_and_link(
     if decision.makes_memory or decision.ranks_share_blocks:
         with call.session.channel.exchange("prepare") as preparing:
             if decision.ranks_share_blocks:
-                group = SharedReadGroup.of(
+                group = SharedReadGroup.link(
                     call.session,
                     prepared.files,
                     prepared.links,

@@ -33,7 +33,7 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.shared_read.collective_reader import CollectiveReader, read_together
+from dist_ckpt.core.loading.shared_read.collective_reader import CollectiveReader
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
 from dist_ckpt.core.planning.selection import Selection, names_above
@@ -336,16 +336,16 @@ class PlannedReads:
         self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._resolved: list[tuple[ReadItem, torch.Tensor]] = []
 
-    def fill(self, source: OpenCheckpoint, together: CollectiveReader) -> tuple[int, int]:
-        """Fill the tensors of the planner. Collective: all ranks of `together` call this.
+    def fill(self, source: OpenCheckpoint, reader: CollectiveReader) -> tuple[int, int]:
+        """Fill the tensors of the planner. Collective: all ranks of `reader` call this.
 
         Return the number of bytes from storage, and from other ranks. CorruptError on all ranks if
         one of them reads damaged data.
         """
-        opened = partial(self._open, source, together.session.config.threads)
-        with together.session.operation(f"load of {source.folder}"):
-            moved = read_together(together, opened, source.not_found_if_removed)
-        with together.phases.phase("place"):
+        opened = partial(self._open, source, reader.session.config.threads)
+        with reader.session.operation(f"load of {source.folder}"):
+            moved = reader.read(opened, source.not_found_if_removed)
+        with reader.phases.phase("place"):
             synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
             for target, buffer in self._converted:
                 target.copy_(buffer)

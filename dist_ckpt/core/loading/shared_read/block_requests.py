@@ -1,4 +1,4 @@
-"""Which blocks each rank needs, and how all ranks get to know that."""
+"""The blocks that each rank needs, and the exchange of these requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dist_ckpt.core.shard_io.read.block_reads import group_by_shard, requested_b
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
 
 
-def request_blocks(
+def prepare_shared_read(
     session: Session, shared_read_id: str, files: OpenFiles, stack: ExitStack
 ) -> tuple[HostLinks | None, bytes]:
-    """Let the ranks of this host connect, and return this rank's encoded block requests.
+    """Open this rank's links on its host, and return its encoded block requests.
 
-    `shared_read_id` is a name that only this load has; with "" the ranks share nothing. The links
-    are None if there can be none. `stack` closes them after the load.
+    `shared_read_id` is a name that only this load has, or "" if the ranks share nothing. The links
+    are None if they cannot be opened. `stack` closes them after the load.
     """
     if not shared_read_id:
         return None, b""
@@ -40,7 +40,7 @@ def request_blocks(
 
 
 def find_block_ranges(files: OpenFiles) -> dict[int, BlockRanges]:
-    """Return the ranges of blocks that a plan needs, by the number of the file in the index."""
+    """Return the ranges of blocks that a load needs of each file, by its number in the index."""
     ranges_by_file = {}
     for number, items in files.plan.items():
         file = files.files[number]
@@ -58,12 +58,12 @@ def find_block_ranges(files: OpenFiles) -> dict[int, BlockRanges]:
     return ranges_by_file
 
 
-def shared_requests(
+def find_shared_requests(
     encoded_requests: Sequence[bytes | None], *, between_hosts: bool
 ) -> tuple[bool, Sequence[bytes]]:
-    """Return True if ranks have requests in common, and all requests if an exchange can send them.
+    """Return True if ranks need the same blocks, and all requests if an exchange can send them.
 
-    If a request was too long for the exchange, the ranks are taken to have some in common.
+    A request is None if it was too long for the exchange. Then the result is also True.
     """
     received = [encoded for encoded in encoded_requests if encoded is not None]
     if len(received) < len(encoded_requests):
@@ -72,7 +72,7 @@ def shared_requests(
         (decode(encoded, RankBlockRequests) for encoded in received), between_hosts=between_hosts
     ):
         return False, ()
-    # Between hosts they are gathered all the same: that connects the hosts.
+    # Between hosts a collective always gathers the requests: it also connects the hosts.
     is_sent = fits_exchange(sum(map(len, received)), len(received)) and not between_hosts
     return True, received if is_sent else ()
 
@@ -80,9 +80,10 @@ def shared_requests(
 def gather_requests(
     session: Session, encoded_requests: Sequence[bytes], own: bytes
 ) -> Mapping[int, RankBlockRequests]:
-    """Return each rank's requests: `encoded_requests`, or gather each rank's `own`. Collective.
+    """Return the requests of all ranks. Collective: every rank calls this.
 
-    If a rank fails before this, the others wait until gloo's deadline.
+    Decode `encoded_requests`. If they are empty, gather the `own` requests of each rank first. If a
+    rank fails before this call, the other ranks wait until gloo's deadline.
     """
     if encoded_requests:
         return {

@@ -1,4 +1,4 @@
-"""The ranks that share reads, their ranges, and the links between them."""
+"""The ranks that share reads: their common ranges, and the links between them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _log = logging.getLogger("dist_ckpt")
 
 
 def slot_nbytes(files: OpenFiles) -> int:
-    """Return the size of a slot: the largest range of these files fits."""
+    """Return the size of a slot, which holds the largest range of these files."""
     return max(SHARED_RANGE_NBYTES, *(file.header.block_nbytes for file in files.files.values()), 0)
 
 
 def num_slots(*, between_hosts: bool) -> int:
-    """Return how many ranges a rank reads, and receives, before all ranks have copied them."""
-    # On a host, two slots made a load of replicas 15 % slower, and not faster from a cold cache:
-    # the slots of all ranks then exceed a processor's cache. Sending a range takes as long as
-    # reading it.
+    """Return the number of slots for ranges that a rank reads, and for those that it receives."""
+    # On one host, a second slot made a load of replicas 15 % slower, and no faster from a cold
+    # cache: the slots of all ranks then exceed a processor's cache. Between hosts, a rank sends one
+    # range while it reads the next: both take equally long.
     return 2 if between_hosts else 1
 
 
 class FailedLinks(Message, frozen=True):
-    """The ranks of its host that a rank cannot reach; None if it can share nothing."""
+    """The ranks of its host that a rank cannot reach; None if the rank can share nothing."""
 
     ranks: tuple[int, ...] | None
 
 
 class UnreachableRanks(Message, frozen=True):
-    """The ranks that can share nothing, and those that are on another host than they name."""
+    """The ranks that cannot share, and the ranks that are not on the host that they name."""
 
     unlinked: tuple[int, ...]
     elsewhere: tuple[int, ...]
@@ -54,11 +54,11 @@ class UnreachableRanks(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SharedReadGroup:
-    """The requests of each rank, the ranges that this rank shares, and its links.
+    """The ranks that share reads, as one of them sees the group.
 
-    `shared_ranges` are those with other ranks, in order. Before `without_unreachable`, they assume
-    that all ranks can share. `links` lead to the ranks of its host; if they are None, this rank
-    shares nothing. `missed` are the ranks that it cannot reach.
+    `shared_ranges` are the ranges that this rank shares, in order. Before `without_unreachable`,
+    they assume that all ranks can share. `links` connect this rank with the ranks of its host. If
+    `links` is None, this rank shares nothing.
     """
 
     session: Session
@@ -67,10 +67,10 @@ class SharedReadGroup:
     requests_by_rank: Mapping[int, RankBlockRequests]
     shared_ranges: tuple[SharedBlockRange, ...]
     links: HostLinks | None
-    missed: FailedLinks
+    failed_links: FailedLinks
 
     @staticmethod
-    def of(
+    def link(
         session: Session,
         files: OpenFiles,
         links: HostLinks | None,
@@ -79,22 +79,25 @@ class SharedReadGroup:
         between_hosts: bool,
         stack: ExitStack,
     ) -> SharedReadGroup:
-        """Link this rank with those of its host. Without memory or a socket it shares nothing."""
-        shared_ranges = _shared_ranges_of(
+        """Link this rank with the ranks of its host.
+
+        Without shared memory or without a socket, the rank shares nothing.
+        """
+        shared_ranges = _find_shared_ranges(
             session.channel.rank, requests_by_rank, files, between_hosts=between_hosts
         )
-        missed: tuple[int, ...] | None = ()
+        unlinked: tuple[int, ...] | None = ()
         if shared_ranges:
-            # Slots for what it reads, and between hosts also for what it receives.
+            # Slots for ranges that this rank reads, and between hosts also for received ranges.
             slots = num_slots(between_hosts=between_hosts) * (2 if between_hosts else 1)
             try:
                 memory = stack.enter_context(session.shared_scratch(slot_nbytes(files) * slots))
             except OSError:
                 links = None
-            missed = None
+            unlinked = None
             if links is not None:
                 links.offer(memory)
-                missed = tuple(links.connect(find_partners(links.rank, shared_ranges)))
+                unlinked = tuple(links.connect(find_partners(links.rank, shared_ranges)))
         return SharedReadGroup(
             session,
             files,
@@ -102,39 +105,37 @@ class SharedReadGroup:
             requests_by_rank,
             shared_ranges,
             links,
-            FailedLinks(missed),
+            FailedLinks(unlinked),
         )
 
     def decide_unreachable(self, exchange: Exchange) -> None:
-        """Gather `missed` of all ranks. Each rank calls this inside the exchange.
+        """Decide which ranks cannot share, and warn about them. Every rank calls this.
 
-        The coordinator decides which ranks cannot share, and warns about them.
+        The exchange gathers the failed links of all ranks, and answers `UnreachableRanks`.
         """
-        if (failed_links := exchange.gather(self.missed)) is None:
+        if (gathered := exchange.gather(self.failed_links)) is None:
             return
-        unlinked = {rank for rank, missed in enumerate(failed_links) if missed.ranks is None}
+        unlinked = {rank for rank, failed in enumerate(gathered) if failed.ranks is None}
         hosts = {
             self.requests_by_rank[rank].host
-            for missed in failed_links
-            for rank in {*(missed.ranks or ())} - unlinked
+            for failed in gathered
+            for rank in {*(failed.ranks or ())} - unlinked
         }
-        apart = [
-            rank for rank in range(len(failed_links)) if self.requests_by_rank[rank].host in hosts
-        ]
-        if alone := {*unlinked, *apart}:
+        apart = [rank for rank in range(len(gathered)) if self.requests_by_rank[rank].host in hosts]
+        if unreachable := {*unlinked, *apart}:
             _log.warning(
                 "%s cannot share memory with the ranks of the same host name, so their common data "
                 "is read more than once. If they are on several hosts, give each host a different "
                 "name (DIST_CKPT_HOST)",
-                ranks_text(alone),
+                ranks_text(unreachable),
             )
         elsewhere = tuple(rank for rank in apart if rank not in unlinked)
         exchange.decide(UnreachableRanks(tuple(sorted(unlinked)), elsewhere))
 
     def without_unreachable(self, unreachable: UnreachableRanks) -> SharedReadGroup | None:
-        """Return the group with the ranges that can be shared; None if this rank has none.
+        """Return the group with the ranges that can be shared, or None if this rank shares none.
 
-        Ranks that are not on one machine, though their hosts have one name, get separate hosts.
+        Ranks on different machines with the same host name get different host names.
         """
         group = self
         if unreachable.unlinked or unreachable.elsewhere:
@@ -146,7 +147,7 @@ class SharedReadGroup:
                 if rank not in unreachable.unlinked
             }
             own = self.session.channel.rank
-            shared_ranges = _shared_ranges_of(
+            shared_ranges = _find_shared_ranges(
                 own, requests_by_rank, self.files, between_hosts=self.between_hosts
             )
             group = replace(self, shared_ranges=shared_ranges)
@@ -154,7 +155,7 @@ class SharedReadGroup:
 
     @property
     def partners(self) -> list[int]:
-        """The ranks of this host with which it has ranges in common."""
+        """The ranks of this host that share ranges with this rank."""
         return [] if self.links is None else find_partners(self.links.rank, self.shared_ranges)
 
     def give_up(self) -> None:
@@ -165,14 +166,14 @@ class SharedReadGroup:
             self.session.collective.break_off()
 
 
-def _shared_ranges_of(
+def _find_shared_ranges(
     own: int,
     requests_by_rank: Mapping[int, RankBlockRequests],
     files: OpenFiles,
     *,
     between_hosts: bool,
 ) -> tuple[SharedBlockRange, ...]:
-    """Return the ranges that a rank shares with the ranks in `requests_by_rank`, in order."""
+    """Return the ranges that rank `own` shares with the ranks in `requests_by_rank`, in order."""
     if own not in requests_by_rank:
         return ()
     by_file: dict[int, dict[int, RankBlockRequests]] = {

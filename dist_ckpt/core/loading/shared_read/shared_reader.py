@@ -1,29 +1,23 @@
-"""Read shared blocks once: one rank reads a range, checks it, and sends it to the others.
+"""Run a shared read: one rank reads a range, checks it, and sends it to the ranks that need it.
 
-The fetcher of a range reads it into a slot of its memory, and checks it. Then it sends a message to
-the ranks of its host that need the range. They copy it from that slot, and report when they are
-done. To each other host the fetcher sends the range once, to a rank that passes it on in the same
-way. A slot is free again when all ranks are done with it. Reading, checking, sending and copying
-overlap.
+The fetcher of a range reads it into a slot of shared memory, and checks it. Then it sends a message
+to the ranks of its host that need the range. They copy it from the slot, and answer. The fetcher
+also sends the range once to each other host, to an agent, which does the same there. A slot is free
+again when all these ranks have copied the range. Reading, checking, sending and copying overlap.
 
-One thread of a rank decides and copies (`SharedReader._decide`), and other threads read. None of
-these waits for another rank: a fetch begins when a slot is free, a copy when the range has arrived.
-The threads that send and receive do wait. They cannot block each other: all ranks process ranges
-in one order, and have separate slots for what they receive. So for the first range that is not
-complete everywhere, its fetcher and its receivers always have a free slot. The calling thread
-watches the deciding thread, which watches all others. So if any thread hangs, all ranks get an
-error.
+Threads: one thread of each rank decides and copies (`SharedReader._decide`). Other threads read,
+send and receive. The deciding thread and the reading threads never wait for another rank. The
+threads that send and receive do wait, but without a deadlock: all ranks process the ranges in one
+order, and have separate slots for received ranges. So the fetcher and the receivers of the first
+incomplete range always have a free slot for it. The calling thread watches the deciding thread,
+which watches all other threads. If a thread hangs, all ranks get an error.
 
-The deciding thread runs generators, for example one for each slot. Each runs until it has to wait
-for a call or for a message, and then yields.
+The deciding thread runs generators, such as one for each slot. A generator yields when it has to
+wait for a call or for a message.
 
-A rank that meets an error closes its links. The system does the same when a rank dies. The ranks
-that still wait for it raise `SecondaryError`, and close their links too. The heartbeat detects a
-rank that is frozen.
-
-`read_together` is for callers with their own plan, such as DCP's: it checks, links the ranks, and
-reads. It binds no state. As in a load, no target changes before all ranks have opened their files.
-
+Errors: a rank that meets an error closes its links. The system closes those of a dead process. The
+ranks that still wait for that rank raise `SecondaryError`, and close their links too. The heartbeat
+detects a frozen rank.
 """
 
 from __future__ import annotations
@@ -54,7 +48,10 @@ from dist_ckpt.errors import CorruptError, RankError, StorageError
 def read_blocks(
     session: Session, group: SharedReadGroup | None, reader: BlockReader
 ) -> tuple[int, int]:
-    """Read all blocks, and share those of `group` as `read_shared` does."""
+    """Read all blocks of this rank. In a group, read them as `read_shared` does.
+
+    Returns the bytes from storage, and the bytes from other ranks.
+    """
     try:
         if group is None:
             return reader.read_all(session.config.threads), 0
@@ -65,22 +62,22 @@ def read_blocks(
         raise
 
 
-# --- ranges between ranks: through memory on a host, over the network between hosts ------------
+# --- transfer: through shared memory on a host, over the network between hosts ----------------
 
-# Kind; offset of a slot in the memory; the range in the slot: file and first block.
+# The kind, the offset of a slot in the memory, and the range in it: its file and first block.
 _MESSAGE = struct.Struct("<BQQQ")
 _READY, _DONE = range(2)
 
 
 class HostTransfer:
-    """The transfer of ranges between the ranks of a host, on one of these ranks."""
+    """One rank's side of the transfer of ranges between the ranks of its host."""
 
     def __init__(self, work: SharedWork, reader: BlockReader, links: HostLinks) -> None:
         self._work = work
         self._reader = reader
         self._links = links
         self._to_copy = work.keys_by_sender()  # ranges that this rank still needs, by sender
-        # Ranges in slots: sender, offset, key.
+        # Ranges that this rank can copy now: sender, offset of the slot, key.
         self._ready: deque[tuple[int, int, RangeKey]] = deque()
         self._users: dict[int, set[int]] = {}  # ranks that still need the range in a slot
         self._gone: set[int] = set()  # ranks whose links have ended
@@ -90,7 +87,7 @@ class HostTransfer:
         return self._memory(self._work.rank, offset, planned)
 
     def offer_range(self, offset: int, planned: PlannedRange) -> Iterator[None]:
-        """Offer a slot to the ranks of this host; end when all have copied it."""
+        """Offer the range in a slot to the ranks of this host; end when all have copied it."""
         _, *receivers = planned.shared_range.host_of(self._work.rank)
         users = self._users[offset] = set(receivers)
         for rank in receivers:
@@ -103,7 +100,7 @@ class HostTransfer:
     def copy_ranges(self) -> Iterator[None]:
         """Copy ranges from other ranks, one at a time, until this rank has all that it needs.
 
-        This thread copies: copies by other threads took as long again.
+        The deciding thread copies: copies by other threads took twice as long.
         """
         while any(self._to_copy.values()):
             yield
@@ -115,7 +112,7 @@ class HostTransfer:
                 self._to_copy[rank].remove(key)
 
     def receive(self, timeout_s: float) -> None:
-        """Process the messages of other ranks. Without a range to copy, wait for one or a wake."""
+        """Process messages of other ranks. With no range to copy, wait for a message or a wake."""
         for rank, message in self._links.receive(0 if self._ready else timeout_s):
             if message is None:
                 self._gone.add(rank)
@@ -132,7 +129,7 @@ class HostTransfer:
         return ranks.union(*self._users.values())
 
     def check_awaited_ranks(self) -> None:
-        """Raise SecondaryError if this rank waits for one whose link has ended."""
+        """Raise SecondaryError if the link to an awaited rank has ended."""
         if lost := self._gone and self._gone & self.awaited_ranks():
             raise SecondaryError(
                 f"rank {min(lost)} of this host has failed or ended before it sent and received "
@@ -144,7 +141,7 @@ class HostTransfer:
 
 
 def send(collective: Collective, planned: PlannedRange, data: memoryview) -> None:
-    """Send a range to one rank of each other host, and wait until they have it."""
+    """Send a range to its agent on each other host, and wait until all agents have it."""
     transfers = [collective.send(agent, data, tag) for agent, tag in planned.tags.items()]
     for transfer in transfers:
         transfer.wait()
@@ -168,14 +165,14 @@ def receive(
 
 # --- the threads of a rank -------------------------------------------------------------------
 
-# A waiting thread checks the ranks that it waits for, and its calls, at this interval.
+# At this interval a waiting thread checks its calls, and the ranks that it waits for.
 RANK_CHECK_INTERVAL_S = 1.0
 
 
 def read_shared(group: SharedReadGroup, reader: BlockReader) -> tuple[int, int]:
-    """Do the work of `BlockReader.read_all`, but read shared blocks once. Collective.
+    """Fill the targets as `BlockReader.read_all` does, but read shared blocks once.
 
-    Every rank of `group` calls this. Returns how many bytes came from storage, and how many from
+    Collective: every rank of `group` calls this. Returns the bytes from storage, and the bytes from
     other ranks. Raises the errors of `BlockReader.read_all`, and SecondaryError if another rank
     fails.
     """
@@ -188,7 +185,7 @@ def read_shared(group: SharedReadGroup, reader: BlockReader) -> tuple[int, int]:
 def check_blocks_first(
     session: Session, group: SharedReadGroup | None, reader: BlockReader
 ) -> None:
-    """Check the blocks that this rank would read. In a group, other ranks check the others."""
+    """Check the blocks that this rank would read. In a group the fetcher checks a shared block."""
     if group is None:
         reader.read_all(session.config.threads)
         return
@@ -218,7 +215,7 @@ class SharedReader:
         self._links = links
 
     def read_all(self) -> None:
-        """Do all of it. After an error no other rank waits for this one."""
+        """Read and share all blocks. After an error, no other rank waits for this rank."""
         try:
             self._links.accept(self._group.partners)
             for _ in self._decider.call(self._decide):
@@ -228,37 +225,37 @@ class SharedReader:
             self._group.give_up()
             raise
         finally:
-            until = time.monotonic() + WORK_STALL_S
-            self._decider.end(until)
-            self._readers.end(until)
-            # They use only this rank's memory.
+            deadline = time.monotonic() + WORK_STALL_S
+            self._decider.end(deadline)
+            self._readers.end(deadline)
+            # The couriers use only this rank's memory.
             self._couriers.end(time.monotonic() + RANK_CHECK_INTERVAL_S)
 
     def _decide(self) -> None:
-        """Decide and copy until all is done; wake the calling thread at each step."""
+        """Decide and copy until all blocks are read. Wake the calling thread at each step."""
         offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
         to_fetch, to_receive = self._work.fetched_ranges(), self._work.received_ranges()
-        own = self._work.local_reads()
-        next_look = time.monotonic() + RANK_CHECK_INTERVAL_S
+        local_reads = self._work.local_reads()
+        next_check = time.monotonic() + RANK_CHECK_INTERVAL_S
         for _ in run_in_turns(
-            # Ranges that other ranks wait for are first. All slots share one iterator, in order.
+            # Ranges for other ranks come first. All slots share one iterator of ranges, in order.
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
             *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
-            *(self._read(own) for _ in range(self._max_local_reads)),
+            *(self._read(local_reads) for _ in range(self._max_local_reads)),
             self._host.copy_ranges(),
         ):
             self._host.check_awaited_ranks()
-            if time.monotonic() >= next_look:
+            if time.monotonic() >= next_check:
                 self._channel.watch(
                     sorted(self._host.awaited_ranks() | self._couriers.awaited_ranks())
                 )
                 self._readers.check()
-                next_look = time.monotonic() + RANK_CHECK_INTERVAL_S
-            self._decider.restart_timeouts()
+                next_check = time.monotonic() + RANK_CHECK_INTERVAL_S
+            self._decider.postpone_deadlines()
             self._host.receive(RANK_CHECK_INTERVAL_S)
 
     def _fetch(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
-        """Read ranges into a slot, one after another, and send each to all ranks that need it."""
+        """Read ranges into a slot, one after another. Send each to all ranks that need it."""
         for planned in ranges:
             data = self._host.slot_memory(offset, planned)
             yield from self._readers.call(partial(planned.for_each_read, self._reader.fetch, data))
@@ -271,7 +268,7 @@ class SharedReader:
             yield from self._couriers.call(partial(send, self._collective, planned, data), agents)
 
     def _receive(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
-        """Receive ranges into a slot, one after another, and hand them on on this host."""
+        """Receive ranges into a slot, one after another. Offer each to the ranks of this host."""
         for planned in ranges:
             data = self._host.slot_memory(offset, planned)
             work = partial(receive, self._collective, planned, data, self._reader)
@@ -286,16 +283,16 @@ class SharedReader:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call in another thread. It waits for `ranks`; after `until` it counts as hanging."""
+    """A call in a thread. It waits for `ranks`, and counts as hanging after `deadline`."""
 
     ranks: Sequence[int]
-    until: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
+    deadline: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
     watch: CallMonitor = field(default_factory=CallMonitor)
     future: Future[object] = field(default_factory=Future)
 
 
 class _ReadThreads:
-    """Threads and their calls. The end of each call wakes the deciding thread."""
+    """Threads with their calls. The end of a call wakes the deciding thread."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         self._pool = DaemonThreads(threads)
@@ -314,31 +311,33 @@ class _ReadThreads:
         call.future.result(timeout=0)
 
     def awaited_ranks(self) -> set[int]:
-        """Return the ranks that its calls wait for."""
+        """Return the ranks that the calls wait for."""
         return {rank for call in self._calls for rank in call.ranks}
 
-    def restart_timeouts(self) -> None:
-        """Restart the time after which its calls count as hanging."""
+    def postpone_deadlines(self) -> None:
+        """Postpone the deadline after which the calls count as hanging."""
         for call in self._calls:
-            call.until = time.monotonic() + WORK_STALL_S
+            call.deadline = time.monotonic() + WORK_STALL_S
 
     def check(self, wait_s: float = 0.001) -> None:
         """Wait a moment for each call. StorageError if one hangs."""
         for call in self._calls:
             problem = call.watch.wait_for(call.future, time.monotonic() + wait_s)
-            if problem is None and not call.future.done() and time.monotonic() > call.until:
+            if problem is None and not call.future.done() and time.monotonic() > call.deadline:
                 problem = (
                     "the storage or the device did not answer; look at their health, then try again"
                 )
             if problem is not None:
                 raise StorageError(problem)
 
-    def end(self, until: float) -> None:
-        """Cancel the calls that have not begun, and wait for the others."""
-        # This may return with calls still stuck in the kernel; nothing can end them.
+    def end(self, deadline: float) -> None:
+        """Cancel the calls that have not begun, and wait for the other calls.
+
+        A call may still be stuck in the kernel afterwards: nothing can end it.
+        """
         for call in self._calls:
             call.future.cancel()
-            call.watch.wait_for(call.future, until)
+            call.watch.wait_for(call.future, deadline)
         self._pool.close()
 
 
@@ -346,7 +345,7 @@ _ENDED = object()
 
 
 def run_in_turns(*generators: Iterator[None]) -> Iterator[None]:
-    """Run generators until all have ended. Yield whenever none can continue without waiting."""
+    """Run generators until all have ended. Yield each time that all have to wait."""
     remaining = list(generators)
     while remaining := [each for each in remaining if next(each, _ENDED) is not _ENDED]:
         yield

@@ -1,4 +1,4 @@
-"""The reads of one rank: its own, and those that it shares with other ranks."""
+"""The reads of one rank: reads for this rank only, and shared ranges."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dist_ckpt.core.shard_io.read.open_files import OpenFile
 
 @dataclass(frozen=True, slots=True)
 class PlannedRange:
-    """A shared range, and the reads that fill it; this rank needs all its blocks.
+    """A shared range, and the reads that fill it. This rank needs all its blocks.
 
-    `tags` are the numbers of the range among those that its fetcher sends to each agent.
+    `tags` has the number of the range for each agent: the fetcher counts what it sends to an agent.
     """
 
     shared_range: SharedBlockRange
@@ -39,7 +39,7 @@ class PlannedRange:
 
     @property
     def span(self) -> ByteRange:
-        """Its bytes in the data section; the reads fill it in order, without a hole."""
+        """The bytes of the range in the data section. The reads fill it in order, without gap."""
         return ByteRange(self.reads[0].span.start, self.reads[-1].span.stop)
 
     def for_each_read(
@@ -52,7 +52,7 @@ class PlannedRange:
 
 
 class SharedWork:
-    """The reads of a rank that fill its targets: its own, and the shared ranges of its group."""
+    """The reads that fill the targets of a rank: local reads, and the ranges that it shares."""
 
     def __init__(self, group: SharedReadGroup, targets: CellTargets | None) -> None:
         self.rank = group.session.channel.rank
@@ -63,7 +63,7 @@ class SharedWork:
         self._by_file: defaultdict[int, list[SharedBlockRange]] = defaultdict(list)
         for shared_range in group.shared_ranges:
             self._by_file[shared_range.file].append(shared_range)
-        # Number the ranges from each fetcher to each agent, the same on both.
+        # Number the ranges from each fetcher to each agent. Both ranks count the same.
         tags: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
         self._tags = {
             r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents}
@@ -78,15 +78,15 @@ class SharedWork:
                 yield self._files.files[number], read
 
     def fetched_ranges(self) -> Iterator[PlannedRange]:
-        """Yield the shared ranges that this rank reads, in the order of all ranks."""
+        """Yield the shared ranges that this rank reads, in the order that all ranks use."""
         return (self.planned_range(r.key) for r in self._shared_ranges if r.fetcher == self.rank)
 
     def received_ranges(self) -> Iterator[PlannedRange]:
-        """Yield the shared ranges that it receives from other hosts, in the same order."""
+        """Yield the shared ranges that this rank receives from other hosts, in the same order."""
         return (self.planned_range(r.key) for r in self._shared_ranges if self.rank in r.agents)
 
     def keys_by_sender(self) -> dict[int, set[RangeKey]]:
-        """Return the keys of the ranges that other ranks of this host hand on, by rank."""
+        """Return the keys of the ranges that this rank copies from its host, by sender."""
         keys: dict[int, set[RangeKey]] = {}
         for shared_range in self._shared_ranges:
             first = shared_range.host_of(self.rank)[0]
@@ -100,14 +100,14 @@ class SharedWork:
         return self._divide(file)[1][block]
 
     def nbytes_moved(self) -> tuple[int, int]:
-        """Return how many bytes come from storage, and from other ranks, when all is done."""
+        """Return the bytes that this rank gets from storage, and those from other ranks."""
         own = sum(read.span.nbytes for _, read in self.local_reads())
         fetched = sum(planned.span.nbytes for planned in self.fetched_ranges())
         shared = sum(self.planned_range(r.key).span.nbytes for r in self._shared_ranges)
         return own + fetched, shared - fetched
 
     def _divide(self, number: int) -> tuple[list[PlannedRead], dict[int, PlannedRange]]:
-        """Divide the needed blocks of a file, once, into reads of its own and shared ranges."""
+        """Divide the needed blocks of a file into local reads and shared ranges. Cached."""
         if number in self._divided:
             return self._divided[number]
         file = self._files.files[number]
@@ -117,7 +117,7 @@ class SharedWork:
             for shared_range in shared_ranges
             for block in (shared_range.blocks.start, shared_range.blocks.stop)
         ]
-        # The content of each range, and of no range, in order.
+        # The content of each range, in order. The key None has the blocks outside of all ranges.
         small_reads: defaultdict[int | None, list[SmallShardsRead]] = defaultdict(list)
         blocks: defaultdict[int | None, list[NeededBlock]] = defaultdict(list)
         whole_reads, items = split_off_small_shards(file, self._files.plan[number])
@@ -126,30 +126,35 @@ class SharedWork:
                 small_reads[_range_at(cut_read.span.start, bounds)].append(cut_read)
         for block in needed_blocks(file, items, self._targets):
             blocks[_range_at(block.start, bounds)].append(block)
-        parts = {}
+        planned_ranges = {}
         for n, shared_range in enumerate(shared_ranges):
-            # A range has no hole: all its adjacent blocks are read at once.
+            # A range has no gap: all its adjacent blocks are read at once.
             groups = group_successive(blocks[n], lambda group, b: group[-1].stop == b.start)
             reads: list[PlannedRead] = [*small_reads[n]]
             reads += (BlockRead(ByteRange(g[0].start, g[-1].stop), tuple(g)) for g in groups)
             reads.sort(key=lambda read: read.span.start)
-            planned = PlannedRange(shared_range, file, tuple(reads), self._tags[shared_range.key])
-            parts[shared_range.blocks.start] = planned
-        self._divided[number] = [*small_reads[None], *group_into_reads(blocks[None])], parts
-        return self._divided[number]
+            planned_ranges[shared_range.blocks.start] = PlannedRange(
+                shared_range, file, tuple(reads), self._tags[shared_range.key]
+            )
+        local_reads: list[PlannedRead] = [*small_reads[None], *group_into_reads(blocks[None])]
+        self._divided[number] = local_reads, planned_ranges
+        return local_reads, planned_ranges
 
 
 def _range_at(start: int, bounds: Sequence[int]) -> int | None:
-    """Return the number of the range that has a byte; `bounds` are start and stop of each range."""
+    """Return the number of the range with the byte `start`, or None.
+
+    `bounds` are the start and stop of each range, in order.
+    """
     before = bisect_right(bounds, start)
-    # If one range ends where the next begins, both bounds are before it.
+    # If the byte is at the end of one range and the start of the next, both bounds are before it.
     return before // 2 if before % 2 else None
 
 
 def _cut(
     read: SmallShardsRead, starts: Sequence[int], bounds: Sequence[int]
 ) -> Iterator[SmallShardsRead]:
-    """Cut the read of small shards where ranges begin and end."""
+    """Cut a read of small shards where ranges begin and end."""
     inside = bounds[bisect_right(bounds, read.span.start) : bisect_left(bounds, read.span.stop)]
     cuts = [read.first, *(bisect_left(starts, bound) for bound in dict.fromkeys(inside))]
     for first, stop in pairwise([*cuts, read.first + len(read.items)]):
