@@ -36,6 +36,7 @@ def test_saves_with_frozen_weights_write_less_where_they_are_reused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_exports_are_measured_beside_a_copy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,7 +217,7 @@ def test_every_document_is_as_its_schema_says(
     for index in Path(damaged).glob("s1/a1-*/index.json"):
         index.write_text("{")
     run("export", "--format", "hf", root / "s1", f"{root}-hf")
-    with dc.Checkpointer(f"{root}-job", save=dc.every(steps=1)) as job:
+    with dc.Checkpointer(f"{root}-job", save=dc.every(steps=1), background=False) as job:
         job.restore({"w": torch.ones(1)})
         _, told, errors = run(*shlex.split(command.format(root=root)), "--json")
     assert not errors or "there was no answer" in errors
@@ -226,9 +226,9 @@ def test_every_document_is_as_its_schema_says(
     _, shown, _ = run("schema", name)
     schema = json.loads(shown)
     jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(document, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**document, "more": 1}, schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(document)
+    assert not validator.is_valid({**document, "more": 1})
 
 
 def test_every_command_with_json_has_a_schema() -> None:

@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             state = {"model": model, "optim": optim}
             dc.save(state, name / f"step-{step:08}", step=step, config={"lr": number})
             dc.Run(name).metrics(step, {"val/loss": 1.0 / step})
-        with dc.Checkpointer(name, save=dc.every(steps=1000)) as job:
+        with dc.Checkpointer(name, save=dc.every(steps=1000), background=False) as job:
             assert job.restore(state) == 12000
     return made
 

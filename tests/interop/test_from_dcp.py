@@ -2,7 +2,8 @@
 
 Each scenario runs once with DCP alone, which shows that it asks for what DCP does, once with our
 adapter below DCP, and once with `dc.save` and `dc.load`. Those of four ranks run one after the
-other, every way, in one start of them: torch plans an operation of DTensors once a process.
+other in one start of them: torch plans an operation of DTensors once a process. The plain run takes
+them in turn through the adapter and without it, and `--long` takes each every way.
 """
 
 from __future__ import annotations
@@ -80,6 +81,14 @@ def scenarios_of(module: ModuleType) -> dict[str, Scenario]:
 ALONE = scenarios_of(dcp_scenarios_alone)
 TOGETHER = {**scenarios_of(dcp_scenarios_ranks), **scenarios_of(dcp_scenarios_trained)}
 
+# The way that the plain run takes each scenario of four ranks.
+IN_TURN = {name: ("adapter", "dist_ckpt")[number % 2] for number, name in enumerate(TOGETHER)}
+ON_FOUR_RANKS = [
+    pytest.param(name, way, marks=() if way == IN_TURN[name] else pytest.mark.long)
+    for way in WAYS
+    for name in TOGETHER
+]
+
 
 def test_every_scenario_has_a_row_and_every_row_a_scenario() -> None:
     assert sorted(scenario for _, _, scenario, _, _ in ROWS) == sorted([*ALONE, *TOGETHER])
@@ -128,30 +137,28 @@ def test_in_one_process(scenario: str, way: str, tmp_path: Path) -> None:
     check(scenario, way, [outcome_of(ALONE[scenario], way, f"{tmp_path}")])
 
 
-def be_rank(rank: int, ways: list[str], path: str) -> dict[str, dict[str, str]]:
-    """Run all scenarios of several ranks every way; after each the ranks meet."""
+def be_rank(rank: int, tasks: list[tuple[str, str]], path: str) -> dict[tuple[str, str], str]:
+    """Run scenarios of several ranks, each some way; after each the ranks meet."""
     warnings.simplefilter("ignore")
-    found: dict[str, dict[str, str]] = {way: {} for way in ways}
-    for way, outcomes in found.items():
-        for name, scenario in TOGETHER.items():
-            outcomes[name] = outcome_of(scenario, way, f"{path}/{way}/{name}")
-            dist.barrier()
-    return found
+    outcomes: dict[tuple[str, str], str] = {}
+    for name, way in tasks:
+        outcomes[name, way] = outcome_of(TOGETHER[name], way, f"{path}/{way}/{name}")
+        dist.barrier()
+    return outcomes
 
 
 # A fixture, so that ranks which fail are not started again for each scenario.
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
-    """Return the outcomes of the ranks, by way and scenario."""
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], str]]:
+    """Return the outcomes of the ranks, by scenario and way."""
     folder = tmp_path_factory.mktemp("scenarios")
-    ways = ["dcp"] * IS_LONG + ["adapter", "dist_ckpt"]
-    return run_ranks(be_rank, ways, f"{folder}", world_size=4, timeout_s=RANKS_S)
+    tasks = [(name, way) for way in WAYS for name in TOGETHER if IS_LONG or way == IN_TURN[name]]
+    return run_ranks(be_rank, tasks, f"{folder}", world_size=4, timeout_s=RANKS_S)
 
 
 @pytest.mark.multi_process
 @pytest.mark.timeout(RANKS_S + 60)
-@pytest.mark.parametrize("way", BY)
-@pytest.mark.parametrize("scenario", TOGETHER)
-def test_on_four_ranks(scenario: str, way: str, of_ranks: list[dict[str, dict[str, str]]]) -> None:
+@pytest.mark.parametrize(("scenario", "way"), ON_FOUR_RANKS)
+def test_on_four_ranks(scenario: str, way: str, of_ranks: list[dict[tuple[str, str], str]]) -> None:
     skip_what_torch_lacks(scenario)
-    check(scenario, way, [one[way][scenario] for one in of_ranks])
+    check(scenario, way, [one[scenario, way] for one in of_ranks])

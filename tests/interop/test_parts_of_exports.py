@@ -27,6 +27,7 @@ from dist_ckpt.interop.dcp.export import export_folder
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.interop.torch_save import export as torch_export
+from fork_server import forked_python
 from subclass_tensors import Quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -307,7 +308,7 @@ def test_exports_need_far_less_memory_than_the_tensors_take(
 ) -> None:
     one = torch.arange(40 << 20)  # 320 MiB
     dc.save({"w": one}, tmp_path / "ck")
-    command = [sys.executable, "-c", LIMITED, module, function, f"{tmp_path}/ck", f"{nbytes}"]
+    command = [forked_python(), "-c", LIMITED, module, function, f"{tmp_path}/ck", f"{nbytes}"]
     environ = {**os.environ, "DIST_CKPT_THREADS": "2"}
     subprocess.run(command, check=True, timeout=120, env=environ)
     out = tmp_path / "ck.out"

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import dist_ckpt as dc
 from commands import run
 from dist_ckpt.interop.dcp import adapter as ours
+from long_mode import sampled_params
 from ranks import run_ranks
 
 pytestmark = [
@@ -133,7 +134,7 @@ def command(run: Callable[..., tuple[int, str, str]]) -> Command:
     return call
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", sampled_params([True, False], 2))
 def test_a_folder_of_dcp_of_four_ranks(tmp_path: Path, command: Command, is_tied: bool) -> None:
     # What is tied DCP has written twice.
     theirs, mine, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"

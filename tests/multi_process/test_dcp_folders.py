@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dist_ckpt as dc
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.dcp.adapter import load
+from long_mode import sampled_params
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
@@ -95,7 +96,7 @@ def read(rank: int, path: str, target: str) -> Any:
     return whole({"model": model_state, "optim": optim_state})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", sampled_params([3, 2, 1], 3))
 def test_fsdp_of_four_ranks_goes_on_elsewhere(tmp_path: Path, world_size: int) -> None:
     expected = run_ranks(save, f"{tmp_path}/dcp", world_size=4)[0]
     found = run_ranks(read, f"{tmp_path}/dcp", "", world_size=world_size)

@@ -113,10 +113,10 @@ def load_on(rank: int, path: str, hosts: list[str], mode: str, kind: str) -> tup
 @pytest.mark.parametrize(
     ("mode", "hosts", "times"),
     [
-        ("host", ["a"] * 4, {"a": 1}),
+        pytest.param("host", ["a"] * 4, {"a": 1}, marks=pytest.mark.long),
         ("host", ["a", "a", "b", "b"], {"a": 1, "b": 1}),
         ("job", ["a", "b", "a", "b"], None),
-        ("job", ["a", "b", "c", "d"], None),
+        pytest.param("job", ["a", "b", "c", "d"], None, marks=pytest.mark.long),
         ("off", ["a"] * 4, {"a": 4}),
     ],
 )

@@ -28,6 +28,7 @@ from dist_ckpt.runs.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from long_mode import IS_LONG
 from run_folders import ROOT, committed, put
 
 LAST = last(1)
@@ -354,7 +355,7 @@ def begun(storage: Storage) -> None:
 def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) -> None:
     number = 0
     while True:
-        number += 1
+        number += 1 if IS_LONG else 2
         inner = MemoryStorage({ROOT: None})
         begun(inner)
         storage = FaultyStorage(
@@ -376,7 +377,7 @@ def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) 
 def test_a_prune_that_fails_at_any_call_says_so_or_has_worked(done: bool) -> None:
     number = 0
     while True:
-        number += 1
+        number += 1 if IS_LONG else 2
         inner = MemoryStorage({ROOT: None})
         begun(inner)
         error = StorageError("planted")

@@ -332,7 +332,7 @@ def test_an_upgrade_that_fails_at_any_call_is_finished_by_the_next(
     begun = make()
     goal, before = upgraded(begun), known(MemoryStorage(begun))
     assert is_upgraded(goal)
-    for number in count(1, 1 if IS_LONG else 3):
+    for number in count(1, 1 if IS_LONG else 5):
         inner = MemoryStorage(begun)
         faulty = FaultyStorage(inner, fail_at_call=number, sticky=True, done=done)
         try:
@@ -378,7 +378,7 @@ def test_after_any_crash_nothing_is_lost_and_the_next_upgrade_ends_it(
     disk.mark("upgraded")
     tried = 0
     for point, storage in islice(
-        states(disk.log, since="begun", limit=4), None, None, 1 if IS_LONG else 3
+        states(disk.log, since="begun", limit=4), None, None, 1 if IS_LONG else 6
     ):
         tried += 1
         assert known(storage)[2] == before[2], point

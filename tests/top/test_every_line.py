@@ -1,6 +1,6 @@
 """Whatever line of a save or load fails on one of three ranks: all ranks tell it, nothing is torn.
 
-Here it is one line of an eighth of the functions on rank 0, and of another on rank 1, and of a
+Here it is one line of a twelfth of the functions on rank 0, and of another on rank 1, and of a
 quarter with `--long`; `tests/helpers/faults/line_faults.py` tries all lines if it is run by hand.
 """
 
@@ -13,7 +13,7 @@ from long_mode import IS_LONG
 
 pytestmark = pytest.mark.waits
 
-EACH = 4 if IS_LONG else 8
+EACH = 4 if IS_LONG else 12
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -36,6 +36,6 @@ def test_an_interrupt_between_the_commit_and_its_answer_is_told_as_what_is_there
     assert num > 200
     faults = [
         Fault(0, at, KeyboardInterrupt, is_in_bytecode=True)
-        for at in range(0, num, 11 if IS_LONG else 23)
+        for at in range(0, num, 11 if IS_LONG else 41)
     ]
     assert [problem for fault in faults if (problem := wrong(case, fault))] == []

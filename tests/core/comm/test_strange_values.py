@@ -31,6 +31,7 @@ from dist_ckpt.core.comm.messages import (
     pack,
     unpack,
 )
+from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
@@ -290,12 +291,15 @@ def test_ranks_whose_messages_are_mutated_end_in_errors_of_ours(seed: int):
         assert error is None or str(error)
 
 
-def test_a_document_that_would_take_far_more_memory_than_it_has_bytes_is_refused():
-    nbytes = 4 << 20
+def test_a_document_that_would_take_far_more_memory_than_it_has_bytes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(strict_json, "FREE_NBYTES", 4 << 20)
+    nbytes = 256 << 10
     data = b"\xdd" + nbytes.to_bytes(4, "big") + b"\x80" * nbytes  # a list of empty maps
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=r"4194309 bytes would take more than \d+ bytes"):
+        with pytest.raises(ValueError, match=r"262149 bytes would take more than \d+ bytes"):
             unpack(data, object)
         assert tracemalloc.get_traced_memory()[1] < nbytes
     finally:

@@ -30,6 +30,7 @@ from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from linking import ROOT, NoLinks, inodes
+from long_mode import IS_LONG
 from ranks import load_on_threads, run_ranks
 
 torch = pytest.importorskip("torch")
@@ -338,7 +339,7 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
     while True:
         storage = MemoryStorage({ROOT: None})
         faulty = FaultyStorage(storage, done=done)
-        number += 1
+        number += 1 if IS_LONG else 2
 
         def before(step: int, faulty: FaultyStorage = faulty, number: int = number) -> None:
             if step == 3:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
+import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 T = TypeVar("T")
@@ -24,3 +26,14 @@ def examples(most: int = 100) -> settings:
 def sample(values: Sequence[T], step: int) -> Sequence[T]:
     """Return each `step`-th of the values, and all of them where it may be long."""
     return values if IS_LONG else values[::step]
+
+
+def sampled_params(values: Sequence[object], step: int) -> list[ParameterSet]:
+    """Return parameters of a test: each `step`-th always runs, and the others are `long`."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=pytest.mark.long if number % step else (),
+        )
+        for number, value in enumerate(values)
+    ]
