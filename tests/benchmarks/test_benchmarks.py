@@ -231,6 +231,7 @@ def test_data_that_came_back_different_has_no_figure(tmp_path: Path) -> None:
 
 @multi_process
 @slow
+@pytest.mark.long
 def test_a_contender_that_never_ends_is_ended_at_the_deadline(tmp_path: Path) -> None:
     with Pools(tmp_path, [DistCkpt(), Sleeper()], deadline_s=20) as pools:
         pools.call(1, "hold", SPEC)

@@ -19,6 +19,7 @@ import dist_ckpt as dc
 from dist_ckpt.cli import cli
 from docs_blocks import ROOT, write_commands
 from fork_server import forked_python
+from long_mode import sample
 
 torch = pytest.importorskip("torch")
 
@@ -167,7 +168,8 @@ def test_a_name_of_somebody_else_is_completed_as_text_and_never_run(
     for tag in HOSTILE:
         dc.Run(root).tag(1, tag)
     with closing(Shell(name, tmp_path)) as shell:
-        for tag in HOSTILE:
+        # The other shells quote by themselves.
+        for tag in HOSTILE if name == "bash" else sample(HOSTILE, 3):
             assert shell.completed(f"dist-ckpt show run@tag:{tag[:2]}")[2:] == [f"run@tag:{tag}"]
     assert not (tmp_path / "x").exists()
 

@@ -249,6 +249,7 @@ def save_in_a_process(rank: int, path: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_of_dcp_saves_and_cannot_have_a_group(tmp_path: Path) -> None:
     for message in run_ranks(
         save_in_a_process, f"{tmp_path}/a", world_size=2, store="rank 0", launched=True

@@ -130,6 +130,7 @@ def test_forks_draw_other_random_numbers() -> None:
     assert len({*first, *second}) == 4
 
 
+@pytest.mark.long
 def test_modules_that_are_asked_for_are_there_already() -> None:
     code = "import sys; print('tabnanny' in sys.modules)"
     command = [forked_python("tabnanny"), "-c", code]

@@ -132,6 +132,7 @@ def test_what_the_launch_files_give_to_the_job_are_its_options(name: str) -> Non
 
 @pytest.mark.multi_process
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_for_torchrun_stops_and_goes_on(checkout: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [checkout / "launch" / "torchrun.sh", tmp_path / "run", *TINY],

@@ -63,6 +63,7 @@ def test_the_page_of_a_run_is_drawn(browser: Browser, run_of_steps: Path, tmp_pa
         assert num_of(browser, "#steps .barlayer .point") == 4
 
 
+@pytest.mark.long
 def test_the_page_of_a_checkpoint_is_drawn(
     browser: Browser, run_of_steps: Path, tmp_path: Path
 ) -> None:
