@@ -13,7 +13,7 @@ from random import Random
 from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, Row
 from dist_ckpt.core.comm.collectives.collective import distinct
-from dist_ckpt.core.commit.commit_protocol import checked_file_tables, mismatched_groups, sizes_of
+from dist_ckpt.core.commit.receipts import build_file_tables, file_sizes, find_unequal_groups
 from dist_ckpt.core.format.geometry import (
     Cell,
     Cut,
@@ -258,9 +258,9 @@ def _receipts(num_ranks: int, num_files: int, num_groups: int) -> Work:
         for rank in range(num_ranks)
     ]
     return lambda: (
-        checked_file_tables(catalog, receipts),
-        mismatched_groups(receipts),
-        sizes_of(receipts),
+        build_file_tables(catalog, receipts),
+        find_unequal_groups(receipts),
+        file_sizes(receipts),
     )
 
 

@@ -26,7 +26,7 @@ from dist_ckpt.core.comm.exchange.channel import (
 from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.commit_protocol import sizes_of
+from dist_ckpt.core.commit.receipts import file_sizes
 from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
@@ -379,7 +379,7 @@ class SimulatedSave:
             transaction.join(self.storage, self.path, attempt)
             parts = parts_of(agreed.save_plan)
             own, *others = [one.receipt for one in parts]
-            self.storage.listed = sizes_of([own, *others])
+            self.storage.listed = file_sizes([own, *others])
             self.channel.others["write"] = others
             transaction.commit(agreed.encoded_catalog, IndexFields(1, {}, {}), lambda _: parts[0])
         return agreed.save_plan

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import ParamSpec, TypeVar
 
 from dist_ckpt.async_save.snapshots.recovered_snapshots import snapshots_on_host
-from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource, Opener
+from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.runs.selectors import resolve_at, resolve_with_lease

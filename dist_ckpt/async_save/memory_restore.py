@@ -19,13 +19,13 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     uncommitted_source,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
-from dist_ckpt.core.checkpoint.open_checkpoint import NOTHING_IN_MEMORY, MemorySource
+from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.commit_protocol import (
-    attached_of,
-    checked_file_tables,
-    mismatched_groups,
+from dist_ckpt.core.commit.receipts import (
+    build_attached_table,
+    build_file_tables,
+    find_unequal_groups,
 )
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.transaction import RankWriteResult
@@ -349,10 +349,10 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
         assert recovered.seal is not None, "it is sealed"
         result = RankWriteResult(recovered.seal.files, rank_details.replicas, 0.0)
         receipts.append(result.receipt)
-    if mismatched_groups(receipts):
+    if find_unequal_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
     catalog = plan_of(first.bodies, save.identity.world_size).catalog
-    files, objects = checked_file_tables(catalog, receipts)
+    files, objects = build_file_tables(catalog, receipts)
     return index_json.encode(
         Index(
             attempt=attempt,
@@ -361,7 +361,7 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
             catalog=catalog,
             files=files,
             objects=objects,
-            attached=attached_of(receipts),
+            attached=build_attached_table(receipts),
             metadata=first.mirrored,
             saved_by=first.saved_by,
             saved_at=first.began_at,

@@ -31,7 +31,8 @@ from dist_ckpt.core.commit.records.incarnations import (
     newest_incarnation,
     secure_incarnation,
 )
-from dist_ckpt.core.commit.records.leases import CheckpointRef, renewed_lease
+from dist_ckpt.core.commit.records.leases import renewed_lease
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.format.filenames import Attempt

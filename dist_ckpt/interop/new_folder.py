@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dist_ckpt.core.commit.user_files import check_parent, temporary_beside
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import exchange, with_remedy
 from dist_ckpt.errors import (
@@ -20,6 +19,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.interop.hf import read
 from dist_ckpt.interop.hf.export_plan import METADATA
 from dist_ckpt.interop.registry import HF_INDEX, SAFETENSORS
+from dist_ckpt.tools.new_file import check_parent, temporary_beside
 
 _log = logging.getLogger("dist_ckpt")
 

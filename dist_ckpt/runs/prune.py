@@ -16,7 +16,7 @@ from math import inf
 
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
-from dist_ckpt.core.commit.records.leases import (
+from dist_ckpt.core.commit.records.protection_protocol import (
     CheckpointRef,
     forget,
     protections_at,

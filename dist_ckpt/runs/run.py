@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
 from dist_ckpt.core.checkpoint.verify import verify
 from dist_ckpt.core.commit.attempts import entries_at
-from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import read_history
-from dist_ckpt.core.commit.records.leases import LEASE_S, CheckpointRef
+from dist_ckpt.core.commit.records.leases import LEASE_S
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.storage import open_storage
@@ -154,22 +155,22 @@ class Run:
 
     def pin(self, which: int | str, why: str = "") -> None:
         """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return."""
-        leases.pin(self._subject(which), _text(why, "why"))
+        protection_protocol.pin(self._subject(which), _text(why, "why"))
 
     def unpin(self, which: int | str) -> None:
         """Remove the pin of a checkpoint. Do nothing if it has no pin."""
-        leases.unpin(self._subject(which))
+        protection_protocol.unpin(self._subject(which))
 
     def tag(self, which: int | str, name: str) -> None:
         """Give a tag to a checkpoint, which protects it; durable on return.
 
         One checkpoint of a run has a tag: another that had it loses it.
         """
-        leases.tag(self._subject(which), _text(name, "name", least=1))
+        protection_protocol.tag(self._subject(which), _text(name, "name", least=1))
 
     def untag(self, name: str) -> None:
         """Remove a tag from the checkpoint that has it. NotFoundError if none has."""
-        leases.untag(self._subject(f"@tag:{_text(name, 'name', least=1)}"), name)
+        protection_protocol.untag(self._subject(f"@tag:{_text(name, 'name', least=1)}"), name)
 
     def prune(
         self,

@@ -19,7 +19,8 @@ from contextlib import ExitStack
 from math import isnan
 
 from dist_ckpt.core.commit.attempts import entries_at
-from dist_ckpt.core.commit.records.leases import LEASE_S, CheckpointRef, renewed_lease
+from dist_ckpt.core.commit.records.leases import LEASE_S, renewed_lease
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import is_selector, selections
 from dist_ckpt.core.storage import Storage, open_storage, real_path

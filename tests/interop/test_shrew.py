@@ -16,7 +16,6 @@ import pytest
 import dist_ckpt as dc
 import shrew_writer as w
 from dist_ckpt.core.checkpoint.checkpoint import open_at
-from dist_ckpt.core.commit.user_files import new_file
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import (
@@ -30,6 +29,7 @@ from dist_ckpt.interop.shrew import files
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from dist_ckpt.tools.new_file import new_file
 from dist_ckpt.tools.rewrite import reshard
 
 pytest.importorskip("torch")

@@ -11,9 +11,10 @@ import pytest
 from commit_cases import step_at
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.commit_protocol import claim
-from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
-from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin
+from dist_ckpt.core.commit.records.leases import Lease
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin, tag, unpin
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, CheckpointKey
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect, supersede
@@ -328,7 +329,7 @@ def test_who_stood_still_for_too_long_removes_nothing(storage, monkeypatch) -> N
     where = committed(storage, 1)
     committed(storage, 2)
     times = iter([0.0, DELETION_INTENT_S])
-    monkeypatch.setattr(leases, "monotonic", lambda: next(times))
+    monkeypatch.setattr(protection_protocol, "monotonic", lambda: next(times))
     assert "took so long" in pruned(storage)[1]
     assert list_attempts(storage, f"{ROOT}/step-1") == [where[1]]
 

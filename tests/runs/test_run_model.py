@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from commit_cases import step_at
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
-from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, pin, tag, unpin, untag
+from dist_ckpt.core.commit.records.leases import Lease
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin, tag, unpin, untag
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import put_verified, read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError

@@ -11,7 +11,7 @@ import pytest
 import dist_ckpt as dc
 import ranks
 from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
-from dist_ckpt.core.commit.records.leases import CheckpointRef, tag
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, tag
 from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import collect

@@ -28,7 +28,7 @@ from dist_ckpt.async_save.snapshots.job_folder import (
     has_jobs,
     job_id,
 )
-from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource
+from dist_ckpt.core.checkpoint.opener import MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
 from dist_ckpt.core.format.geometry import ByteRange

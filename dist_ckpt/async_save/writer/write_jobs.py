@@ -35,7 +35,7 @@ from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import plan_of
-from dist_ckpt.core.shard_io.write.rank_files import LinkableSaves, SavedFiles, write_or_link
+from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError

@@ -9,8 +9,8 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import PinResult
-from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records import protection_protocol
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
@@ -36,9 +36,9 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
     subject = checkpoint_to_protect(path)
     if not dry_run:
         if remove:
-            leases.unpin(subject)
+            protection_protocol.unpin(subject)
         else:
-            leases.pin(subject, why)
+            protection_protocol.pin(subject, why)
     text = f"{'would be: ' * dry_run}{'unpinned' if remove else 'pinned'} {subject.path}"
     path, step = subject.path, subject.key[0]
     document = PinResult(path=path, step=step, why=why, removed=remove, dry_run=dry_run)

@@ -9,7 +9,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.commands.pin import checkpoint_to_protect
 from dist_ckpt.cli.results import TagResult
-from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs.listing import list_run
 
@@ -38,9 +38,9 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
             raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")
     if not dry_run:
         if remove:
-            leases.untag(subject, name)
+            protection_protocol.untag(subject, name)
         else:
-            leases.tag(subject, name)
+            protection_protocol.tag(subject, name)
     change = "removed from" if remove else "on"
     text = f"{'would be: ' * dry_run}tag {name!r} {change} {subject.path}"
     path, step = subject.path, subject.key[0]

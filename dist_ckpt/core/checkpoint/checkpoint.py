@@ -14,7 +14,8 @@ from types import EllipsisType
 from typing import SupportsIndex
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.checkpoint.open_checkpoint import NATIVE, OpenCheckpoint, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES

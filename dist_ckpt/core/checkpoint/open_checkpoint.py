@@ -1,25 +1,25 @@
-"""A committed checkpoint that is open for reading, and the openers that turn a path into one."""
+"""A committed checkpoint that is open for reading: its objects, tensors and files. No torch."""
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from threading import Lock
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.format.index.index import Catalog, Index, Key, ObjectsFileRecord
+from dist_ckpt.core.format.index.index import Catalog, FileRecord, Index, Key, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
@@ -37,77 +37,10 @@ from dist_ckpt.core.shard_io.read.open_files import (
     read_objects,
 )
 from dist_ckpt.core.shard_io.read.read_windows import cut_into_windows, read_ahead
-from dist_ckpt.core.shard_io.write.rank_files import FileRecord, files_of, link_or_copy_files
-from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.virtual_files import ServedFile
+from dist_ckpt.core.shard_io.write.copy_files import link_or_copy_files
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.reports import CopyProgress, IoCount, Progress
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySource:
-    """Files that one rank has in memory, which a load reads from there instead of the storage.
-
-    `committed` returns the files of a committed checkpoint (its path and index), by path. The stack
-    closes them. `uncommitted` are files of a checkpoint that the storage does not have.
-    """
-
-    committed: Callable[[str, Index, ExitStack], Mapping[str, ServedFile]]
-    uncommitted: Mapping[str, ServedFile] = field(default_factory=dict)
-
-    @property
-    def is_only_copy(self) -> bool:
-        """True if the storage does not have the checkpoint."""
-        return bool(self.uncommitted)
-
-
-# A load with it reads everything from the storage.
-NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
-
-
-UserPath = str | os.PathLike[str]
-
-
-class PathOpener(Protocol):
-    """Opens a path without a selector: returns its storage, and its path there."""
-
-    def __call__(self, path: UserPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
-        """Open the path. Raises the errors of `open_storage`."""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Opener:
-    """Turns the path of a user into a checkpoint.
-
-    `open` opens a path; the storage may be a view of another system's files. `resolve` returns the
-    path of the checkpoint that a selector names, and any other path unchanged. If a stack is given
-    and the run keeps records, `resolve` takes a lease, which ends when the stack closes. `memory`
-    has files in memory.
-    """
-
-    name: str
-    open: PathOpener
-    resolve: Callable[[Storage, str, ExitStack | None], str]
-    memory: MemorySource = NOTHING_IN_MEMORY
-
-    def without_selector(self, path: UserPath) -> UserPath:
-        """Return the path of the checkpoint that a selector names, or the unchanged path."""
-        text = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not isinstance(text, str) or "@" not in text:
-            return path
-        return self.resolve(*open_storage(text), None)
-
-    def find(self, path: UserPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
-        """Return the storage and the path of the checkpoint that `path` names."""
-        return self.open(self.without_selector(path), direct_reads=direct_reads)
-
-    def __repr__(self) -> str:
-        return f"<{self.name} opener>"
-
-
-# Opens only our checkpoints, by their paths.
-NATIVE = Opener("native", open_storage, lambda storage, path, stack: path)
-
 
 # The most bytes of a checkpoint in memory at a time: a multiple of a block.
 WINDOW_NBYTES = 16 * BLOCK_NBYTES
@@ -403,7 +336,7 @@ class OpenCheckpoint:
 
         These are all files, or those in `files`, under the names there. See `link_or_copy_files`.
         """
-        files = files_of(self.index) if files is None else files
+        files = self.index.all_files if files is None else files
         return link_or_copy_files(
             self.storage,
             self.index,

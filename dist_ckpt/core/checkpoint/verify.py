@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Literal
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.checkpoint.open_checkpoint import NATIVE, Opener
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
 from dist_ckpt.core.commit.records.record_store import note_verified
 from dist_ckpt.core.format import filenames
@@ -51,7 +51,6 @@ from dist_ckpt.core.shard_io.read.open_files import (
     rows_text,
     size_problem,
 )
-from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.reports import Progress
@@ -208,7 +207,7 @@ class _Verifying:
 
     def _check_listing(self) -> None:
         index, folder = self._index, self._folder
-        names = {filenames.INDEX, filenames.CLAIM, *files_of(index)}
+        names = {filenames.INDEX, filenames.CLAIM, *index.all_files}
         if filenames.OBJECTS not in names:
             text = f"{folder}: the index lists no {filenames.OBJECTS}"
             self._add_problem(filenames.INDEX, None, text)

@@ -2,7 +2,7 @@
 
 1. `claim`: a new attempt's folder; lower open attempts are abandoned; the claim, all durable.
 2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
-3. `checked_file_tables`, `check_files`: all files are as planned, exist, and have their sizes.
+3. `build_file_tables` (`receipts.py`), `check_files`: the files are as planned, and all exist.
 4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
    the folder synced. The checkpoint exists from the rename on, and stays once it is durable.
 5. Superseded attempts are removed (`removal.py`).
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import posixpath
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,10 +44,9 @@ from dist_ckpt.core.commit.attempts import (
     write_small_file,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.leases import check_unprotected
+from dist_ckpt.core.commit.records.protection_protocol import check_unprotected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.commit.removal import read_storage_clock, remove
-from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import (
     CLAIM,
     INDEX,
@@ -61,17 +59,8 @@ from dist_ckpt.core.format.filenames import (
     temporary_name,
 )
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.index import (
-    Abandoned,
-    AttachedFileRecord,
-    Catalog,
-    Index,
-    ObjectsFileRecord,
-    ShardFileRecord,
-)
+from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
-from dist_ckpt.core.planning.plan import Receipt
-from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.storage import Entry, Storage, real_path
 from dist_ckpt.errors import (
     CheckpointError,
@@ -517,62 +506,3 @@ def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> Stor
         f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it survives a "
         f"power cut: check the storage, then repeat the call with overwrite=True"
     )
-
-
-# --- receipts --------------------------------------------------------------------------------
-
-
-def checked_file_tables(
-    catalog: Catalog, receipts: Sequence[Receipt]
-) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
-    """Return the index's file tables but that of `attached_of`. Receipts are in rank order.
-
-    Raises StorageError unless each rank wrote exactly its planned files, of the planned size.
-    """
-    numbers = {component.stem: n for n, component in enumerate(catalog.components)}
-    files: list[ShardFileRecord] = []
-    objects: list[ObjectsFileRecord] = []
-    for rank, receipt in enumerate(receipts):
-        for name, nbytes, header_nbytes, digest in receipt.files:
-            if not rank and filenames.parse_attached_file(name) is not None:
-                continue  # see `attached_of`
-            parsed = filenames.parse_shard_file(name)
-            if parsed is None:
-                objects.append(ObjectsFileRecord(name, nbytes, digest))
-                continue
-            stem, writer = parsed
-            if writer != rank or stem not in numbers:
-                raise StorageError(f"rank {rank} reports {name}, which is not its file; save again")
-            files.append(ShardFileRecord(numbers[stem], rank, nbytes, header_nbytes, digest))
-    written = {(file.component, file.rank): file.nbytes - file.header_nbytes for file in files}
-    planned = stored_nbytes(catalog)
-    for file in sorted(written.keys() | planned.keys()):
-        if written.get(file) != planned.get(file):
-            name = filenames.shard_file(catalog.components[file[0]].stem, file[1])
-            raise StorageError(
-                f"rank {file[1]} wrote {written.get(file)} bytes of shards into {name}, "
-                f"the plan says {planned.get(file)}; save again"
-            )
-    files.sort(key=lambda file: (file.component, file.rank))
-    objects.sort(key=lambda file: file.name)
-    return tuple(files), tuple(objects)
-
-
-def attached_of(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
-    """Return the index's table of attached files, which rank 0 writes."""
-    parsed = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
-    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in parsed if name)
-
-
-def sizes_of(receipts: Sequence[Receipt]) -> dict[str, int]:
-    """Return the size in bytes of every written file."""
-    return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
-
-
-def mismatched_groups(receipts: Sequence[Receipt]) -> list[str]:
-    """Return the replica groups whose members have different data."""
-    digests: dict[str, set[str]] = defaultdict(set)
-    for receipt in receipts:
-        for group, digest in receipt.replicas:
-            digests[group].add(digest)
-    return sorted(group for group, distinct in digests.items() if len(distinct) > 1)

@@ -24,7 +24,7 @@ from dist_ckpt.core.commit.attempts import (
     trash_at,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.leases import protections_at
+from dist_ckpt.core.commit.records.protection_protocol import protections_at
 from dist_ckpt.core.commit.records.record_store import check_upgraded, old_folders_in, refuse_old
 from dist_ckpt.core.format.filenames import Attempt, is_in_attempt, is_temporary_root_id, trash_name
 from dist_ckpt.core.storage import Entry, Storage

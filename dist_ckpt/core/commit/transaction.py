@@ -22,6 +22,12 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.commit.receipts import (
+    build_attached_table,
+    build_file_tables,
+    file_sizes,
+    find_unequal_groups,
+)
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
@@ -30,7 +36,6 @@ from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
 from dist_ckpt.reports import IoCount, Phases, SaveReport, slowest_of
@@ -209,7 +214,7 @@ class Transaction:
             receipts = writing.gather(result.receipt)
             if receipts is None:
                 self.nbytes_receipt = writing.nbytes_sent
-            elif differing := commit_protocol.mismatched_groups(receipts):
+            elif differing := find_unequal_groups(receipts):
                 writing.decide(WriteDecision(tuple(differing), None))
             else:
                 by_rank = partial(receipts_by_rank, receipts)
@@ -236,12 +241,9 @@ class Transaction:
         """Check the receipts and the files, commit, and answer. Coordinator only."""
         assert self._claim is not None
         storage = self.storage
-        files, objects = commit_protocol.checked_file_tables(encoded_catalog.catalog, by_rank())
+        files, objects = build_file_tables(encoded_catalog.catalog, by_rank())
         commit_protocol.check_files(
-            storage,
-            self.folder,
-            commit_protocol.sizes_of(receipts),
-            timeout_s=self._config.visibility_timeout_s,
+            storage, self.folder, file_sizes(receipts), timeout_s=self._config.visibility_timeout_s
         )
         index = Index(
             attempt=self.attempt.name,
@@ -250,7 +252,7 @@ class Transaction:
             catalog=encoded_catalog.catalog,
             files=files,
             objects=objects,
-            attached=commit_protocol.attached_of(receipts),
+            attached=build_attached_table(receipts),
             metadata=fields.metadata,
             saved_by=fields.saved_by,
             saved_at=time.time() if fields.saved_at is None else fields.saved_at,
@@ -297,7 +299,7 @@ class Transaction:
         """
         assert self._claim is not None
         storage = self.storage
-        sizes = {name: record.nbytes for name, record in files_of(index).items()}
+        sizes = {name: record.nbytes for name, record in index.all_files.items()}
         commit_protocol.check_files(storage, self.folder, sizes)
         if before is not None:
             before()

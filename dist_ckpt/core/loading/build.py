@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.core.checkpoint.checkpoint import count_parameters
-from dist_ckpt.core.checkpoint.open_checkpoint import NATIVE, OpenCheckpoint, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session

@@ -9,7 +9,8 @@ from itertools import chain
 
 from msgspec import structs
 
-from dist_ckpt.core.checkpoint.open_checkpoint import MemorySource, OpenCheckpoint, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from functools import reduce
 from operator import and_
 
-from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, Opener
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks, fits_exchange
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.index import index_json

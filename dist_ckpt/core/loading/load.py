@@ -20,13 +20,8 @@ from functools import reduce
 from msgspec import structs
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.core.checkpoint.open_checkpoint import (
-    NATIVE,
-    NOTHING_IN_MEMORY,
-    MemorySource,
-    OpenCheckpoint,
-    Opener,
-)
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemorySource, Opener
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session

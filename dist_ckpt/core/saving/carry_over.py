@@ -38,7 +38,7 @@ from dist_ckpt.core.saving.carry_plan import (
     with_carried,
 )
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
-from dist_ckpt.core.shard_io.write.rank_files import MAX_SHARED
+from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage

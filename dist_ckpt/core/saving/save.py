@@ -40,7 +40,7 @@ from dist_ckpt.core.saving.agreement import (
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
-from dist_ckpt.core.shard_io.write.rank_files import SavedFiles, write_or_link
+from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage

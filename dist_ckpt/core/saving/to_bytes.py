@@ -10,7 +10,7 @@ from math import prod
 from msgspec.structs import replace
 
 from dist_ckpt.core.comm.process_group import ranks_on_this_host
-from dist_ckpt.core.commit.commit_protocol import checked_file_tables
+from dist_ckpt.core.commit.receipts import build_file_tables
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
@@ -103,7 +103,7 @@ def _header(
         for file in files
     ]
     receipts += [(name, len(data), 0, document_digest(data)) for name, data in objects.items()]
-    shard_files, objects_records = checked_file_tables(
+    shard_files, objects_records = build_file_tables(
         plan.catalog, [Receipt(tuple(receipts), (), 0.0)]
     )
     index = Index(

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, boxes_in_order
-from dist_ckpt.core.commit.user_files import check_outside
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
@@ -34,6 +33,7 @@ from dist_ckpt.interop.registry import DCP_METADATA
 from dist_ckpt.interop.torch_save.export import can_be_saved
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
+from dist_ckpt.tools.new_file import check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 _DATA = "__0_0.distcp"

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, TensorWindow
-from dist_ckpt.core.commit.user_files import check_outside
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.plan import TensorRequest
@@ -41,6 +40,7 @@ from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_do
 from dist_ckpt.interop.registry import HF_INDEX
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
+from dist_ckpt.tools.new_file import check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from dist_ckpt.core.commit.commit_protocol import checked_file_tables
+from dist_ckpt.core.commit.receipts import build_file_tables
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
 from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape, row_major_strides
@@ -114,7 +114,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
             documents[document] = data
             written.append((document, len(data), 0, document_digest(data)))
         receipts.append(Receipt(tuple(written), (), 0.0))
-    shard_files, objects = checked_file_tables(plan.catalog, receipts)
+    shard_files, objects = build_file_tables(plan.catalog, receipts)
     index = Index(
         attempt=EMPTY_DIGESTS,
         step=state.step,

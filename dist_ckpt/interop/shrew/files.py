@@ -19,12 +19,6 @@ from contextlib import closing
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, StoredTensor
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
-from dist_ckpt.core.commit.user_files import (
-    check_new_file,
-    check_outside,
-    checked_file_path,
-    new_file,
-)
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import MAX_STEP, Node
@@ -46,6 +40,7 @@ from dist_ckpt.interop.shrew import encoding
 from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
+from dist_ckpt.tools.new_file import check_new_file, check_outside, checked_file_path, new_file
 from dist_ckpt.tools.rewrite.reshard import MIN_MEMORY, even, plan_rewrite
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
 

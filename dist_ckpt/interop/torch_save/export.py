@@ -24,7 +24,6 @@ from typing import IO, Any
 import torch
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.commit.user_files import check_new_file, check_outside, new_file
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
@@ -41,6 +40,7 @@ from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
+from dist_ckpt.tools.new_file import check_new_file, check_outside, new_file
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
 
 __all__ = ["export_file"]

@@ -19,13 +19,13 @@ from typing import Any
 
 from dist_ckpt import __version__
 from dist_ckpt.core.commit.records.incarnations import utc
-from dist_ckpt.core.commit.user_files import check_new_file, new_file
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
+from dist_ckpt.tools.new_file import check_new_file, new_file
 from dist_ckpt.tools.report.facts import CHECKS, Check, ProgressOf, checkpoint_facts, run_facts
 from dist_ckpt.tools.report.sizes import bounded
 

@@ -21,7 +21,6 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.commit.transaction import CommitDecision, Transaction
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
@@ -116,7 +115,7 @@ def _metrics_of(
 
 
 def _sizes(index: Index) -> dict[str, int]:
-    return {name: record.nbytes for name, record in files_of(index).items()}
+    return {name: record.nbytes for name, record in index.all_files.items()}
 
 
 def _write(
@@ -196,7 +195,7 @@ def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan
                 )
                 attempt = transaction.attempt
                 text = "%s: backup is %s: linked %d of %d files"
-                _log.info(text, path, target, decision.num_linked, len(files_of(index)))
+                _log.info(text, path, target, decision.num_linked, index.num_files)
             # The process that made an existing backup may have died before it synced.
             for made in (f"{target}/{attempt}", target, folder, root):
                 storage.sync(made)

@@ -16,7 +16,7 @@ from functools import partial
 from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
-from dist_ckpt.core.commit.commit_protocol import attached_of, checked_file_tables
+from dist_ckpt.core.commit.receipts import build_attached_table, build_file_tables
 from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
@@ -200,14 +200,14 @@ class _Reshard:
             with phases.phase("write"):
                 receipts = self._write(transaction.folder, progress)
             with phases.phase("commit"):
-                files, objects_files = checked_file_tables(self.catalog, receipts)
+                files, objects_files = build_file_tables(self.catalog, receipts)
                 index = replace(
                     self.index,
                     attempt=attempt.name,
                     catalog=self.catalog,
                     files=files,
                     objects=objects_files,
-                    attached=attached_of(receipts),
+                    attached=build_attached_table(receipts),
                     saved_by={**self.index.saved_by, "resharded_by": f"dist_ckpt {__version__}"},
                     saved_at=time.time(),
                 )

@@ -18,8 +18,9 @@ from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
-from dist_ckpt.core.commit.records import leases
-from dist_ckpt.core.commit.records.leases import CheckpointRef, leased_source, protections_at
+from dist_ckpt.core.commit.records import protection_protocol
+from dist_ckpt.core.commit.records.leases import leased_source
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, protections_at
 from dist_ckpt.core.commit.records.protections import PIN, CheckpointKey, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     can_keep_records,
@@ -33,7 +34,6 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.shard_io.write.rank_files import files_of
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
@@ -180,7 +180,7 @@ class _Remaining:
             records.append(ObjectsFileRecord(name, nbytes, digest))
         names = {self.index.file_name(record) for record in self.index.files}
         names |= {record.file_name for record in self.index.attached}
-        files = {n: record for n, record in files_of(self.source.index).items() if n in names}
+        files = {n: record for n, record in self.source.index.all_files.items() if n in names}
         return tuple(records), self.source.link_or_copy(target, files, progress=progress)
 
     def new_index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
@@ -221,9 +221,9 @@ def _move_protections(storage: Storage, path: str, source: Index, target: Attemp
     old, new = refs
     protections = protections_of(read_annotations(storage, new.root), 0.0)
     for name in protections.tags.get(old, ()):
-        leases.tag(new, name)
+        protection_protocol.tag(new, name)
     if old in protections.pins:
-        leases.unpin(CheckpointRef(storage, new.root, path, old))
+        protection_protocol.unpin(CheckpointRef(storage, new.root, path, old))
 
 
 def _annotated_refs(

@@ -23,7 +23,7 @@ from commit_programs import FixedIds, is_private, make_deterministic, prefix_of
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.commit.commit_protocol import Claim
 from dist_ckpt.core.commit.records import incarnations as starts
-from dist_ckpt.core.commit.records import leases
+from dist_ckpt.core.commit.records import leases, protection_protocol
 from dist_ckpt.core.commit.records.incarnations import Incarnation, IncarnationHistory
 from dist_ckpt.core.commit.records.record_store import make_record_folders, put_record
 from dist_ckpt.core.format import filenames
@@ -223,7 +223,7 @@ def holder(start: int, restored: tuple[int, Attempt]) -> Program:
 
 def hold_of(storage: Storage, where: tuple[int, Attempt]) -> leases.Lease:
     return leases.Lease(
-        leases.CheckpointRef(storage, ROOT, path_of(where[0]), where), 1e9, "a hold"
+        protection_protocol.CheckpointRef(storage, ROOT, path_of(where[0]), where), 1e9, "a hold"
     )
 
 
@@ -233,8 +233,8 @@ def pruner(start: int, where: tuple[int, Attempt]) -> Program:
 
     def prune(storage: Storage, _: object) -> Outcome:
         with suppress(CheckpointError):
-            leases.remove_if_unprotected(
-                leases.CheckpointRef(storage, ROOT, path, where),
+            protection_protocol.remove_if_unprotected(
+                protection_protocol.CheckpointRef(storage, ROOT, path, where),
                 lambda: removal.remove(storage, path, where[1]),
                 check=lambda: Incarnation(ROOT, start).check(storage),
             )
@@ -622,13 +622,13 @@ def what_is_restored_is_let_go_before_the_start_is_recorded(patch: pytest.Monkey
 
 
 def pruners_look_for_newer_starts_and_then_for_holds(patch: pytest.MonkeyPatch) -> None:
-    remove = leases.remove_if_unprotected
+    remove = protection_protocol.remove_if_unprotected
 
     def look_first(*what: Any, check: Callable[[], None]) -> tuple[str, ...]:
         check()
         return remove(*what)
 
-    patch.setattr(leases, "remove_if_unprotected", look_first)
+    patch.setattr(protection_protocol, "remove_if_unprotected", look_first)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,13 @@ import pytest
 from commit_cases import PATH, save
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.attempts import list_attempts
-from dist_ckpt.core.commit.records import leases, record_store
-from dist_ckpt.core.commit.records.leases import CheckpointRef, Lease, forget, remove_if_unprotected
+from dist_ckpt.core.commit.records import protection_protocol, record_store
+from dist_ckpt.core.commit.records.leases import Lease
+from dist_ckpt.core.commit.records.protection_protocol import (
+    CheckpointRef,
+    forget,
+    remove_if_unprotected,
+)
 from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
 from dist_ckpt.core.format.filenames import AnnotationName, Attempt
 from dist_ckpt.core.format.run_records import Annotation, decode_record
@@ -181,7 +186,7 @@ def test_each_mistake_in_the_protocol_is_found(fault: str) -> None:
 
 # --- the real code ---------------------------------------------------------------------------
 
-protections_of = leases._find_protections
+protections_of = protection_protocol._find_protections
 
 STEP = 7
 ATTEMPT = Attempt(1, "a" * 16)
@@ -240,11 +245,11 @@ class _Names:
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> _Names:
     made = _Names()
-    for module in (attempts, leases):
+    for module in (attempts, protection_protocol):
         monkeypatch.setattr(module, "new_id", made.new)
-    monkeypatch.setattr(leases, "new_annotation", _annotation)
-    monkeypatch.setattr(leases, "put_annotation", _put_annotation)
-    monkeypatch.setattr(leases, "_find_protections", _protections_of)
+    monkeypatch.setattr(protection_protocol, "new_annotation", _annotation)
+    monkeypatch.setattr(protection_protocol, "put_annotation", _put_annotation)
+    monkeypatch.setattr(protection_protocol, "_find_protections", _protections_of)
     decode = functools.cache(decode_record)
     monkeypatch.setattr(record_store, "decode_record", decode)
     return made
@@ -349,7 +354,7 @@ def check_backwards(subject: CheckpointRef, name: object) -> None:
 
 def test_a_mistake_in_the_real_steps_is_found(names, monkeypatch):
     files = begun(monkeypatch)
-    monkeypatch.setattr(leases, "_check_protected", check_backwards)
+    monkeypatch.setattr(protection_protocol, "_check_protected", check_backwards)
     programs = {"holder 1": holder(), "remover 2": remover()}
     assert explore(programs, files, names)[1]
     monkeypatch.undo()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.core.commit.records.leases import CheckpointRef
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.loading import load as loading
 from dist_ckpt.core.storage.local.local_storage import LocalStorage

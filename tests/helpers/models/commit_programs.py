@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
-from dist_ckpt.core.commit.records import incarnations, leases, record_store
+from dist_ckpt.core.commit.records import incarnations, leases, protection_protocol, record_store
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.storage import Storage
@@ -43,7 +43,15 @@ class FixedIds:
 def make_deterministic(patch: pytest.MonkeyPatch) -> FixedIds:
     """Make the library deterministic, faster, and tell where a claim forgets what came before."""
     made = FixedIds()
-    for module in (attempts, leases, commit_protocol, removal, record_store, incarnations):
+    for module in (
+        attempts,
+        leases,
+        protection_protocol,
+        commit_protocol,
+        removal,
+        record_store,
+        incarnations,
+    ):
         if hasattr(module, "new_id"):
             patch.setattr(module, "new_id", made.new)
     still = SimpleNamespace(time=lambda: 0.0, gmtime=lambda _: (), strftime=lambda *_: "then")

@@ -1,21 +1,10 @@
-"""Lease, pin and tag a checkpoint; remove a checkpoint that has no protection.
-
-To remove: write a deletion intent, look for protections, then rename the checkpoint, or withdraw
-the intent. To protect: write the pin, tag or lease, look for deletion intents, and then for the
-checkpoint. If there is an intent, or no checkpoint, withdraw the protection and raise. So at least
-one of the two sees the other, even if one of them dies. Deletion intents are removed last, as
-protectors look for them first.
-
-`protections.py` defines the annotations; `docs/decisions/0016-leases-against-prune.md` has the
-reasons.
-"""
+"""Leases: protect a checkpoint while it is used, for some seconds that a thread renews."""
 
 from __future__ import annotations
 
 import logging
-import posixpath
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,106 +12,19 @@ from math import isfinite
 from time import monotonic
 
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.attempts import entries_at, has_folder, new_id
-from dist_ckpt.core.commit.records.protections import (
-    DELETION_INTENT,
-    DELETION_INTENT_S,
-    LEASE,
-    PIN,
-    TAG,
-    CheckpointKey,
-    deletion_intents_of,
-    newest_tagged,
-    protections_of,
-)
-from dist_ckpt.core.commit.records.record_store import (
-    StoredAnnotation,
-    annotations_folder,
-    can_lease,
-    new_annotation,
-    old_folders_in,
-    put_annotation,
-    read_annotations,
-    read_annotations_of,
-)
-from dist_ckpt.core.format.filenames import (
-    ANNOTATIONS,
-    AnnotationName,
-    Attempt,
-    is_temporary_record,
-    parse_annotation_name,
-)
+from dist_ckpt.core.commit.attempts import new_id
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, protect
+from dist_ckpt.core.commit.records.protections import LEASE
+from dist_ckpt.core.commit.records.record_store import can_lease
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.strict_json import Scalar, is_text
-from dist_ckpt.core.storage import Storage, real_path
-from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
 
 # Longer than a storage is unavailable, and short enough for the leases of dead processes.
 LEASE_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRef:
-    """A committed attempt in a root: what annotations refer to. `path` is its checkpoint's."""
-
-    storage: Storage
-    root: str
-    path: str
-    key: CheckpointKey
-
-    def put(self, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> AnnotationName:
-        """Write an annotation of it; durable on return."""
-        annotation = new_annotation(*self.key, kind, values)
-        return put_annotation(self.storage, self.root, annotation, above=above)
-
-    def annotations(self) -> tuple[StoredAnnotation, ...]:
-        """Return its annotations."""
-        return read_annotations_of(self.storage, self.root, *self.key)
-
-    def withdraw(self, name: AnnotationName) -> None:
-        """Withdraw an annotation that was written just now; never raises."""
-        file = f"{annotations_folder(self.root, *self.key)}/{name}"
-        with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
-            self.storage.remove(file)
-
-    def is_there(self) -> bool:
-        """Return True if it is not removed yet."""
-        return has_folder(self.storage, self.path, self.key[1])
-
-
-# --- protect ---------------------------------------------------------------------------------
-
-
-def pin(subject: CheckpointRef, why: str) -> None:
-    """Keep a checkpoint until it is unpinned; durable on return. NotFoundError if it is gone."""
-    _check_text("why", why)
-    _protect(subject, PIN, {"pinned": True, "why": why})
-
-
-def unpin(subject: CheckpointRef) -> None:
-    """Remove the pin of a checkpoint, if it has one."""
-    subject.put(PIN, {"pinned": False, "why": ""})
-
-
-def tag(subject: CheckpointRef, name: str) -> None:
-    """Give a checkpoint a tag, which protects it. Another checkpoint that had it loses it.
-
-    Durable on return. NotFoundError if the checkpoint is gone.
-    """
-    _check_text("name", name)
-    _protect(subject, TAG, {name: True}, above=_highest_tag(subject))
-
-
-def untag(subject: CheckpointRef, name: str) -> None:
-    """Remove a tag from the checkpoint that has it."""
-    subject.put(TAG, {name: False}, above=_highest_tag(subject))
-
-
-def _highest_tag(subject: CheckpointRef) -> int:
-    names = [annotation.name for annotation in read_annotations(subject.storage, subject.root)]
-    return max((name.number for name in names if name.kind == TAG), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +42,7 @@ class Lease:
         StorageError if that took longer than the lease would last.
         """
         began = monotonic()
-        _protect(self.subject, LEASE, {self.id: self.ttl_s})
+        protect(self.subject, LEASE, {self.id: self.ttl_s})
         if monotonic() - began >= self.ttl_s:
             raise StorageError(
                 f"{self.subject.path}: the lease lasts {self.ttl_s:g} s, and writing it took "
@@ -152,162 +54,6 @@ class Lease:
         with suppress(CheckpointError):
             if self.subject.is_there():
                 self.subject.put(LEASE, {self.id: 0})
-
-
-def _check_text(name: str, text: str) -> None:
-    if not is_text(text):
-        raise ValueError(f"{name}={text!r} is not valid UTF-8: give another text")
-
-
-def _protect(
-    subject: CheckpointRef, kind: str, values: Mapping[str, Scalar], *, above: int = 0
-) -> None:
-    name = subject.put(kind, values, above=above)
-    try:
-        _check_protected(subject, name)
-    except BaseException:
-        subject.withdraw(name)
-        raise
-
-
-def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
-    """Look for deletion intents, then for the checkpoint: removal writes them in this order."""
-    annotations = subject.annotations()
-    written = [annotation for annotation in annotations if annotation.name == name]
-    now = written[0].modified_at if written else 0.0
-    for owner in deletion_intents_of(annotations, now):
-        raise NotFoundError(f"{subject.path} is about to be removed by {owner}: choose another")
-    if not written or not subject.is_there():
-        raise NotFoundError(f"{subject.path}: {subject.key[1]} was removed: choose another")
-
-
-def protections_at(
-    storage: Storage,
-    path: str,
-    candidates: Collection[Attempt],
-    clock: Callable[[Storage, str], float],
-) -> dict[Attempt, tuple[str, ...]]:
-    """Return the protections of attempts at a path, as texts; only of those that have some.
-
-    `clock` returns the storage's time at a folder. A root without annotations costs one listing.
-    """
-    if not candidates:
-        return {}
-    root = posixpath.dirname(real_path(path))
-    entries = entries_at(storage, root)
-    old = old_folders_in(entries)
-    if not old and all(entry.name != ANNOTATIONS for entry in entries):
-        return {}
-    annotations = read_annotations(storage, root, with_old=bool(old))
-    subjects = {
-        (annotation.step, annotation.attempt)
-        for annotation in annotations
-        if annotation.attempt in candidates and annotation.name.kind in (PIN, TAG, LEASE)
-    }
-    if not subjects:
-        return {}
-    protections = protections_of(annotations, clock(storage, root))
-    return {key[1]: texts for key in subjects if (texts := protections.of(key))}
-
-
-def check_unprotected(
-    storage: Storage,
-    path: str,
-    candidates: Collection[Attempt],
-    clock: Callable[[Storage, str], float],
-) -> None:
-    """Raise ExistsError if an attempt that a save would replace is pinned, tagged or leased."""
-    for attempt, texts in sorted(protections_at(storage, path, candidates, clock).items()):
-        raise ExistsError(
-            f"{path}: the checkpoint there ({attempt}) is protected: {'; '.join(texts)}. Remove "
-            f"the protection first, or choose another path"
-        )
-
-
-# --- remove ----------------------------------------------------------------------------------
-
-
-def remove_if_unprotected(
-    subject: CheckpointRef,
-    remove: Callable[[], None],
-    *,
-    other_annotations: Iterable[StoredAnnotation] = (),
-    force: bool = False,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[str, ...]:
-    """Remove a checkpoint, unless it is protected: then return its protections as texts.
-
-    `other_annotations` are those of other checkpoints, by which tags may have moved. `check` raises
-    an error if the removal is forbidden; it is called right before it. `remove` begins with the
-    rename. If it raises, the deletion intent stays, so that `finish` can complete the removal,
-    unless nothing is removed yet.
-    """
-    began = monotonic()
-    intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
-    try:
-        protections = () if force else _find_protections(subject, other_annotations, intent)
-        if not protections:
-            check()
-        if not protections and monotonic() - began > DELETION_INTENT_S / 2:
-            protections = ("its removal took so long that another process may have a lease by now",)
-    except BaseException:
-        subject.withdraw(intent)
-        raise
-    if protections:
-        subject.withdraw(intent)
-        return protections
-    try:
-        remove()
-    except BaseException:
-        with suppress(CheckpointError):
-            if subject.is_there():
-                subject.withdraw(intent)
-        raise
-    return ()
-
-
-def _find_protections(
-    subject: CheckpointRef, other_annotations: Iterable[StoredAnnotation], intent: AnnotationName
-) -> tuple[str, ...]:
-    annotations = subject.annotations()
-    # The intent was written just now: so this is the time. Without it another has removed all.
-    times = [annotation.modified_at for annotation in annotations if annotation.name == intent]
-    now = max(times, default=0.0)
-    of_others = [other for other in other_annotations if (other.step, other.attempt) != subject.key]
-    return protections_of([*of_others, *annotations], now).of(subject.key)
-
-
-def forget(
-    storage: Storage, root: str, key: CheckpointKey, annotations: Sequence[StoredAnnotation]
-) -> None:
-    """Remove the annotations of a checkpoint that is gone; `annotations` are those of the root.
-
-    Deletion intents are removed last, so that remains of a crash are recognised.
-    """
-    # The newest annotation of a tag is removed with the checkpoint. Then older ones, of other
-    # checkpoints, would count again, and another checkpoint would have the tag.
-    tags = {name for name, (last, _) in newest_tagged(annotations).items() if last == key}
-    for stored in annotations:
-        is_outdated = stored.name.kind == TAG and stored.values and tags >= stored.values.keys()
-        if is_outdated and (stored.step, stored.attempt) != key:
-            above = annotations_folder(root, stored.step, stored.attempt)
-            _remove(storage, f"{above}/{stored.name}")
-    folder = annotations_folder(root, *key)
-    names = [entry.name for entry in entries_at(storage, folder) if entry.kind == "file"]
-    ours = [name for name in names if is_temporary_record(name) or parse_annotation_name(name)]
-    for name in sorted(ours, key=lambda name: (name.startswith(DELETION_INTENT), name)):
-        _remove(storage, f"{folder}/{name}")
-    with suppress(StorageError):  # another process has written something there
-        _remove(storage, folder)
-        _remove(storage, f"{root}/{ANNOTATIONS}/{key[0]}")
-
-
-def _remove(storage: Storage, path: str) -> None:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        storage.remove(path)
-
-
-# --- renewal ---------------------------------------------------------------------------------
 
 
 @contextmanager

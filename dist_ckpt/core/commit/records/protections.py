@@ -5,7 +5,7 @@
     hold  {"<its id>": 3600}        a lease: seconds by the storage's clock; 0 once released
     mark  {"<its id>": "step-100"}  a deletion intent: the folder of that name will be removed
 
-`leases.py` writes them, in an order that is safe against a removal at the same time.
+`protection_protocol.py` writes them, in an order that is safe against a removal at the same time.
 """
 
 from __future__ import annotations

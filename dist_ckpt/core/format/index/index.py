@@ -115,6 +115,8 @@ class AttachedFileRecord:
 # has this name and no save creates it: real digits are random.
 EMPTY_DIGESTS = "a1-ffffffffffffffff"
 
+FileRecord = ShardFileRecord | ObjectsFileRecord | AttachedFileRecord
+
 
 @dataclass(frozen=True, slots=True)
 class Index:
@@ -147,6 +149,13 @@ class Index:
     def num_files(self) -> int:
         """The number of data files."""
         return len(self.files) + len(self.objects) + len(self.attached)
+
+    @property
+    def all_files(self) -> dict[str, FileRecord]:
+        """The records of all data files, by file name."""
+        shards = {self.file_name(record): record for record in self.files}
+        attached = {record.file_name: record for record in self.attached}
+        return {**shards, **{record.name: record for record in self.objects}, **attached}
 
     def file_name(self, record: ShardFileRecord) -> str:
         """Return the name of a shard file in this index."""

@@ -1,0 +1,143 @@
+"""Link files of a checkpoint into another one, or make checked copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+from dist_ckpt.core.format.checksums import block_digest
+from dist_ckpt.core.format.index.index import FileRecord, Index, ShardFileRecord
+from dist_ckpt.core.format.shard_file import ShardFile
+from dist_ckpt.core.runtime.threads import parallel_for
+from dist_ckpt.core.shard_io.read.block_reads import (
+    BlockRead,
+    damage_error,
+    digest_problem,
+    every_block,
+    group_into_reads,
+)
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_document
+from dist_ckpt.core.shard_io.write.shard_writer import (
+    create_file,
+    exists_error,
+    finish_file,
+    sync_names,
+    write_document,
+)
+from dist_ckpt.core.storage import ReadableFile, Storage
+from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.reports import IoCount
+
+
+def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
+    storage: Storage,
+    index: Index,
+    source: str,
+    target: str,
+    files: Mapping[str, FileRecord],
+    *,
+    threads: int,
+    most_names: int | None = None,
+    links: bool = True,
+    report: Callable[[int], None] = lambda nbytes: None,
+) -> IoCount:
+    """Link or copy files of attempt `source` into folder `target`; return the count of linked ones.
+
+    `index` is the source's; shard files may get other names than they have there. On return the
+    files and their names are durable. Every byte of a copy is checked: CorruptError if the source
+    is damaged. Linked files are not read. But with `most_names` shard headers are, and files that
+    have this many names are copied. Without `links`, all are copied. `report` is called with the
+    bytes of each copied part, from any thread. ConflictError if `target` is gone, or has such a
+    file.
+    """
+
+    def carry(name: str) -> int:
+        record, old, may_link = files[name], f"{source}/{name}", links
+        if isinstance(record, ShardFileRecord):
+            old = f"{source}/{index.file_name(record)}"
+            if links and most_names is not None:
+                with _open_checked(storage, source, index, record) as (_, readable):
+                    may_link = readable.num_links < most_names
+        if may_link and try_link(storage, old, f"{target}/{name}"):
+            return record.nbytes
+        if isinstance(record, ShardFileRecord):
+            _copy_shards(storage, source, index, record, f"{target}/{name}", report)
+        else:
+            write_document(storage, target, name, read_document(storage, old, record))
+            report(record.nbytes)
+        return -1
+
+    done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
+    sync_names(storage, target)
+    return IoCount(len(done), sum(done))
+
+
+def try_link(storage: Storage, old: str, new: str) -> bool:
+    """Link a file into the caller's attempt, or return False: then the caller writes it instead.
+
+    ConflictError if the new name exists.
+    """
+    try:
+        storage.link(old, new)
+    except FileExistsError as error:
+        raise exists_error(new) from error
+    except FileNotFoundError:  # pruned meanwhile
+        return False
+    except StorageError:
+        # The storage may have linked it and lost the reply.
+        with suppress(StorageError, FileNotFoundError, NotADirectoryError):
+            storage.remove(new)
+        return False
+    return True
+
+
+def _copy_shards(
+    storage: Storage,
+    folder: str,
+    index: Index,
+    record: ShardFileRecord,
+    new: str,
+    report: Callable[[int], None],
+) -> None:
+    with _open_checked(storage, folder, index, record) as (file, source), ExitStack() as stack:
+        target = create_file(storage, new, record.nbytes, stack)
+        # The header is last, as in a save: without it the file is invalid.
+        for read in group_into_reads(every_block(file.shards, file.header.block_nbytes)):
+            data = read_blocks(source, file.path, file.header, read)
+            target.write_at(record.header_nbytes + read.span.start, data)
+            report(read.span.nbytes)
+        target.write_at(0, read_at(source, file.path, 0, record.header_nbytes))
+        finish_file(target, new, record.nbytes)
+
+
+@contextmanager
+def _open_checked(
+    storage: Storage, folder: str, index: Index, record: ShardFileRecord
+) -> Iterator[tuple[OpenFile, ReadableFile]]:
+    """Open and check a shard file. Errors of damage get a remedy."""
+    try:
+        with (
+            closing(open_file(storage, folder, index, record, keep=True)) as file,
+            file.reading() as source,
+        ):
+            yield file, source
+    except CorruptError as error:
+        raise CorruptError(f"{error}; use another checkpoint") from error
+
+
+def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRead) -> memoryview:
+    """Return the bytes of some blocks. CorruptError if one was changed."""
+    data = read_at(file, path, header.header_nbytes + read.span.start, read.span.nbytes)
+    for block in read.blocks:
+        content = data[block.start - read.span.start : block.stop - read.span.start]
+        if (problem := digest_problem(block, block_digest(content))) is not None:
+            raise CorruptError(damage_error(path, header, block, problem))
+    return data
+
+
+def read_at(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
+    """Return some bytes of a file. CorruptError if it ends before."""
+    data = memoryview(bytearray(nbytes))
+    if file.read_into(start, data) != nbytes:
+        raise CorruptError(f"{path} ends before byte {start + nbytes}")
+    return data

@@ -1,0 +1,163 @@
+"""Link a rank's unchanged files to those of earlier saves: `link_unchanged` of `dc.save`.
+
+An unchanged tensor gives the same bytes in each save: one header, with one digest. A file of an
+earlier committed save of this process is linked if the live tensors give its header, and the file
+still has that header.
+
+Two successive saves never share a file: save n links to files of save n-2, never of n-1. A file has
+at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of the
+checkpoints, and the digests show which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.core.format.shard_file import decode_header
+from dist_ckpt.core.planning.plan import FileReceipt
+from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.threads import parallel_for
+from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, group_into_reads
+from dist_ckpt.core.shard_io.write.copy_files import read_at, read_blocks, try_link
+from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, sync_names, write_all
+from dist_ckpt.core.storage import ReadableFile, Storage
+from dist_ckpt.core.storage.local.direct_io import drop_cached_file
+from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.reports import IoCount
+
+_log = logging.getLogger("dist_ckpt")
+
+# The most checkpoints, backups too, that share a file.
+MAX_SHARED = 8
+
+# The number of saves to remember: a state that is saved in turns with seven others is linked like a
+# single one.
+_REMEMBERED = 16
+
+# A linked file was read back from the disk, as a whole, within this many saves.
+READ_BACK_EVERY = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFiles:
+    """A rank's files in a save's folder, by name; `checked` has the save that read a file back."""
+
+    folder: str
+    files: Mapping[str, FileReceipt]
+    checked: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """The files that a rank has written or linked; `linked` counts the latter and their bytes."""
+
+    receipts: tuple[FileReceipt, ...]
+    linked: IoCount
+    saved: SavedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class LinkableSaves:
+    """The last committed saves of a process, older ones first; `number` counts all saves."""
+
+    saves: tuple[SavedFiles, ...] = ()
+    number: int = 0
+
+    def names(self) -> set[str]:
+        """Return the files that two of them have, so that they may be linked."""
+        seen = Counter(name for saved in self.saves for name in saved.files)
+        return {name for name, count in seen.items() if count > 1}
+
+    def plus(self, saved: SavedFiles) -> LinkableSaves:
+        """Return the saves with one more that is committed."""
+        saves = (*self.saves, saved)[-_REMEMBERED:] if saved.files else self.saves
+        return LinkableSaves(saves, self.number + 1)
+
+
+def write_or_link(
+    storage: Storage,
+    folder: str,
+    files: RankFiles,
+    earlier: LinkableSaves,
+    *,
+    threads: int,
+    slots: BufferPool | None = None,
+) -> SavedPart:
+    """Write a rank's files as `write_all` does, but link those that an earlier save has."""
+    linkable = earlier.names()
+    tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
+    wanted = write_all(NullStorage(), "", _only(files, tried), threads=threads, slots=slots)
+    # One after another: all threads read each back.
+    links = {receipt[0]: _link(storage, folder, receipt, earlier, threads) for receipt in wanted}
+    checked = {name: number for name, number in links.items() if number is not None}
+    rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
+    remaining = replace(_only(files, rest), objects=files.objects)
+    written = write_all(storage, folder, remaining, threads=threads, slots=slots)
+    if checked and not written:
+        sync_names(storage, folder)
+    unwritten = tuple(receipt for receipt in wanted if receipt[0] in checked)
+    receipts = (*unwritten, *written)
+    names = {plan.name for plan in files.plans if plan.is_linkable}
+    saved = SavedFiles(folder, {r[0]: r for r in receipts if r[0] in names}, checked)
+    return SavedPart(receipts, IoCount(len(unwritten), sum(r[1] for r in unwritten)), saved)
+
+
+def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
+    return replace(
+        files,
+        plans=tuple(files.plans[n] for n in numbers),
+        sources=tuple(files.sources[n] for n in numbers),
+        objects={},
+    )
+
+
+def _link(
+    storage: Storage, folder: str, wanted: FileReceipt, earlier: LinkableSaves, threads: int
+) -> int | None:
+    """Link a file of an earlier save. Return the save that read it back, or None to write it."""
+    name = wanted[0]
+    candidates = [saved for saved in earlier.saves if saved.files.get(name) == wanted][-2:]
+    for saved in candidates if len(candidates) > 1 else ():  # the first two write their files
+        path = f"{saved.folder}/{name}"
+        try:
+            with closing(storage.open(path)) as file:
+                if file.num_links >= MAX_SHARED:
+                    return None
+                checked = _check_file(file, path, saved, wanted, earlier.number, threads)
+        except FileNotFoundError:  # pruned: try the newer save; with keep.last(1) write all
+            continue
+        except CheckpointError as error:
+            _log.warning("%s is not linked but written again: %s", path, error)
+            return None
+        return checked if try_link(storage, path, f"{folder}/{name}") else None
+    return None
+
+
+def _check_file(
+    file: ReadableFile, path: str, saved: SavedFiles, wanted: FileReceipt, save: int, threads: int
+) -> int:
+    """Check a file, as a whole if no recent save has. Return the save that last did, or this one.
+
+    CorruptError if its header has changed, or a block differs from its digest.
+    """
+    name, nbytes, header_nbytes, digest = wanted
+    header = read_at(file, path, 0, header_nbytes)
+    if file.nbytes != nbytes or document_digest(header) != digest:
+        raise CorruptError(f"{path} has changed since it was written")
+    checked = saved.checked.get(name)
+    if checked is not None and save - checked < READ_BACK_EVERY:
+        return checked
+    drop_cached_file(path)
+    decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
+
+    def check(read: BlockRead) -> None:  # without a result, which `parallel_for` would store
+        read_blocks(file, path, decoded, read)
+
+    reads = group_into_reads(every_block(decoded.shards, decoded.block_nbytes))
+    parallel_for(check, reads, threads=threads)
+    return save
