@@ -3,16 +3,17 @@
     <root>/.incarnations/<number>.json          which job writes here, and what it resumed from
     <root>/.incarnations/<number>.alive-<id>    empty, replaced every LIVENESS_INTERVAL_S seconds
 
-The attempts of an incarnation have numbers from 1000 times its own on, so a newer incarnation has
-higher ones. A run resumes from what its newest incarnation has saved; from what the one before
-saved, up to the step that the newest restored; and so on back. All other checkpoints are orphaned:
-nothing resumes from them, and a replay replaces them.
+Incarnation n numbers its attempts from 1000 * n, so a newer incarnation has higher attempts. A run
+can resume from every checkpoint of its newest incarnation. It can also resume from those of the
+incarnation before, up to the step that the newest incarnation restored, and so on backwards. All
+other checkpoints are orphaned: nothing resumes from them, and a replay replaces them.
 
-A process of an older incarnation may wake up at any point of a save. It looks for newer ones before
-it claims, commits and removes. Its actions between such a look and the next call are harmless: its
-attempt is lower than the newer ones at that path (`tests/core/commit/test_incarnations_model.py`).
+A process of an older incarnation may wake up at any point of a save. It checks for newer
+incarnations before it claims, commits and removes. Its actions between such a check and the next
+call are harmless: at that path its attempt is lower than the newer attempts
+(`tests/core/commit/test_incarnations_model.py`).
 
-Liveness files are heartbeats on storage. They are for messages: a missing one proves nothing, as a
+Liveness files are heartbeats on storage, used only in messages. A missing file proves nothing: the
 process may pause, or lose the storage, and continue later.
 """
 
@@ -74,8 +75,8 @@ class Incarnation(Message, frozen=True):
     def check(self, storage: Storage) -> None:
         """Raise ConflictError if a newer incarnation writes into the root.
 
-        Also for one of dist_ckpt 0.1.0 that has begun since this one, whatever its number: it
-        cannot detect this one, and continues.
+        An incarnation of dist_ckpt 0.1.0 that has begun after this one counts as newer, whatever
+        its number: it cannot detect this one.
         """
         if find_old_folders(storage, self.root, (OLD_INCARNATIONS,)):
             raise ConflictError(
@@ -95,9 +96,10 @@ class Incarnation(Message, frozen=True):
             )
 
     def next_attempt(self, highest: int, path: str) -> int:
-        """Return the number of its next attempt at `path`, where `highest` is the highest so far.
+        """Return the number of the next attempt at `path`, where `highest` is the highest so far.
 
-        ConflictError if that belongs to a newer incarnation, StorageError if all numbers are used.
+        ConflictError if `highest` belongs to a newer incarnation, StorageError if all numbers of
+        this incarnation are used.
         """
         last = self.first + ATTEMPTS_PER_INCARNATION - 1
         if highest > last:
@@ -129,11 +131,12 @@ class IncarnationHistory:
     def is_orphaned(self, step: int, attempt: Attempt) -> bool:
         """Return True if the newest incarnation does not descend from this attempt.
 
-        An attempt of the newest incarnation, or of a still newer one, is not orphaned. If no
-        incarnation resumed from an orphan, the rule is: an attempt is orphaned if an incarnation
-        after its own restored a step below this one. An incarnation without a record, as in a copy
-        of a root, may have resumed from anything: attempts that are not above it may be the only
-        ones left.
+        An attempt of the newest incarnation, or of a still newer one, is not orphaned. An older
+        attempt is orphaned if a later incarnation restored a lower step. (A restore of an orphan
+        changes that rule: it makes the orphan an ancestor again.)
+
+        In a copy of a root, an incarnation may have no record. It may have resumed from any attempt
+        that is not above it, so these are not orphaned.
         """
         number, until = self.newest, step
         while attempt.incarnation < number:
@@ -149,10 +152,10 @@ class IncarnationHistory:
 
 
 def read_history(storage: Storage, root: str, *, with_old: bool = False) -> IncarnationHistory:
-    """Return the incarnations of a run; nothing if the root does not exist.
+    """Return the incarnations of a run; none if the root does not exist.
 
-    `with_old` includes those recorded by dist_ckpt 0.1.0. CorruptError or IncompatibleError if one
-    cannot be read: then its orphans are unknown.
+    `with_old` includes the records of dist_ckpt 0.1.0. CorruptError or IncompatibleError if a
+    record cannot be read: then it is unknown which checkpoints are orphaned.
     """
     records: dict[int, IncarnationRecord] = {}
     for folder in _folders(root, with_old=with_old):
@@ -163,7 +166,7 @@ def read_history(storage: Storage, root: str, *, with_old: bool = False) -> Inca
 
 
 def _folders(root: str, *, with_old: bool) -> list[str]:
-    # An upgrade writes the new record before it removes the old one: in this order none is missed.
+    # An upgrade writes the new record before it removes the old one. So read the old folder first.
     names = (OLD_INCARNATIONS, INCARNATIONS) if with_old else (INCARNATIONS,)
     return [f"{root}/{name}" for name in names]
 
@@ -175,7 +178,7 @@ def incarnations_in(storage: Storage, folder: str) -> list[int]:
 
 
 def check_same_incarnation(root: str, old: IncarnationRecord, new: IncarnationRecord) -> None:
-    """Raise CorruptError if two jobs have recorded the same number, each in its own folder."""
+    """Raise CorruptError if two jobs have recorded the same number, in the old and new folder."""
     if old != new:
         name = incarnation_file(new.number)
         raise CorruptError(
@@ -194,15 +197,17 @@ def begin_incarnation(
     by: str,
     after: int | None = None,
 ) -> IncarnationRecord:
-    """Record a new incarnation, above all that exist and that of `restored`; durable on return.
+    """Record a new incarnation, durable on return. Its number is above all earlier ones.
 
-    `after` is the number of the newest incarnation that was known when `restored` was chosen, 0 for
-    none. ConflictError if there is a newer one: it may have orphaned `restored`. Hold a lease of
-    what is restored until this returns, or a late pruner of an older incarnation may remove it; see
-    `secure_incarnation` for what to do then.
+    `restored` is the step and the attempt from which it resumes. Lease that checkpoint until this
+    function returns: otherwise a late pruner of an older incarnation may remove it. Then call
+    `secure_incarnation`.
 
-    Missing folders are made, the root too. CorruptError or IncompatibleError if the newest record
-    cannot be read: it is never skipped. StorageError if it is not certain that the record exists.
+    `after` is the number of the newest incarnation when `restored` was chosen, or 0 without one.
+    ConflictError if there is a newer incarnation now: it may have orphaned `restored`.
+
+    Missing folders are created, also the root. CorruptError or IncompatibleError if the newest
+    record cannot be read: it is never skipped. StorageError if the record may not exist.
     """
     folder = f"{root}/{INCARNATIONS}"
     own_id = attempts.new_id()
@@ -214,7 +219,7 @@ def begin_incarnation(
                 f"{root}: incarnation {newest.number} of this run, {newest.by}, has begun while "
                 f"this one restored: make sure that only one job uses this root, then start again"
             )
-        # Not below those of a root from which this one was copied without its records.
+        # A root may be a copy without its records: also stay above the restored attempt.
         below = 0 if restored is None else restored[1].incarnation
         number = 1 + max(below, newest.number if newest else 0)
         if number > MAX_INCARNATION:
@@ -231,11 +236,12 @@ def begin_incarnation(
 def secure_incarnation(
     storage: Storage, path: str, restored: Attempt, run: Incarnation, *, by: str
 ) -> None:
-    """Prevent late saves of older incarnations from replacing what a new one has restored.
+    """Prevent late saves of older incarnations from replacing the restored checkpoint.
 
-    Abandons their open attempts at `path` above the restored attempt. They do not commit later
-    claims, as they look for newer incarnations before that. ConflictError if one has replaced it
-    already. That happens only after a restore of an orphan.
+    Abandons the open attempts of older incarnations at `path` above the restored attempt. Older
+    incarnations do not commit a later claim: before a commit they check for newer incarnations.
+    ConflictError if one has replaced the checkpoint already. That happens only after a restore of
+    an orphan.
     """
     reason = f"incarnation {run.number} resumed from {restored}"
     for other in attempts.list_attempts(storage, path):
@@ -257,7 +263,7 @@ def secure_incarnation(
 def newest_incarnation(
     storage: Storage, root: str, *, with_old: bool = False
 ) -> IncarnationRecord | None:
-    """Return the newest incarnation, or None; `with_old` includes those of dist_ckpt 0.1.0."""
+    """Return the newest incarnation, or None. `with_old` includes records of dist_ckpt 0.1.0."""
     records = [
         (number, folder)
         for folder in _folders(root, with_old=with_old)
@@ -270,9 +276,9 @@ def newest_incarnation(
 
 
 def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationRecord:
-    """Return one record in a folder of a root, the old one or the new one.
+    """Return the record of an incarnation in a folder of records, old or new.
 
-    CorruptError or IncompatibleError if it cannot be read, StorageError if it is gone.
+    CorruptError or IncompatibleError if the file cannot be read, StorageError if it is gone.
     """
     file = f"{folder}/{incarnation_file(number)}"
     is_old = posixpath.basename(folder) == OLD_INCARNATIONS
@@ -294,14 +300,14 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
 
 @dataclass(frozen=True, slots=True)
 class LivenessFile:
-    """The heartbeat of an incarnation on storage. One thread makes and uses it."""
+    """The heartbeat of an incarnation on storage. Only one thread uses it."""
 
     storage: Storage
     root: str
     incarnation: int
 
     def renew(self) -> None:
-        """Write a heartbeat; remove the earlier ones, and those of older incarnations."""
+        """Write a heartbeat. Remove earlier ones, also those of older incarnations."""
         new = liveness_file(self.incarnation, attempts.new_id())
         attempts.write_small_file(self.storage, f"{self.root}/{INCARNATIONS}/{new}", b"")
         self._remove(but=new)
@@ -324,8 +330,8 @@ def last_liveness(
 ) -> float | None:
     """Return when an incarnation was last seen, by the storage's clock, in seconds since 1970.
 
-    None if it has ended by itself, has no heartbeat yet, or the storage fails: the caller's own
-    work must not fail for a message. `with_old`: one of dist_ckpt 0.1.0 counts too.
+    None if it has ended by itself or has no heartbeat yet. Also None if the storage fails: this is
+    only for a message, and must not stop the caller. `with_old` includes dist_ckpt 0.1.0.
     """
     with suppress(CheckpointError, OSError):
         folders = _folders(root, with_old=with_old)
@@ -336,7 +342,7 @@ def last_liveness(
 
 
 def describe_liveness(storage: Storage, root: str, incarnation: int) -> str:
-    """Return as text when an incarnation was last seen; "" if that is not known."""
+    """Return a text that says when an incarnation was last seen; "" if that is unknown."""
     at = last_liveness(storage, root, incarnation)
     return "" if at is None else f"; it was last seen at {utc(at)}"
 

@@ -139,7 +139,7 @@ def read_annotations_of(
 
 
 def _folders(root: str, *, with_old: bool) -> list[str]:
-    # An upgrade moves from the old folder to the new one: in this order nothing is missed.
+    # An upgrade moves records from the old folder to the new one. So read the old folder first.
     names = (OLD_ANNOTATIONS, ANNOTATIONS) if with_old else (ANNOTATIONS,)
     return [f"{root}/{name}" for name in names]
 

@@ -1,8 +1,8 @@
 """Link a rank's unchanged files to those of earlier saves: `link_unchanged` of `dc.save`.
 
-An unchanged tensor gives the same bytes in each save: one header, with one digest. A file of an
-earlier committed save of this process is linked if the live tensors give its header, and the file
-still has that header.
+An unchanged tensor gives the same bytes in each save: one header, with one digest. So the header
+of the live tensors is computed first. A file of an earlier committed save of this process is linked
+if it has that header.
 
 Two successive saves never share a file: save n links to files of save n-2, never of n-1. A file has
 at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of the
