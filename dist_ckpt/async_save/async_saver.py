@@ -295,7 +295,7 @@ class AsyncSaver:
             ) or ("", None)
             if self.restored is None:
                 return None
-            self._job.arenas.spare(snapshot)
+            self._job.arenas.overwrite_last(snapshot)
         return self.restored.step
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -14,7 +14,7 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
     SaveIdentity,
-    files_of,
+    files_in_memory,
     open_saves,
     uncommitted_source,
 )
@@ -181,7 +181,7 @@ class _MemoryRestore:
             return choice, uncommitted_source(save, choice.attempt, self._index)
         if save is None:
             return choice, NOTHING_IN_MEMORY
-        return choice, MemorySource(lambda path, index, stack: files_of(save, path, index))
+        return choice, MemorySource(lambda path, index, stack: files_in_memory(save, path, index))
 
     def _decide(self, reports: Sequence[_HostReport], unusable: set[str]) -> _RestoreChoice:
         """Choose the newest usable save. Coordinator only."""

@@ -39,7 +39,7 @@ def rank_folder(tmp_path: Path) -> RankFolder:
 
 
 def arena_for(arenas: ArenaPool, what: Snapshot, number: int = 0) -> Arena:
-    return arenas.fitting(number, arena_nbytes(what))
+    return arenas.open_fitting(number, arena_nbytes(what))
 
 
 def stage(arena: Arena, what: Snapshot) -> None:
@@ -75,12 +75,12 @@ def test_the_writer_sees_what_is_staged_as_it_comes(arenas):
     assert followed.ready == 0
     assert not followed.is_complete
     images[0][:3] = b"abc"
-    arena.advance(arena.placement.images[0].start + 3)
-    assert followed.ready == followed.placement.images[0].start + 3
+    arena.advance(arena.spans.images[0].start + 3)
+    assert followed.ready == followed.spans.images[0].start + 3
     assert bytes(followed.images[0][:3]) == b"abc"
     arena.complete()
     assert followed.is_complete
-    assert followed.ready == followed.placement.nbytes
+    assert followed.ready == followed.spans.nbytes
     writer.close()
 
 
@@ -88,8 +88,8 @@ def test_images_begin_on_pages_and_have_their_sizes(arenas):
     arena = arena_for(arenas, SNAPSHOT)
     images = arena.begin(SNAPSHOT)
     assert [len(image) for image in images] == [10_000, 0, 4096]
-    assert all(span.start % 4096 == 0 for span in arena.placement.images)
-    assert arena.placement.nbytes == arena.nbytes == arena_nbytes(SNAPSHOT)
+    assert all(span.start % 4096 == 0 for span in arena.spans.images)
+    assert arena.spans.nbytes == arena.nbytes == arena_nbytes(SNAPSHOT)
 
 
 def test_what_was_sealed_is_found_with_its_bytes_and_digests(arenas, rank_folder):
@@ -168,7 +168,7 @@ def test_an_arena_that_is_large_enough_is_used_again(arenas, rank_folder):
     assert arena.nbytes == arena_nbytes(snapshot(1, 50_000))
     arenas.close()
     again = ArenaPool(rank_folder)
-    again.fitting(0, 10)
+    again.open_fitting(0, 10)
     assert os.stat(rank_folder.arena_path(0)).st_ino == before
     again.close()
 
@@ -177,7 +177,7 @@ def test_what_an_earlier_run_left_stays_until_it_is_staged_into(arenas, rank_fol
     stage(arena_for(arenas, SNAPSHOT), SNAPSHOT)
     arenas.close()
     later = ArenaPool(rank_folder)
-    arena = later.fitting(0, 1 << 20)
+    arena = later.open_fitting(0, 1 << 20)
     assert steps_in(rank_folder) == [(7, True)]
     stage(arena, snapshot(9, 5))
     assert steps_in(rank_folder) == [(9, True)]
@@ -185,7 +185,7 @@ def test_what_an_earlier_run_left_stays_until_it_is_staged_into(arenas, rank_fol
 
 
 def test_all_memory_of_an_arena_is_there_before_it_is_used(arenas, rank_folder):
-    arenas.fitting(0, 3 << 20)
+    arenas.open_fitting(0, 3 << 20)
     status = os.stat(rank_folder.arena_path(0))
     assert status.st_size == 3 << 20
     assert status.st_blocks * 512 >= status.st_size
@@ -201,13 +201,13 @@ arenas = ArenaPool(rank)
 for step, number in ((6, 0), (7, 1), (8, 0)):
     images = tuple(Image(f"f{n}", 1 << 20) for n in range(3))
     what = Snapshot(f"{step:032x}", "/run", step, 0, 1, images)
-    arena = arenas.fitting(number, arena_nbytes(what))
+    arena = arenas.open_fitting(number, arena_nbytes(what))
     for n, image in enumerate(arena.begin(what)):
         image[:] = bytes([step]) * len(image)
         if step == 8 and n == int(args[1]):
             say("staging")
             wait()
-        arena.advance(arena.placement.images[n].stop)
+        arena.advance(arena.spans.images[n].stop)
     arena.complete()
 """
 
@@ -224,7 +224,7 @@ def test_a_kill_while_staging_leaves_what_is_torn_and_the_older_one(tmp_path, ra
         assert problems == []
         assert bytes_of(kept) == [b"\7" * (1 << 20)] * 3
     arenas = ArenaPool(rank_folder)
-    stage(arenas.fitting(0, 5 << 20), snapshot(9, 100))
+    stage(arenas.open_fitting(0, 5 << 20), snapshot(9, 100))
     assert steps_in(rank_folder) == [(9, True), (7, True)]
     arenas.close()
 
@@ -239,10 +239,10 @@ while True:
     step += 1
     images = tuple(Image(f"f{n}", size) for n, size in enumerate(sizes))
     what = Snapshot(f"{step:032x}", "/run", step, 0, 1, images)
-    arena = arenas.fitting(step % 2, arena_nbytes(what))
+    arena = arenas.open_fitting(step % 2, arena_nbytes(what))
     for n, image in enumerate(arena.begin(what)):
         image[:] = (step % 251).to_bytes(1, "big") * len(image)
-        arena.advance(arena.placement.images[n].stop)
+        arena.advance(arena.spans.images[n].stop)
     arena.complete()
     if step == 3:
         say("three")
@@ -279,7 +279,7 @@ say("open")
 for number in range(1, int(args[1]) + 1):
     wait()
     followed = writer.follow(f"{number:032x}")
-    spans, done = followed.placement.images, 0
+    spans, done = followed.spans.images, 0
     while done < len(spans):
         ready = followed.ready
         while done < len(spans) and spans[done].stop <= ready:
@@ -305,7 +305,7 @@ def test_a_writer_that_follows_never_sees_a_byte_before_it_is_staged(arenas, ran
             writer.tell()
             for n, image in enumerate(images):
                 image[:] = bytes([number % 251, n % 251] * len(image))[: len(image)]
-                arena.advance(arena.placement.images[n].stop)
+                arena.advance(arena.spans.images[n].stop)
             arena.complete()
             assert writer.hear() == f"sealed {number}"
     with kept_in(rank_folder) as ((kept,), _):
@@ -364,8 +364,8 @@ def check_that_nothing_else_is_believed(path: str) -> None:
 @examples()
 @given(data=st.data())
 def test_no_flipped_bit_makes_another_snapshot(sealed, data):
-    placement = layout.snapshot_spans(SNAPSHOT, len(typed_msgpack.encode(SNAPSHOT)))
-    used = (*range(260), *range(4096, placement.document.stop), *range(*_bounds(placement.seal)))
+    spans = layout.compute_spans(SNAPSHOT, len(typed_msgpack.encode(SNAPSHOT)))
+    used = (*range(260), *range(4096, spans.document.stop), *range(*_bounds(spans.seal)))
     place = data.draw(st.sampled_from(used))
     bit = data.draw(st.integers(0, 7))
     raw = bytearray(sealed[1])
@@ -413,7 +413,7 @@ def test_sizes_that_nobody_can_have_are_refused(sealed, nbytes, images):
     if images:
         document = typed_msgpack.encode(replace(SNAPSHOT, images=images))
         raw[4096 : 4096 + len(document)] = document
-    record = layout.record_of(2, document)
+    record = layout.make_record(2, document)
     record = record._replace(nbytes=nbytes or record.nbytes)
     raw[128 : 128 + layout.RECORD_NBYTES] = layout.encode_record(record)
     with pytest.raises(CorruptError):
@@ -424,7 +424,7 @@ def test_a_document_that_is_nonsense_but_has_its_digest_is_refused(sealed):
     for document in (b"", b"\xc1", b"\x90", b"\x91" * 5000, typed_msgpack.encode(SEAL)):
         raw = bytearray(sealed[1])
         raw[4096 : 4096 + len(document)] = document
-        record = layout.encode_record(layout.record_of(2, document))
+        record = layout.encode_record(layout.make_record(2, document))
         raw[128 : 128 + len(record)] = record
         with pytest.raises(CorruptError):
             open_recovered(damaged(sealed, raw), "job")
@@ -503,7 +503,7 @@ def test_a_sequence_at_its_end_is_not_counted_on_from(sealed, rank_folder):
 
 
 def test_an_arena_in_which_nothing_was_staged_yet_is_empty(arenas, rank_folder):
-    arena = arenas.fitting(0, 10_000)
+    arena = arenas.open_fitting(0, 10_000)
     assert open_recovered(arena.path, "job") is None
     assert steps_in(rank_folder) == []
     writer = ArenaReader(arena.path, "job")
@@ -607,7 +607,7 @@ def test_closing_lets_go_of_all(arenas, rank_folder):
 
 FORKED = """
 ArenaPool._allocate = lambda arenas, number, nbytes: ("here", create_anonymous(nbytes))
-arena = ArenaPool(JobFolder("job", roots=[args[0]]).rank(1)).fitting(0, 1 << 20)
+arena = ArenaPool(JobFolder("job", roots=[args[0]]).rank(1)).open_fitting(0, 1 << 20)
 arena.memory[5000] = 7
 def held():
     return [n for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]

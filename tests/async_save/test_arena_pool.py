@@ -56,8 +56,8 @@ def test_small_shared_memory_is_gone_around_and_that_is_said_once(
     arenas, rank_folder, monkeypatch, caplog
 ):
     with_free(monkeypatch, 64 << 10)
-    stage(arenas.fitting(0, arena_nbytes(SNAPSHOT)))
-    stage(arenas.fitting(1, arena_nbytes(SNAPSHOT)))
+    stage(arenas.open_fitting(0, arena_nbytes(SNAPSHOT)))
+    stage(arenas.open_fitting(1, arena_nbytes(SNAPSHOT)))
     assert len(caplog.records) == 1
     assert "enlarge /dev/shm (docker run --shm-size)" in caplog.text
     assert rank_folder.path in caplog.text
@@ -70,12 +70,12 @@ def test_small_shared_memory_is_gone_around_and_that_is_said_once(
 def test_what_has_a_name_does_not_hide_the_memory_that_has_none(arenas, rank_folder, monkeypatch):
     Path(rank_folder.arena_path(0)).write_bytes(b"of another version")
     with_free(monkeypatch, 100)
-    arena = arenas.fitting(0, 8192)
+    arena = arenas.open_fitting(0, 8192)
     assert list(rank_folder.open_paths(0)) == [arena.path]
 
 
 def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeypatch):
-    small = arenas.fitting(0, 8192)
+    small = arenas.open_fitting(0, 8192)
     assert small.path == rank_folder.arena_path(0)
 
     def full(fd: int, start: int, nbytes: int) -> None:
@@ -84,18 +84,18 @@ def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeyp
         os.ftruncate(fd, start + nbytes)
 
     monkeypatch.setattr(shared_memory, "_allocate", full)
-    large = arenas.fitting(0, arena_nbytes(SNAPSHOT))
+    large = arenas.open_fitting(0, arena_nbytes(SNAPSHOT))
     assert large.path.startswith("/proc/")
     assert os.listdir(rank_folder.path) == ["arena-0.trainer"]
     stage(large)
     assert kept_steps(rank_folder) == [7]
-    assert arenas.fitting(0, 100) is large
+    assert arenas.open_fitting(0, 100) is large
 
 
 def test_where_there_is_no_shared_memory_the_folder_says_where_the_memory_is(elsewhere, caplog):
     caplog.clear()
     arenas = ArenaPool(elsewhere)
-    arena = arenas.fitting(0, arena_nbytes(SNAPSHOT))
+    arena = arenas.open_fitting(0, arena_nbytes(SNAPSHOT))
     assert caplog.records == []  # the folder has said it
     assert list(elsewhere.open_paths(0)) == [arena.path]
     stage(arena)
@@ -107,7 +107,7 @@ TRAIN = """
 rank = JobFolder("job", roots=[args[0] + "/none", args[0]]).rank(0)
 lock = rank.lock("trainer")
 what = Snapshot("0" * 32, "/run/step-7", 7, 0, 1, (Image("a", 3 << 20),))
-arena = ArenaPool(rank).fitting(0, arena_nbytes(what))
+arena = ArenaPool(rank).open_fitting(0, arena_nbytes(what))
 for image in arena.begin(what):
     image[:] = b"s" * len(image)
 arena.complete()
@@ -126,7 +126,7 @@ def test_memory_without_a_name_lives_as_long_as_its_writer(tmp_path, elsewhere):
     writer.follow(SNAPSHOT.id).seal(Seal("a1", ()))
 
     later = ArenaPool(elsewhere)
-    arena = later.fitting(0, 100)  # a later trainer takes it over
+    arena = later.open_fitting(0, 100)  # a later trainer takes it over
     assert arena.nbytes == arena_nbytes(SNAPSHOT)
     writer.close()
     assert kept_steps(elsewhere) == [7]
@@ -135,7 +135,7 @@ def test_memory_without_a_name_lives_as_long_as_its_writer(tmp_path, elsewhere):
 
 
 def test_no_memory_anywhere_says_how_much_was_needed(arenas, rank_folder, monkeypatch):
-    arenas.fitting(0, 8192)
+    arenas.open_fitting(0, 8192)
 
     def full(fd: int, start: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -145,7 +145,7 @@ def test_no_memory_anywhere_says_how_much_was_needed(arenas, rank_folder, monkey
     with pytest.raises(
         StorageError, match=r"no memory for a snapshot of 1,048,576 bytes: No space"
     ):
-        arenas.fitting(1, 1 << 20)
+        arenas.open_fitting(1, 1 << 20)
     assert len(os.listdir("/proc/self/fd")) == before
     assert os.listdir(rank_folder.path) == ["arena-0"]
 
@@ -155,7 +155,7 @@ def test_memory_that_the_host_has_not_is_refused_before_a_process_is_ended_for_i
 ):
     monkeypatch.delattr(shared_memory, "_allocate")  # nobody gets as far as that
     with pytest.raises(StorageError, match=r"bytes are needed, and .* are available"):
-        arenas.fitting(0, 1 << 50)
+        arenas.open_fitting(0, 1 << 50)
 
 
 def test_a_limit_that_stops_an_arena_from_growing_leaves_it_as_it_was(tmp_path, monkeypatch):
@@ -189,12 +189,12 @@ rank = JobFolder("job", roots=[args[0]]).rank(0)
 arenas = ArenaPool(rank)
 what = Snapshot("0" * 32, "/run", 7, 0, 1, (Image("a", 1 << 20),))
 for number in (0, 1):  # two do not fit
-    arena = arenas.fitting(number, arena_nbytes(what))
+    arena = arenas.open_fitting(number, arena_nbytes(what))
     for image in arena.begin(what):
         image[:] = b"s" * len(image)
     arena.complete()
     say(arena.path.split("/")[1])
-say(arenas.fitting(0, 3 << 20).path.split("/")[1])
+say(arenas.open_fitting(0, 3 << 20).path.split("/")[1])
 say(*sorted(os.listdir(rank.path)))
 """
 
@@ -246,7 +246,7 @@ def test_what_is_no_file_in_the_place_of_an_arena_is_named_and_left(
     path = f"{rank_folder.path}/{name}"
     make(path)
     with pytest.raises(StorageError, match=f"{path} is {what}, .* remove it, or"):
-        arenas.fitting(0, 4096)
+        arenas.open_fitting(0, 4096)
     rank_folder.remove()
     assert os.listdir(rank_folder.path) == [name]
 
@@ -255,5 +255,5 @@ def test_a_folder_where_the_place_of_memory_is_told_is_named_and_left(elsewhere)
     path = f"{elsewhere.arena_path(0)}.trainer"
     os.mkdir(path)
     with pytest.raises(StorageError, match=f"{path} is a folder, .* remove it, or"):
-        ArenaPool(elsewhere).fitting(0, 4096)
+        ArenaPool(elsewhere).open_fitting(0, 4096)
     assert os.path.isdir(path)

@@ -15,7 +15,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, arena_nbytes
-from dist_ckpt.async_save.trainer.background_save import images_of, stage
+from dist_ckpt.async_save.trainer.background_save import list_images, stage
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.session import Session
@@ -63,7 +63,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 
 def staged(arena: Arena, files: RankFiles) -> dict[str, bytes]:
     """Stage files and return them as a writer sees them."""
-    snapshot = Snapshot(ID, "/a", 1, 0, 1, images_of(files))
+    snapshot = Snapshot(ID, "/a", 1, 0, 1, list_images(files))
     arena.reserve(arena_nbytes(snapshot))
     stage(arena, arena.begin(snapshot), files)
     follower = ArenaReader(arena.path, JOB)

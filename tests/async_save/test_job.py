@@ -55,7 +55,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJob]:
             made.append(one)
         return one, fakes[-1]
 
-    monkeypatch.setattr(writer_handle, "start", start)
+    monkeypatch.setattr(writer_handle, "start_writer", start)
     yield make
     for one in made:
         one.close(keep=False)
@@ -80,7 +80,7 @@ def leave(
     told = typed_msgpack.encode(details)
     what = Snapshot(f"{step:032x}", f"/ck/{step}", step, rank, 2, images, told)
     arenas = ArenaPool(folder)
-    memory = arenas.fitting(arena, arena_nbytes(what))
+    memory = arenas.open_fitting(arena, arena_nbytes(what))
     memory.begin(what)
     memory.complete()
     if is_sealed:
@@ -100,7 +100,7 @@ def ranks() -> list[int]:
 
 def test_a_job_gives_its_memory_back(job):
     first, fake = job(0)
-    first.arenas.fitting(0, 4096)
+    first.arenas.open_fitting(0, 4096)
     commit(first, fake)
     first.close(keep=False)
     assert ranks() == []
@@ -109,7 +109,7 @@ def test_a_job_gives_its_memory_back(job):
 @pytest.mark.parametrize("keep", [True, False])
 def test_what_is_needed_after_an_error_is_kept(job, keep):
     first, fake = job(0)
-    first.arenas.fitting(0, 4096)
+    first.arenas.open_fitting(0, 4096)
     commit(first, fake, failure=None if keep else FULL)
     if keep:
         first.close(keep=True)
@@ -134,11 +134,11 @@ def test_what_ranks_left_that_are_no_more_is_removed_once_a_checkpoint_is_durabl
         gone, _ = job(rank, 6)
         gone.close(keep=True)
     first, fake = job(0)
-    first.reclaim(all_are_here=True)
+    first.reclaim(has_all_ranks=True)
     assert ranks() == [0, 1, 5]
     commit(first, fake)
     # Rank 1 of this run is on another host.
-    first.reclaim(all_are_here=True)
+    first.reclaim(has_all_ranks=True)
     assert ranks() == [0]
 
 
@@ -230,7 +230,7 @@ def test_what_is_on_the_storage_is_kept_for_who_asks(job):
 
 def test_who_drops_a_job_lets_go_of_it_and_its_writer_goes_on(job, caplog):
     dropped, fake = job(0, is_dropped=True)
-    memory = dropped.arenas.fitting(0, 4096).memory
+    memory = dropped.arenas.open_fitting(0, 4096).memory
     waited, failed = order(dropped.writer, "a"), order(dropped.writer, "b")
     fake.settle("b", FULL)
     assert dropped.writer.wait_for(lambda: failed.is_settled, SOON_S)
@@ -290,7 +290,7 @@ def test_a_forked_child_that_drops_a_job_leaves_it_to_its_parent(job):
     waited = order(first.writer, "a")
     if (child := os.fork()) == 0:
         try:
-            first._dropped()  # what the end of the last reference does; a warning is an error
+            first._finalizer()  # what the end of the last reference does; a warning is an error
         except ResourceWarning:
             os._exit(1)
         os._exit(0)

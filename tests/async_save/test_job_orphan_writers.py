@@ -63,7 +63,7 @@ def writer(
 
 def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
     """Have a writer finish when it has been waited for a while."""
-    real, looks = job._orphan_writer, [0]
+    real, looks = job._find_orphan_writer, [0]
 
     def left_writer(folder):
         looks[0] += 1
@@ -71,7 +71,7 @@ def end_when_looked_at(monkeypatch: pytest.MonkeyPatch, one: Program) -> None:
             one.tell()
         return real(folder)
 
-    monkeypatch.setattr(job, "_orphan_writer", left_writer)
+    monkeypatch.setattr(job, "_find_orphan_writer", left_writer)
 
 
 def settled(

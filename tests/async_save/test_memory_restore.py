@@ -420,7 +420,7 @@ def test_a_half_staged_newer_snapshot_is_ignored(root, folder):
     newer = kept.save(root / "ck-9", 2, 9)
     kept.keep(folder, newer, arena=1, ranks=[0], seal=[])
     arenas = ArenaPool(folder.rank(1))
-    arenas.fitting(1, 1 << 20).begin(kept.snapshot_of(newer, 1))
+    arenas.open_fitting(1, 1 << 20).begin(kept.snapshot_of(newer, 1))
     arenas.close()
     remove(newer)
     assert kept.step_in(kept.restore(folder, 2)[1]) == 8
@@ -433,8 +433,8 @@ def test_what_was_restored_is_overwritten_last(root, folder):
     kept.keep(folder, newer, arena=0)  # complete here, which it need not be on other ranks
     arenas = ArenaPool(folder.rank(0))
     assert (arenas.newest, arenas.newest_at) == (0, 1e9 + 9)
-    arenas.spare(f"{8:032x}")
-    assert arenas.oldest(()) == 0
+    arenas.overwrite_last(f"{8:032x}")
+    assert arenas.find_oldest(()) == 0
 
 
 def test_nothing_in_memory_restores_nothing(folder):
@@ -511,7 +511,7 @@ def overwrite_on_read(monkeypatch: pytest.MonkeyPatch, folder: JobFolder, when: 
         rank = there.snapshot.rank
         arenas = ArenaPool(folder.rank(rank))
         what = Snapshot("f" * 32, "/else", 99, rank, 9, there.snapshot.images)
-        arena = arenas.fitting(0, 1)
+        arena = arenas.open_fitting(0, 1)
         for data in arena.begin(what):
             data[:] = b"\xee" * len(data)
         arena.complete()

@@ -23,7 +23,7 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.async_save.trainer.writer_handle import start
+from dist_ckpt.async_save.trainer.writer_handle import start_writer
 from dist_ckpt.async_save.writer.messages import (
     Abort,
     Close,
@@ -77,7 +77,7 @@ class Job:
         self, state: State, rank: int = 0, *, number: int = 0, name: str = "", path: str = "ck"
     ) -> Staged:
         arenas = self._arenas.setdefault(rank, ArenaPool(self.folder.rank(rank)))
-        arena = arenas.fitting(number, 1 << 16)
+        arena = arenas.open_fitting(number, 1 << 16)
         return Staged(arena, state, self.path / path, name=name or new_id(), rank=rank)
 
     def end(self) -> None:
@@ -286,7 +286,7 @@ def test_a_new_store_brings_a_new_writer_and_the_old_ones_together(job):
         assert [done(trainer).failure for trainer in trainers] == [None, None]
         trainers[1].process.kill()
         trainers[1].wait()
-        link, process = start(folders[1], hello(folders[1], 2))
+        link, process = start_writer(folders[1], hello(folders[1], 2))
         try:
             again = [trainers[0], Trainer(folders[1], link, process)]
             trainers[0].store = None
@@ -612,7 +612,7 @@ def test_a_rank_has_one_writer(job):
     (folder,) = job.ranks(1)
     with writers([folder]) as (trainer,):
         with pytest.raises(ConflictError, match="has a living writer of rank 0"):
-            start(folder, hello(folder, 1))
+            start_writer(folder, hello(folder, 1))
         assert trainer.process.poll() is None
         trainer.link.close()
         assert trainer.wait() == 0
@@ -627,14 +627,14 @@ def test_settings_that_make_no_sense_are_told(job):
         (hello(folder, 1, cap=-1.0), "max_bytes_per_s"),
     ]:
         with pytest.raises(ValueError, match=match):
-            start(folder, said)
+            start_writer(folder, said)
 
 
 def test_a_writer_that_does_not_start_is_told_with_its_log(job, monkeypatch):
     (folder,) = job.ranks(1)
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RankError, match=r"does not start: it has ended at once.*writer\.log"):
-        start(folder, hello(folder, 1))
+        start_writer(folder, hello(folder, 1))
 
 
 def test_a_writer_that_cannot_be_started_is_told_as_an_error_of_ours(job, monkeypatch):
@@ -642,15 +642,15 @@ def test_a_writer_that_cannot_be_started_is_told_as_an_error_of_ours(job, monkey
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", "/no/such/program")
         with pytest.raises(StorageError, match=r"cannot be started: No such file.*writer\.log"):
-            start(folder, hello(folder, 1))
+            start_writer(folder, hello(folder, 1))
     os.unlink(folder.log_path)
     os.symlink("/dev/null", folder.log_path)
     with pytest.raises(StorageError, match=r"writer\.log is a link, .* remove it, or"):
-        start(folder, hello(folder, 1))
+        start_writer(folder, hello(folder, 1))
     os.unlink(folder.log_path)
     os.mkfifo(folder.log_path)  # to open it would take until somebody reads from it
     with pytest.raises(StorageError, match=r"writer\.log is a pipe, .* remove it, or"):
-        start(folder, hello(folder, 1))
+        start_writer(folder, hello(folder, 1))
     os.unlink(folder.log_path)
 
 

@@ -49,7 +49,7 @@ def keep(
     is_sealed: bool = True,
 ) -> None:
     arenas = ArenaPool(folder.rank(what.rank if rank is None else rank))
-    memory = arenas.fitting(arena, arena_nbytes(what))
+    memory = arenas.open_fitting(arena, arena_nbytes(what))
     memory.begin(what)
     if is_complete:
         memory.complete()

@@ -49,7 +49,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(0)
     arenas = ArenaPool(folder)
     what = Snapshot("1" * 32, "/runs/ck", 7, 0, 1, (Image("one", len(DATA)),))
-    made = arenas.fitting(0, arena_nbytes(what))
+    made = arenas.open_fitting(0, arena_nbytes(what))
     made.begin(what)[0][:] = DATA
     made.complete()
     follower = ArenaReader(made.path, "job")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
-from dist_ckpt.async_save.writer.staged_save import Staging, files_of
+from dist_ckpt.async_save.writer.staged_save import Staging, open_staged_files
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
@@ -51,7 +51,7 @@ class Case:
 
     def __init__(self, arenas: ArenaPool, state: State = STATE) -> None:
         self.state = state
-        self.staged = Staged(arenas.fitting(0, 1 << 16), state, Path("/ck"), name=new_id())
+        self.staged = Staged(arenas.open_fitting(0, 1 << 16), state, Path("/ck"), name=new_id())
         self.follower = ArenaReader(self.staged.arena.path, "job")
         self.followed = self.follower.follow(self.staged.snapshot.id)
         # Its files want memory aligned, as direct I/O does.
@@ -61,7 +61,7 @@ class Case:
         self, check: Callable[[], None], threads: int = 1, storage: WritableStorage | None = None
     ) -> tuple[FileReceipt, ...]:
         plans = plan_rank_files(self.state.plan, 0)
-        files = files_of(self.followed, Staging(self.followed, check), plans)
+        files = open_staged_files(self.followed, Staging(self.followed, check), plans)
         return write_all(storage or self.storage, FOLDER, files, threads=threads)
 
     def written(self) -> dict[str, bytes]:
@@ -123,7 +123,7 @@ def test_what_is_not_staged_yet_is_waited_for(arenas):
     # Whenever the writer finds that there is nothing to write, the trainer takes one step.
     arena, images = case.staged.arena, case.staged._images
     _, header, data = case.staged._files[0]
-    start = arena.placement.images[0].start
+    start = arena.spans.images[0].start
     done = header
 
     def step() -> None:
@@ -196,7 +196,9 @@ def test_a_snapshot_of_other_files_than_planned_is_refused(arenas):
     case = Case(arenas)
     other = State(1, {"large": (2501, 1000)})
     with pytest.raises(CorruptError, match="has other files than its plan"):
-        files_of(case.followed, Staging(case.followed, fail), plan_rank_files(other.plan, 0))
+        open_staged_files(
+            case.followed, Staging(case.followed, fail), plan_rank_files(other.plan, 0)
+        )
     with pytest.raises(CorruptError, match="has other files than its plan"):
-        files_of(case.followed, Staging(case.followed, fail), ())
+        open_staged_files(case.followed, Staging(case.followed, fail), ())
     case.follower.close()

@@ -14,7 +14,12 @@ pytest.importorskip("torch")
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer import start_handshake, writer_handle
-from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, WhenBusy, agree_on_start
+from dist_ckpt.async_save.trainer.start_handshake import (
+    SaverInfo,
+    StartDecision,
+    WhenBusy,
+    agree_on_start,
+)
 from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from dist_ckpt.async_save.writer.messages import Go, Hello, Serve
 from dist_ckpt.core.comm.messages import Failure
@@ -38,7 +43,7 @@ class Rank:
         self.writer = writer
         self.fake = fake
 
-    def agree(self, when_busy: WhenBusy = "wait") -> Start | None:
+    def agree(self, when_busy: WhenBusy = "wait") -> StartDecision | None:
         with self.session.operation("background save to /ck"):
             return agree_on_start(
                 self.session, lambda: self.writer, SaverInfo("job", None, when_busy)
@@ -71,7 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         fakes[rank] = FakeWriter()
         folder = JobFolder("job", roots=[str(tmp_path)]).rank(rank)
         writer = WriterHandle(folder, Hello("job", rank, 2, TEST_CONFIG, None))
-        writer.ensure()
+        writer.ensure_running()
         yield Rank(Session(channel, bulk, TEST_CONFIG), writer, fakes[rank])
         writer.kill()
 
@@ -82,7 +87,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
         return run_ranks(run_rank, world_size=world_size, harness="threads")
 
-    monkeypatch.setattr(writer_handle, "start", start)
+    monkeypatch.setattr(writer_handle, "start_writer", start)
     yield on_ranks
     for fake in fakes.values():
         fake.end()
@@ -207,7 +212,7 @@ def test_a_save_is_superseded_on_all_ranks_or_on_none(run, begun_on):
         orders = [order(one.writer, name) for name in "ab"]
         start = one.agree("supersede")
         assert start is not None
-        one.writer.serve("")  # answered after all that was said before
+        one.writer.serve_store("")  # answered after all that was said before
         said = [told for told in one.fake.heard if isinstance(told, Go)]
         # What is superseded stays paused, until all agree on what takes its place.
         is_let_go = begun_on not in (None, one.number)
@@ -222,7 +227,7 @@ def test_what_is_paused_goes_on_if_nobody_is_busy(run):
         order(one.writer, "a")
         start = one.agree("supersede")
         assert start is not None
-        one.writer.serve("")
+        one.writer.serve_store("")
         return not start.queued and Go("a", drop=False) in one.fake.heard
 
     assert run(rank) == [True, True]
@@ -291,7 +296,7 @@ def test_one_rank_alone_meets_nobody(run):
     ],
 )
 def test_a_place_to_meet_that_is_none_is_refused(run, monkeypatch, place):
-    monkeypatch.setattr(start_handshake, "_store", lambda *_: place)
+    monkeypatch.setattr(start_handshake, "_choose_store", lambda *_: place)
     is_strange = place is None or [type(one) for one in place] != [str, int, bytes]
     told = "not a message" if is_strange else "rank 0 sent an invalid address for the store"
     for error in run(Rank.error):

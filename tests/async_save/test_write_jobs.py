@@ -18,8 +18,8 @@ from dist_ckpt.async_save.snapshots.arena_layout import HEADER_NBYTES
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.async_save.writer import write_jobs as writer_saves
 from dist_ckpt.async_save.writer.messages import Done, Hello, Serve, Write
-from dist_ckpt.async_save.writer.process import Stores
-from dist_ckpt.async_save.writer.write_jobs import WriterRendezvous, WriterSave, WriterSaves
+from dist_ckpt.async_save.writer.process import StoreServers
+from dist_ckpt.async_save.writer.write_jobs import WriterContext, WriterRendezvous, WriterSave
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.storage.forwarding import RateLimit
@@ -46,21 +46,21 @@ def settled(
     /,
     **said: Any,
 ) -> Done:
-    staged = Staged(arenas.fitting(0, 1 << 16), state, where, name=new_id())
+    staged = Staged(arenas.open_fitting(0, 1 << 16), state, where, name=new_id())
     staged.complete()
     follower = ArenaReader(staged.arena.path, "job")
     write = replace(write_of(staged), **said)
-    saves = WriterSaves(hello, WriterRendezvous(hello), nothing, allowance)
+    saves = WriterContext(hello, WriterRendezvous(hello), nothing, allowance)
     done = WriterSave(saves, write, follower).settle()
     follower.close()
     return done
 
 
 def test_a_save_that_is_settled_keeps_no_arena(arenas, tmp_path):
-    staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "ck", name=new_id())
+    staged = Staged(arenas.open_fitting(0, 1 << 16), STATE, tmp_path / "ck", name=new_id())
     staged.complete()
     follower = ArenaReader(staged.arena.path, "job")
-    saves = WriterSaves(ALONE, WriterRendezvous(ALONE), nothing)
+    saves = WriterContext(ALONE, WriterRendezvous(ALONE), nothing)
     save = WriterSave(saves, write_of(staged), follower)
     assert save.settle().failure is None
     arena = weakref.ref(follower)
@@ -83,7 +83,7 @@ def test_a_save_is_reported_with_its_costs(arenas, tmp_path):
 
 def kept(arenas: ArenaPool) -> RecoveredSnapshot:
     """Return what a restart would find."""
-    found = open_recovered(arenas.fitting(0, 1).path, "job")
+    found = open_recovered(arenas.open_fitting(0, 1).path, "job")
     assert found is not None
     found.close()
     return found
@@ -91,13 +91,13 @@ def kept(arenas: ArenaPool) -> RecoveredSnapshot:
 
 def wipe(arenas: ArenaPool) -> None:
     """Forget the headers of what was staged before."""
-    memory = arenas.fitting(0, 1 << 16).memory
+    memory = arenas.open_fitting(0, 1 << 16).memory
     memory[HEADER_NBYTES:] = bytes(len(memory) - HEADER_NBYTES)
 
 
 def images_in(arenas: ArenaPool) -> list[bytes]:
-    memory, there = arenas.fitting(0, 1).memory, kept(arenas)
-    return [bytes(memory[span.start : span.stop]) for span in there.placement.images]
+    memory, there = arenas.open_fitting(0, 1).memory, kept(arenas)
+    return [bytes(memory[span.start : span.stop]) for span in there.spans.images]
 
 
 def test_wherever_the_storage_fails_what_is_staged_is_sealed_as_if_it_had_been_written(
@@ -133,7 +133,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
 ):
     (tmp_path / "file").write_text("no folder")
     for is_aborted in (True, False):
-        staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
+        staged = Staged(arenas.open_fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
         follower = ArenaReader(staged.arena.path, "job")
         calls = count()
 
@@ -149,7 +149,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
                 raise CheckpointError("the trainer could not stage it")
             staged.complete()
 
-        saves = WriterSaves(ALONE, WriterRendezvous(ALONE), check)
+        saves = WriterContext(ALONE, WriterRendezvous(ALONE), check)
         done = WriterSave(saves, write_of(staged), follower).settle()
         assert failure_of(done).kind == "ExistsError"
         follower.close()
@@ -158,7 +158,7 @@ def test_what_is_not_complete_when_its_save_has_failed_is_sealed_only_if_it_will
 
 def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(arenas, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    staged = Staged(arenas.fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
+    staged = Staged(arenas.open_fitting(0, 1 << 16), STATE, tmp_path / "file/ck", name=new_id())
     follower = ArenaReader(staged.arena.path, "job")
     calls = count()
 
@@ -167,7 +167,7 @@ def test_what_a_writer_is_interrupted_in_the_sealing_of_can_be_sealed_again(aren
             staged.complete()
             raise SystemExit
 
-    saves = WriterSaves(ALONE, WriterRendezvous(ALONE), check)
+    saves = WriterContext(ALONE, WriterRendezvous(ALONE), check)
     save = WriterSave(saves, write_of(staged), follower)
     with pytest.raises(SystemExit):
         save.settle()
@@ -229,7 +229,7 @@ def reaches(token: bytes, port: int) -> bool:
 
 
 def test_a_store_is_served_until_no_save_needs_it():
-    stores = Stores()
+    stores = StoreServers()
     tokens = [bytes([number]) * 32 for number in range(3)]
     ports = [stores.serve(Serve(token, "")).port for token in tokens]
     assert all(map(reaches, tokens, ports))
@@ -242,7 +242,7 @@ def test_a_store_is_served_until_no_save_needs_it():
 
 
 def test_a_store_for_other_hosts_is_reached_from_them():
-    stores = Stores()
+    stores = StoreServers()
     serving = stores.serve(Serve(b"t" * 32, "127.0.0.1"))
     assert serving.host == "127.0.0.1"
     assert reaches(b"t" * 32, serving.port)
@@ -253,7 +253,7 @@ def test_a_store_for_other_hosts_is_reached_from_them():
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_writer_without_trainer_waits_less_long_for_others(is_early):
-    stores = Stores()
+    stores = StoreServers()
     serving = stores.serve(Serve(b"t" * 32, ""))
     meetings = WriterRendezvous(Hello("job", 0, 2, CONFIG, None))
     write = Write("0" * 32, "/ck", "", 0, serving.host, serving.port, b"t" * 32)

@@ -14,10 +14,10 @@ from dist_ckpt.async_save.writer.messages import Hello, ProtocolError, Write
 from dist_ckpt.async_save.writer.write_jobs import (
     MAX_SAVES,
     OpenArenas,
+    WriterContext,
     WriterQueue,
     WriterRendezvous,
     WriterSave,
-    WriterSaves,
 )
 from dist_ckpt.core.runtime.shared_memory import create_anonymous
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
@@ -33,7 +33,7 @@ def save(name: str, arena: ArenaReader | None = None) -> WriterSave:
 
 
 def saved(write: Write, arena: ArenaReader | CheckpointError) -> WriterSave:
-    return WriterSave(WriterSaves(HELLO, WriterRendezvous(HELLO), lambda _: None), write, arena)
+    return WriterSave(WriterContext(HELLO, WriterRendezvous(HELLO), lambda _: None), write, arena)
 
 
 @pytest.fixture
@@ -143,14 +143,14 @@ def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
     known = OpenArenas(rank_folder)
 
     def follow(number: int) -> ArenaReader:
-        staged = Staged(arenas.fitting(number, 1 << 16), STATE, Path("/ck"), name=new_id())
+        staged = Staged(arenas.open_fitting(number, 1 << 16), STATE, Path("/ck"), name=new_id())
         follower = known.open(write_of(staged, number))
         assert isinstance(follower, ArenaReader)
         assert follower.follow(staged.snapshot.id).snapshot == staged.snapshot
         return follower
 
     for number in range(2):
-        arenas.fitting(number, 1 << 16)
+        arenas.open_fitting(number, 1 << 16)
     gc.collect()
     before = open_fds()
     assert len({follow(turn % 2) for turn in range(5)}) == 2
@@ -161,12 +161,12 @@ def test_an_arena_is_opened_once_and_closed_at_the_end(arenas, rank_folder):
 
 def test_an_arena_that_was_replaced_is_closed_once_no_save_needs_it(arenas, rank_folder):
     known = OpenArenas(rank_folder)
-    first = Staged(arenas.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
+    first = Staged(arenas.open_fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     queued = known.open(write_of(first))
     assert isinstance(queued, ArenaReader)
     os.unlink(first.arena.path)
     again = ArenaPool(rank_folder)
-    second = Staged(again.fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
+    second = Staged(again.open_fitting(0, 1 << 16), STATE, Path("/ck"), name=new_id())
     follower = known.open(write_of(second))
     assert isinstance(follower, ArenaReader)
     assert follower.follow(second.snapshot.id).snapshot == second.snapshot

@@ -14,7 +14,7 @@ import pytest
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer import writer_handle
-from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriteJob, WriterHandle
+from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, SaveHandle, WriterHandle
 from dist_ckpt.async_save.writer.messages import (
     Done,
     Go,
@@ -59,7 +59,7 @@ class FakeWriters:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWriters]:
     found = FakeWriters()
-    monkeypatch.setattr(writer_handle, "start", found.start)
+    monkeypatch.setattr(writer_handle, "start_writer", found.start)
     yield found
     found.end()
 
@@ -68,7 +68,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWriters]:
 def writer(fakes: FakeWriters, tmp_path: Path) -> Iterator[WriterHandle]:
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(1)
     made = WriterHandle(folder, Hello("job", 1, 3, Config(), None))
-    made.ensure()
+    made.ensure_running()
     yield made
     made.kill()
 
@@ -77,9 +77,9 @@ def write(name: str, store: tuple[str, int, bytes] = ("a", 1, b"t")) -> Write:
     return Write(name, f"/ck/{name}", "/dev/shm/none", 0, *store)
 
 
-def order(writer: WriterHandle, name: str, arena: int = 0) -> WriteJob:
-    made = WriteJob(name, arena)
-    writer.order(made, write(name))
+def order(writer: WriterHandle, name: str, arena: int = 0) -> BackgroundSave:
+    made = BackgroundSave(name, arena)
+    writer.submit(made, write(name))
     return made
 
 
@@ -119,19 +119,19 @@ def test_a_save_is_lost_with_its_writer_and_says_how_that_ended(writer, fakes):
     assert "rank 1" in str(waited.failure)
     assert "signal 9" in str(waited.failure)
     assert writer.joined is None
-    writer.ensure()
+    writer.ensure_running()
     assert writer.num_restarts == 1
 
 
 def test_a_save_that_is_ordered_of_a_writer_that_is_gone_is_lost_and_not_waited_for(writer, fakes):
     die(fakes)
-    writer.look()  # as another thread may, which asks a handle
+    writer.receive_messages()  # as another thread may, which asks a handle
     late = order(writer, "a")
     assert late.is_settled
     assert isinstance(late.failure, RankError)
     assert writer.failed == [late]
     assert writer.joined is None
-    writer.ensure()
+    writer.ensure_running()
     assert writer.unsettled == []
 
 
@@ -140,14 +140,14 @@ def test_a_save_whose_order_is_interrupted_is_lost_and_not_waited_for(writer, fa
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    order = WriteJob("a", 0)
+    order = BackgroundSave("a", 0)
     monkeypatch.setattr(Link, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        writer.order(order, Write("a", "/ck", "/dev/shm/a", 0, "h", 1, b"t"))
+        writer.submit(order, Write("a", "/ck", "/dev/shm/a", 0, "h", 1, b"t"))
     assert "signal 9" in str(order.failure)
     assert writer.unsettled == []
-    monkeypatch.setattr(writer_handle, "start", fakes.start)
-    writer.ensure()
+    monkeypatch.setattr(writer_handle, "start_writer", fakes.start)
+    writer.ensure_running()
     assert writer.num_restarts == 1
 
 
@@ -166,17 +166,17 @@ def test_saves_of_which_nothing_is_left_to_say_are_forgotten(writer, fakes):
         newest = order(writer, str(number))
         fakes.ends[0].send(done(str(number)))
         assert writer.wait_for(lambda one=newest: one.is_settled, SOON_S)
-    assert writer.orders == [failed, newest]
+    assert writer.saves == [failed, newest]
     failed.is_reported = True
     order(writer, "last")
-    assert [one.snapshot for one in writer.orders] == ["last"]
+    assert [one.snapshot for one in writer.saves] == ["last"]
 
 
 def test_a_writer_that_refuses_to_serve_says_why_and_lives_on(writer, fakes):
     waited = order(writer, "a")
     fakes.ends[0].send(Refused(FAILURE))
     with pytest.raises(StorageError, match="the disk is full"):
-        writer.serve("")
+        writer.serve_store("")
     assert writer.num_restarts == 0
     assert not waited.is_settled
     assert fakes.processes[0].poll() is None
@@ -188,7 +188,7 @@ def test_a_save_is_dropped_only_if_it_has_not_begun(writer, fakes):
     assert not writer.pause("a")
     fakes.ends[0].send(Paused("a", is_paused=True))
     assert writer.pause("a")
-    writer.go("a", drop=True)
+    writer.end_pause("a", drop=True)
     assert queued.is_settled
     assert queued.failure is None
     assert writer.num_dropped == 1
@@ -197,8 +197,8 @@ def test_a_save_is_dropped_only_if_it_has_not_begun(writer, fakes):
 
 
 def test_a_writer_that_is_frozen_is_ended(writer, fakes, monkeypatch):
-    monkeypatch.setattr(writer_handle, "PING_S", 0.1)
-    monkeypatch.setattr(writer_handle, "ANSWER_S", 0.1)
+    monkeypatch.setattr(writer_handle, "PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr(writer_handle, "ANSWER_TIMEOUT_S", 0.1)
     waited = order(writer, "a")
     assert writer.wait_for(lambda: waited.is_settled, SOON_S)
     assert isinstance(waited.failure, RankError)
@@ -240,13 +240,13 @@ def test_a_thread_that_waits_for_the_writer_lets_others_ask(
 
     def wait() -> None:
         begun.set()
-        writer.look(SOON_S)
+        writer.receive_messages(SOON_S)
 
     thread = threading.Thread(target=wait)
     thread.start()
     begun.wait(SOON_S)
     for _ in range(1000):
-        writer.look()
+        writer.receive_messages()
     assert thread.is_alive()  # the other one has not waited for its end
     fakes.ends[0].send(done("late"))
     thread.join(SOON_S)

@@ -31,10 +31,10 @@ def fake() -> Iterator[FakeWriter]:
 def writer(
     fake: FakeWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[WriterHandle]:
-    monkeypatch.setattr(writer_handle, "start", fake.start)
+    monkeypatch.setattr(writer_handle, "start_writer", fake.start)
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(0)
     made = WriterHandle(folder, Hello("job", 0, 1, Config(), None))
-    made.ensure()
+    made.ensure_running()
     yield made
     made.kill()
 
@@ -80,9 +80,9 @@ def test_a_failure_is_raised_as_often_as_it_is_asked_for_and_then_by_nobody_else
 
 def test_a_save_that_was_superseded_or_skipped_has_no_report(writer):
     handle = handle_of(writer, "a")
-    (its,) = writer.orders
+    (its,) = writer.saves
     assert writer.pause(its.snapshot)
-    writer.go(its.snapshot, drop=True)
+    writer.end_pause(its.snapshot, drop=True)
     skipped = SaveHandle("/ck/b", 1)
     for one in (handle, skipped):
         one.wait_staged(0) if one is skipped else None

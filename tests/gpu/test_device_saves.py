@@ -32,7 +32,7 @@ def job() -> Iterator[str]:
     folder = JobFolder(name)
     for one in folder.rank_folders():
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 @pytest.fixture

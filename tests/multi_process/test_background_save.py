@@ -45,7 +45,7 @@ def fail_to_stage(rank: int, root: str, job: str, before: bool) -> list[str]:
 
     def refuse(*args: Any) -> None:
         if not before:
-            args[0].advance(args[0].placement.images[0].start + 4096)
+            args[0].advance(args[0].spans.images[0].start + 4096)
         raise OSError("no such memory")
 
     state = {"w": dc.LocalShard(torch.full((50,), float(rank)), (100,), (50 * rank,))}

@@ -42,7 +42,7 @@ def job() -> Iterator[str]:
     folder = JobFolder(name)
     for one in folder.rank_folders():
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 def left_of(job: str) -> list[str]:
@@ -247,7 +247,7 @@ def test_a_dead_writer_is_named_and_replaced(tmp_path: Path, job: str) -> None:
 
 
 def freeze_a_writer(rank: int, root: str, job: str) -> list[Any]:
-    writer_handle.PING_S, writer_handle.ANSWER_S = 0.5, 1.0
+    writer_handle.PING_INTERVAL_S, writer_handle.ANSWER_TIMEOUT_S = 0.5, 1.0
     with dc.AsyncSaver(job=job) as saver:
         os.kill(writer_of(job, rank), signal.SIGSTOP)
         handle = saver.save(state_of(rank, 1, 1), f"{root}/a", step=1)

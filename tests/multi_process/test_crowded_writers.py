@@ -68,23 +68,23 @@ def job() -> Iterator[str]:
     folder = JobFolder(name)
     for one in folder.rank_folders():
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 def save_in_a_crowd(rank: int, root: str, job: str, num_strangers: int) -> Any:
     """Have strangers at the store from the moment at which it listens, before any writer comes."""
     crowd: list[subprocess.Popen[bytes]] = []
-    serve = WriterHandle.serve
+    serve = WriterHandle.serve_store
 
-    def serve_crowded(writer: WriterHandle, towards: str) -> tuple[str, int, bytes]:
-        host, port, token = serve(writer, towards)
+    def serve_crowded(writer: WriterHandle, peer_host: str) -> tuple[str, int, bytes]:
+        host, port, token = serve(writer, peer_host)
         command = [sys.executable, "-S", "-c", CROWD, host, str(port), str(num_strangers)]
         crowd.append(subprocess.Popen(command, stdout=subprocess.PIPE))
         assert crowd[-1].stdout is not None
         crowd[-1].stdout.readline()
         return host, port, token
 
-    WriterHandle.serve = serve_crowded  # type: ignore[method-assign, assignment]
+    WriterHandle.serve_store = serve_crowded  # type: ignore[method-assign, assignment]
     try:
         with dc.AsyncSaver(job=job) as saver:
             for step in (1, 2):

@@ -43,7 +43,7 @@ def job() -> Iterator[str]:
     folder = JobFolder(name)
     for one in folder.rank_folders():
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 def started(root: str, restored: tuple[int, Attempt] | None = None) -> None:

@@ -40,7 +40,7 @@ def jobs() -> Iterator[tuple[str, str]]:
         folder = JobFolder(name)
         for one in folder.rank_folders():
             one.remove()
-        folder.discard()
+        folder.remove_if_empty()
 
 
 class Told(NamedTuple):

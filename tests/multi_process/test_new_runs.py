@@ -56,7 +56,7 @@ def fail(root: Path) -> Iterator[Callable[..., str]]:
     for job in jobs:
         for one in JobFolder(job).rank_folders():
             one.remove()
-        JobFolder(job).discard()
+        JobFolder(job).remove_if_empty()
 
 
 def fail_and_die(rank: int, root: str, is_root_known: bool) -> None:

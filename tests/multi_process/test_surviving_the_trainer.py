@@ -47,7 +47,7 @@ def job() -> Iterator[str]:
             os.kill(owner.pid, signal.SIGKILL)
             await_end(name, one.rank)
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 def die() -> None:

@@ -39,7 +39,7 @@ def job() -> Iterator[str]:
     folder = JobFolder(name)
     for one in folder.rank_folders():
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 def wait_for_saves(rank: int, root: str, job: str) -> str:

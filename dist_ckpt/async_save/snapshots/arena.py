@@ -82,11 +82,11 @@ class _MappedArena:
     def write(self, offset: int, start: int, document: bytes, sequence: int) -> None:
         """Write a document, then its record."""
         self.view[start : start + len(document)] = document
-        record = layout.encode_record(layout.record_of(sequence, document))
+        record = layout.encode_record(layout.make_record(sequence, document))
         self.view[offset : offset + len(record)] = record
 
-    def images(self, placement: SnapshotSpans) -> tuple[memoryview, ...]:
-        return tuple(self.view[span.start : span.stop] for span in placement.images)
+    def images(self, spans: SnapshotSpans) -> tuple[memoryview, ...]:
+        return tuple(self.view[span.start : span.stop] for span in spans.images)
 
     def _fence(self) -> None:
         self._lock.release()
@@ -117,7 +117,7 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
-        self._placement: SnapshotSpans | None = None
+        self._spans: SnapshotSpans | None = None
         run_after_fork(self.detach_in_child)
 
     @property
@@ -142,22 +142,22 @@ class Arena:
     def begin(self, snapshot: Snapshot) -> tuple[memoryview, ...]:
         """Begin to stage a snapshot that fits, over the last. Return its images, with old bytes."""
         document = typed_msgpack.encode(snapshot)
-        placement = layout.snapshot_spans(snapshot, len(document))
-        assert placement.nbytes <= self.nbytes, f"{placement.nbytes} bytes into {self.nbytes}"
+        spans = layout.compute_spans(snapshot, len(document))
+        assert spans.nbytes <= self.nbytes, f"{spans.nbytes} bytes into {self.nbytes}"
         mapped = self._mapped
         # A number that was never used, so that no older seal matches.
         odd = (mapped.load(layout.SEQUENCE_WORD) + 1) | 1
         mapped.store(layout.SEQUENCE_WORD, odd)
         mapped.store(layout.READY_WORD, 0)
-        mapped.write(layout.DOCUMENT_RECORD, placement.document.start, document, odd + 1)
-        self._placement = placement
-        return mapped.images(placement)
+        mapped.write(layout.DOCUMENT_RECORD, spans.document.start, document, odd + 1)
+        self._spans = spans
+        return mapped.images(spans)
 
     @property
-    def placement(self) -> SnapshotSpans:
+    def spans(self) -> SnapshotSpans:
         """The layout of the current snapshot."""
-        assert self._placement is not None, "nothing was begun"
-        return self._placement
+        assert self._spans is not None, "nothing was begun"
+        return self._spans
 
     def advance(self, stop: int) -> None:
         """Publish that all bytes of the arena before `stop` are staged."""
@@ -165,7 +165,7 @@ class Arena:
 
     def complete(self) -> None:
         """Publish that the snapshot is complete. It must not change before the next `begin`."""
-        self.advance(self.placement.nbytes)
+        self.advance(self.spans.nbytes)
         odd = self._mapped.load(layout.SEQUENCE_WORD)
         assert odd % 2, "completed twice"
         self._mapped.store(layout.SEQUENCE_WORD, odd + 1)
@@ -175,7 +175,7 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            self._placement = None
+            self._spans = None
             del self._mapped
 
     def detach_in_child(self) -> None:
@@ -189,7 +189,7 @@ class FollowedArena:
     """The writer's view of one snapshot. It reads the images, and writes the headers into them."""
 
     snapshot: Snapshot
-    placement: SnapshotSpans
+    spans: SnapshotSpans
     images: tuple[memoryview, ...]
     sequence: int
     _mapped: _MappedArena
@@ -199,7 +199,7 @@ class FollowedArena:
         """The first byte that is not staged. ConflictError if another snapshot is there now."""
         ready = self._mapped.load(layout.READY_WORD)
         self.check()
-        return min(ready, self.placement.nbytes)
+        return min(ready, self.spans.nbytes)
 
     @property
     def is_complete(self) -> bool:
@@ -220,7 +220,7 @@ class FollowedArena:
         """Store the seal of a complete snapshot. Its headers and digests are in the arena."""
         assert self.is_complete, "sealed before it was complete"
         document = typed_msgpack.encode(seal)
-        span = self.placement.seal
+        span = self.spans.seal
         assert len(document) <= span.nbytes, f"a seal of {len(document)} bytes"
         self._mapped.write(layout.SEAL_RECORD, span.start, document, self.sequence)
 
@@ -258,15 +258,15 @@ class ArenaReader:
         nbytes = os.fstat(self.fd).st_size
         span = layout.document_span(record, self.path)
         document = os.pread(self.fd, span.nbytes, span.start)
-        snapshot, placement = layout.open_document(document, record, nbytes, self.path)
-        if placement.nbytes > len(self._mapped.view):  # the arena has grown
+        snapshot, spans = layout.decode_snapshot(document, record, nbytes, self.path)
+        if spans.nbytes > len(self._mapped.view):  # the arena has grown
             self._mapped = _MappedArena(self.fd, touch=False)
         if snapshot.id != snapshot_id:
             raise ConflictError(
                 f"{self.path} has snapshot {snapshot.id} of {snapshot.path}, not {snapshot_id}"
             )
-        images = self._mapped.images(placement)
-        followed = FollowedArena(snapshot, placement, images, record.sequence, self._mapped)
+        images = self._mapped.images(spans)
+        followed = FollowedArena(snapshot, spans, images, record.sequence, self._mapped)
         followed.check()
         return followed
 
@@ -293,18 +293,18 @@ class ArenaPool:
         self._arenas: dict[int, Arena] = {}
         self._has_warned = not folder.is_shared_memory  # the folder has warned already
 
-    def oldest(self, busy: Collection[int]) -> int:
+    def find_oldest(self, busy: Collection[int]) -> int:
         """Return the number of the arena that is not busy and was staged longest ago."""
         free = [number for number in range(NUM_ARENAS) if number not in busy]
         return min(free, key=lambda number: number == self.newest)
 
-    def spare(self, snapshot: str) -> None:
+    def overwrite_last(self, snapshot: str) -> None:
         """Overwrite this restored snapshot last: a newer one may not be complete on all ranks."""
         for number, save in _complete_saves(self._folder).items():
             if save.id == snapshot:
                 self.newest = number
 
-    def fitting(self, number: int, nbytes: int) -> Arena:
+    def open_fitting(self, number: int, nbytes: int) -> Arena:
         """Return an arena of at least this size. StorageError without enough memory.
 
         An arena that must grow keeps its content if its file can grow. Otherwise anonymous memory

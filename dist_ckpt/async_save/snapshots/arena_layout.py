@@ -125,28 +125,28 @@ class SnapshotSpans:
     nbytes: int
 
 
-def snapshot_spans(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
+def compute_spans(snapshot: Snapshot, document_nbytes: int) -> SnapshotSpans:
     """Compute the layout of a snapshot from the sizes of its parts."""
     document = ByteRange(HEADER_NBYTES, HEADER_NBYTES + document_nbytes)
-    start = _on_page(document.stop)
+    start = _round_up_to_page(document.stop)
     seal = ByteRange(start, start + _SEALED_FILE_NBYTES * (len(snapshot.images) + 1))
-    start = _on_page(seal.stop)
+    start = _round_up_to_page(seal.stop)
     images = []
     for image in snapshot.images:
         images.append(ByteRange(start, start + image.nbytes))
-        start = _on_page(start + image.nbytes)
+        start = _round_up_to_page(start + image.nbytes)
     return SnapshotSpans(document, seal, tuple(images), start)
 
 
 def arena_nbytes(snapshot: Snapshot) -> int:
     """Return the size of an arena for a snapshot."""
-    return snapshot_spans(snapshot, len(typed_msgpack.encode(snapshot))).nbytes
+    return compute_spans(snapshot, len(typed_msgpack.encode(snapshot))).nbytes
 
 
 # --- header ----------------------------------------------------------------------------------
 
 
-def record_of(sequence: int, document: bytes) -> Record:
+def make_record(sequence: int, document: bytes) -> Record:
     """Return the record of a document."""
     return Record(sequence, len(document), bytes.fromhex(document_digest(document)))
 
@@ -169,15 +169,15 @@ def document_span(record: Record, path: str) -> ByteRange:
     return ByteRange(HEADER_NBYTES, HEADER_NBYTES + record.nbytes)
 
 
-def open_document(
+def decode_snapshot(
     data: Buffer, record: Record, nbytes: int, path: str
 ) -> tuple[Snapshot, SnapshotSpans]:
     """Return the snapshot in an arena of `nbytes`, and its layout. CorruptError if invalid."""
     snapshot = decode_document(data, record, Snapshot, path)
-    placement = snapshot_spans(snapshot, record.nbytes)
-    if placement.nbytes > nbytes:
-        raise CorruptError(f"{path}: a snapshot of {placement.nbytes} bytes in {nbytes}")
-    return snapshot, placement
+    spans = compute_spans(snapshot, record.nbytes)
+    if spans.nbytes > nbytes:
+        raise CorruptError(f"{path}: a snapshot of {spans.nbytes} bytes in {nbytes}")
+    return snapshot, spans
 
 
 def decode_document(data: Buffer, record: Record, expected: type[T], path: str) -> T:
@@ -225,7 +225,7 @@ def _without_check(data: bytes) -> bytes | None:
     return body if _with_check(body) == data else None
 
 
-def _on_page(offset: int) -> int:
+def _round_up_to_page(offset: int) -> int:
     return -(-offset // PAGE_NBYTES) * PAGE_NBYTES
 
 

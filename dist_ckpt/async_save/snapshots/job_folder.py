@@ -51,7 +51,7 @@ NUM_ARENAS = 2
 
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _RANK = re.compile(r"rank-([0-9]{5,9})")
-_OWN_FILE = re.compile(r"writer\.log|arena-[0-9]+(\.new|\.(trainer|writer)(\.[0-9a-f]{16})?)?")
+_RANK_FILE = re.compile(r"writer\.log|arena-[0-9]+(\.new|\.(trainer|writer)(\.[0-9a-f]{16})?)?")
 _FD_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _MAX_FD_PATH_NBYTES = 64
 
@@ -60,7 +60,7 @@ _ROOT_ID_NBYTES = 33
 
 _OTHER_JOB = ", or use another root, or another AsyncSaver(job=...)"
 
-_KINDS = {
+_KIND_NAMES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe",
@@ -103,9 +103,8 @@ def check_file(path: str) -> None:
         return
     if not stat.S_ISREG(mode):
         raise StorageError(
-            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and background saves need "
-            f"a file with this name: remove it, or use another root, or another "
-            f"AsyncSaver(job=...)"
+            f"{path} is {_KIND_NAMES.get(stat.S_IFMT(mode), 'a device')}, and background saves "
+            f"need a file with this name: remove it{_OTHER_JOB}"
         )
 
 
@@ -121,10 +120,10 @@ class JobFolder:
         check_job(job)
         self.job = job
         roots = roots or _roots()
-        ordered = _with_living_first(roots, job)
+        ordered = _sort_living_first(roots, job)
         for root in ordered:
             try:
-                self.path = _ensure_in(root, job, needs_space=root != ordered[-1])
+                self.path = _ensure_job_folder(root, job, needs_space=root != ordered[-1])
             except OSError as error:
                 if error.errno not in _UNUSABLE or root == ordered[-1]:
                     raise StorageError(
@@ -145,15 +144,17 @@ class JobFolder:
     def find(cls, job: str, *, roots: Sequence[str] | None = None) -> JobFolder | None:
         """Return the existing folder of a job of this user, or None."""
         roots = roots or _roots()
-        folders = (cls._find_in(root, roots, job) for root in _with_living_first(roots, job))
+        folders = (cls._find_in(root, roots, job) for root in _sort_living_first(roots, job))
         return next(filter(None, folders), None)
 
     @classmethod
     def _find_in(cls, root: str, roots: Sequence[str], job: str) -> JobFolder | None:
-        if not (_is_own_folder(_base(root)) and _is_own_folder(f"{_base(root)}/{job}")):
+        if not (
+            _is_own_folder(_user_folder(root)) and _is_own_folder(f"{_user_folder(root)}/{job}")
+        ):
             return None
         folder = cls.__new__(cls)
-        folder.job, folder.path = job, f"{_base(root)}/{job}"
+        folder.job, folder.path = job, f"{_user_folder(root)}/{job}"
         folder.is_shared_memory = root == roots[0]
         return folder
 
@@ -171,7 +172,7 @@ class JobFolder:
         matches = map(_RANK.fullmatch, names)
         return [RankFolder(self, rank) for rank in sorted(int(m[1]) for m in matches if m)]
 
-    def discard(self) -> None:
+    def remove_if_empty(self) -> None:
         """Remove the folder if it is empty."""
         with suppress(OSError):
             os.rmdir(self.path)
@@ -266,7 +267,7 @@ class RankFolder:
             with os.scandir(self.path) as entries:
                 files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
             for file in files:
-                if _OWN_FILE.fullmatch(file.name):
+                if _RANK_FILE.fullmatch(file.name):
                     os.unlink(file.path)
             # While both are locked: the next process creates new lock files, or the folder.
             for role in ROLES:
@@ -294,16 +295,16 @@ def _roots() -> tuple[str, str]:
     return SHARED_MEMORY, tempfile.gettempdir()
 
 
-def _base(root: str) -> str:
+def _user_folder(root: str) -> str:
     return f"{root}/dist_ckpt-{os.geteuid()}"
 
 
 def has_jobs() -> bool:
     """Return True if any job of this user may have a folder on this host. It is a cheap check."""
-    return any(_is_own_folder(_base(root)) for root in _roots())
+    return any(_is_own_folder(_user_folder(root)) for root in _roots())
 
 
-def _with_living_first(roots: Sequence[str], job: str) -> list[str]:
+def _sort_living_first(roots: Sequence[str], job: str) -> list[str]:
     """Return the roots, first those where processes of the job live.
 
     A trainer, its writer and the next run must meet in one root, even if an earlier root becomes
@@ -318,16 +319,16 @@ def _with_living_first(roots: Sequence[str], job: str) -> list[str]:
     return sorted(roots, key=has_no_process)
 
 
-def _ensure_in(root: str, job: str, *, needs_space: bool) -> str:
+def _ensure_job_folder(root: str, job: str, *, needs_space: bool) -> str:
     """Create the folder of a job in a root if needed. OSError if the root is unusable."""
-    path = f"{_base(root)}/{job}"
+    path = f"{_user_folder(root)}/{job}"
     if needs_space and not os.path.lexists(path):  # else its arenas may use the space
         volume = os.statvfs(root)
         # For locks: a full tmpfs still has room for a folder.
         if volume.f_blocks and volume.f_bavail * volume.f_frsize < _MIN_FREE_NBYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), root)
     try:
-        _ensure_folder(_base(root))
+        _ensure_folder(_user_folder(root))
     except StorageError as error:
         # Another user may have used the name. This user's jobs must work all the same.
         raise PermissionError(errno.EPERM, str(error)) from error
@@ -420,15 +421,15 @@ def make_root_id(storage: Storage, root: str) -> str:
         if (root_id := find_root_id(storage, root)) is not None:
             return root_id
         with suppress(FileExistsError, FileNotFoundError):  # another process was first
-            _put(storage, root)
+            _write_root_id(storage, root)
     raise StorageError(f"{root} is removed again and again: find out what removes it")
 
 
-def _put(storage: Storage, root: str) -> None:
+def _write_root_id(storage: Storage, root: str) -> None:
     file = posixpath.join(root, ROOT_ID)
     temporary = posixpath.join(root, temporary_root_id(new_id()))
     try:
-        _make_durably(storage, root)
+        _make_folders_durably(storage, root)
         write_small_file(storage, temporary, f"{secrets.token_hex(16)}\n".encode())
         try:
             storage.rename(temporary, file)
@@ -444,7 +445,7 @@ def _put(storage: Storage, root: str) -> None:
         ) from error
 
 
-def _make_durably(storage: Storage, root: str) -> None:
+def _make_folders_durably(storage: Storage, root: str) -> None:
     """Make the folder and its missing parents durably, or leave none of them.
 
     A save that finds a folder assumes that its name is durable.

@@ -57,7 +57,7 @@ class RecoveredSnapshot:
 
     path: str
     snapshot: Snapshot
-    placement: SnapshotSpans
+    spans: SnapshotSpans
     is_complete: bool
     is_committed: bool
     seal: Seal | None
@@ -69,7 +69,7 @@ class RecoveredSnapshot:
 
         CorruptError if the arena was truncated, StorageError after `close`.
         """
-        span = self.placement.images[image]
+        span = self.spans.images[image]
         assert 0 <= start <= start + len(target) <= span.nbytes, "beyond the file"
         with self.descriptor.lend() as (fd,):
             _read(fd, span.start + start, target, self.path)
@@ -77,7 +77,7 @@ class RecoveredSnapshot:
     def check(self) -> None:
         """Raise CorruptError if it was overwritten: bytes that were read are invalid then."""
         with self.descriptor.lend() as (fd,):
-            sequence = _word(fd, layout.SEQUENCE_WORD, self.path)
+            sequence = _read_word(fd, layout.SEQUENCE_WORD, self.path)
         if sequence != self.sequence - (not self.is_complete):
             raise CorruptError(f"{self.path}: the snapshot was overwritten while it was read")
 
@@ -121,23 +121,23 @@ def _read_snapshot(fd: int, path: str, job: str) -> RecoveredSnapshot | None:
     nbytes = os.fstat(fd).st_size
     header = os.pread(fd, layout.HEADER_NBYTES, 0)
     layout.check_identity(header, job, path)
-    sequence = _word(fd, layout.SEQUENCE_WORD, path)
+    sequence = _read_word(fd, layout.SEQUENCE_WORD, path)
     if sequence == 0:
         return None
     record = layout.decode_record(header, layout.DOCUMENT_RECORD)
     if record is None or sequence not in (record.sequence - 1, record.sequence):
         raise CorruptError(f"{path} has no snapshot: its staging was not finished")
-    document = _bytes(fd, layout.document_span(record, path), path)
-    snapshot, placement = layout.open_document(document, record, nbytes, path)
+    document = _read_bytes(fd, layout.document_span(record, path), path)
+    snapshot, spans = layout.decode_snapshot(document, record, nbytes, path)
     is_complete = sequence == record.sequence
-    seal = _read_seal(fd, header, placement, sequence, path) if is_complete else None
-    is_committed = is_complete and _word(fd, layout.COMMITTED_WORD, path) == sequence
-    if sequence != _word(fd, layout.SEQUENCE_WORD, path):
+    seal = _read_seal(fd, header, spans, sequence, path) if is_complete else None
+    is_committed = is_complete and _read_word(fd, layout.COMMITTED_WORD, path) == sequence
+    if sequence != _read_word(fd, layout.SEQUENCE_WORD, path):
         raise CorruptError(f"{path} has no snapshot: one is being staged")
     return RecoveredSnapshot(
         path=path,
         snapshot=snapshot,
-        placement=placement,
+        spans=spans,
         is_complete=is_complete,
         is_committed=is_committed,
         seal=seal,
@@ -147,24 +147,26 @@ def _read_snapshot(fd: int, path: str, job: str) -> RecoveredSnapshot | None:
 
 
 def _read_seal(
-    fd: int, header: bytes, placement: SnapshotSpans, sequence: int, path: str
+    fd: int, header: bytes, spans: SnapshotSpans, sequence: int, path: str
 ) -> Seal | None:
     record = layout.decode_record(header, layout.SEAL_RECORD)
     if record is None or record.sequence != sequence:
         return None  # absent, half written, or of an earlier snapshot
-    span = placement.seal
+    span = spans.seal
     if record.nbytes > span.nbytes:
         raise CorruptError(f"{path}: a seal of {record.nbytes} bytes in {span.nbytes}")
-    document = _bytes(fd, ByteRange(span.start, span.start + record.nbytes), path)
+    document = _read_bytes(fd, ByteRange(span.start, span.start + record.nbytes), path)
     return layout.decode_document(document, record, Seal, path)
 
 
-def _word(fd: int, number: int, path: str) -> int:
+def _read_word(fd: int, number: int, path: str) -> int:
     start = number * _WORD_NBYTES
-    return int.from_bytes(_bytes(fd, ByteRange(start, start + _WORD_NBYTES), path), sys.byteorder)
+    return int.from_bytes(
+        _read_bytes(fd, ByteRange(start, start + _WORD_NBYTES), path), sys.byteorder
+    )
 
 
-def _bytes(fd: int, span: ByteRange, path: str) -> bytearray:
+def _read_bytes(fd: int, span: ByteRange, path: str) -> bytearray:
     data = bytearray(span.nbytes)
     _read(fd, span.start, memoryview(data), path)
     return data
@@ -245,13 +247,13 @@ def open_saves(
                     continue
                 stack.callback(recovered.close)
                 try:
-                    _add(saves, recovered, folder.rank)
+                    _add_snapshot(saves, recovered, folder.rank)
                 except ValueError as error:
                     problems.append(f"{recovered.path}: {error}")
         yield saves, problems
 
 
-def _add(saves: dict[str, RecoveredSave], recovered: RecoveredSnapshot, rank: int) -> None:
+def _add_snapshot(saves: dict[str, RecoveredSave], recovered: RecoveredSnapshot, rank: int) -> None:
     """Add a rank's snapshot to its save. ValueError if they contradict each other."""
     snapshot, seal = recovered.snapshot, recovered.seal
     if snapshot.rank != rank:
@@ -322,7 +324,9 @@ def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str,
     for problem in problems:
         _log.info("%s: not used: %s", path, problem)
     return {
-        name: file for save in saves.values() for name, file in files_of(save, path, index).items()
+        name: file
+        for save in saves.values()
+        for name, file in files_in_memory(save, path, index).items()
     }
 
 
@@ -341,7 +345,7 @@ def uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | None) -
     )
 
 
-def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFile]:
+def files_in_memory(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFile]:
     """Return the files of a checkpoint that a save has in memory, byte for byte.
 
     The random name of the attempt identifies the save. A load checks each block by the digests in
@@ -349,7 +353,7 @@ def files_of(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFi
     """
     if save.attempt != index.attempt:
         return {}
-    listed = set(records_of(index))
+    listed = set(file_receipts(index))
     files: dict[str, ServedFile] = {}
     for name, file, receipt in _sealed_files(save):
         if receipt not in listed:
@@ -369,7 +373,7 @@ def _sealed_files(save: RecoveredSave) -> Iterator[tuple[str, MemoryFile, FileRe
             yield image.name, MemoryFile(recovered, number), receipts[image.name]
 
 
-def records_of(index: Index) -> Iterator[FileReceipt]:
+def file_receipts(index: Index) -> Iterator[FileReceipt]:
     """Yield the record of each file in an index, in the form of a receipt."""
     for file in index.files:
         yield index.file_name(file), file.nbytes, file.header_nbytes, file.digest

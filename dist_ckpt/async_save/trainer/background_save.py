@@ -29,8 +29,8 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 )
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.job import Job
-from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, Start, agree_on_start
-from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriteJob, WriterHandle
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, StartDecision, agree_on_start
+from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, SaveHandle, WriterHandle
 from dist_ckpt.async_save.writer.messages import Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
@@ -59,7 +59,7 @@ _DEVICE_CHUNK_NBYTES = 64 << 20
 _THREADS = 2
 
 
-def images_of(files: RankFiles) -> tuple[Image, ...]:
+def list_images(files: RankFiles) -> tuple[Image, ...]:
     """Return the images of a rank's files: shard files, then objects files."""
     return (
         *(Image(plan.name, plan.nbytes) for plan in files.plans),
@@ -73,7 +73,7 @@ def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
     On return the state may change. An error leaves the snapshot incomplete. ValueError if the size
     of a tensor has changed since the save began.
     """
-    chunks = list(_chunks(arena, images, files, _CHUNK_NBYTES))
+    chunks = list(_split_into_chunks(arena, images, files, _CHUNK_NBYTES))
     with closing(results_of(_CopyChunk.copy, chunks, threads=_THREADS)) as copied:
         for chunk, _ in zip(chunks, copied, strict=True):  # in order: no gap before `stop`
             arena.advance(chunk.stop)
@@ -94,16 +94,16 @@ def stage_overlapped(
     except those in `late`: they may change only after a mark that is made now. Call the returned
     function in any thread: it publishes the progress, and returns when the snapshot is complete.
     """
-    chunks = list(_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
+    chunks = list(_split_into_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
     takes = device_copies.takes
-    sent = [[part for part in chunk.parts() if takes(part.source)] for chunk in chunks]
-    early = [part for parts in sent for part in parts if part.fqn not in late]
+    device_parts = [[part for part in chunk.parts() if takes(part.source)] for chunk in chunks]
+    early = [part for parts in device_parts for part in parts if part.fqn not in late]
     for part in early:
         device_copies.send(part.source, part.start, part.stop, part.target)
     if early:
         device_copies.hold_training()
     marks = []
-    for parts in sent:
+    for parts in device_parts:
         for part in parts:
             if part.fqn in late:
                 device_copies.send(part.source, part.start, part.stop, part.target)
@@ -187,21 +187,21 @@ class _CopyChunk:
         return source
 
 
-def _chunks(
+def _split_into_chunks(
     arena: Arena, images: Sequence[memoryview], files: RankFiles, nbytes: int
 ) -> Iterator[_CopyChunk]:
-    spans = arena.placement.images
+    spans = arena.spans.images
     for plan, source_of, image, span in zip(
         files.plans, files.sources, images, spans, strict=False
     ):
-        for batches in _group(plan.batches, nbytes):
+        for batches in _group_batches(plan.batches, nbytes):
             last = batches[-1]
             start = plan.header.nbytes + batches[0].start
             stop = plan.header.nbytes + last.start + _nbytes(last)
             yield _CopyChunk(plan, source_of, batches, image[start:stop], span.start + stop)
 
 
-def _group(batches: Sequence[Batch], min_nbytes: int) -> Iterator[tuple[Batch, ...]]:
+def _group_batches(batches: Sequence[Batch], min_nbytes: int) -> Iterator[tuple[Batch, ...]]:
     """Cut the batches of a file into groups of at least `min_nbytes`. An empty file has none."""
     group: list[Batch] = []
     nbytes = 0
@@ -222,12 +222,12 @@ def _nbytes(batch: Batch) -> int:
 
 
 # As long as the real id, which is known when all ranks have agreed.
-_NO_ID = "0" * 32
+_PLACEHOLDER_ID = "0" * 32
 
 
 def save_in_background(
     session: Session,
-    job_of: Callable[[], Job],
+    get_job: Callable[[], Job],
     state: State,
     path: str | os.PathLike[str],
     options: SaveOptions,
@@ -235,13 +235,13 @@ def save_in_background(
 ) -> SaveHandle:
     """Stage a save, or skip it. Return its handle. Collective.
 
-    On return, CUDA devices may still copy. `job_of` returns this rank's job. The first save begins
+    On return, CUDA devices may still copy. `get_job` returns this rank's job. The first save begins
     the job.
     """
     phases = Phases("background save", str(path), quiet=session.channel.rank != COORDINATOR)
 
     def begin() -> WriterHandle:
-        job = job_of()
+        job = get_job()
         job.fence.join()
         return job.writer
 
@@ -249,10 +249,10 @@ def save_in_background(
         start = agree_on_start(session, begin, saver, options.is_urgent)
     if start is None:
         return SaveHandle(str(path), options.step)
-    job, is_agreed = job_of(), False
+    job, is_agreed = get_job(), False
     try:
         with phases.phase("agree"):
-            job.reclaim(all_are_here=True)
+            job.reclaim(has_all_ranks=True)
             prepared, name, _ = agree(
                 session,
                 partial(_read_state, session, job, start, options, state, path),
@@ -263,11 +263,11 @@ def save_in_background(
     finally:
         # A queued save is superseded only if all ranks have agreed on this one.
         if start.queued:
-            job.writer.go(start.queued, drop=is_agreed)
+            job.writer.end_pause(start.queued, drop=is_agreed)
     with phases.phase("stage"):
-        order = _stage(prepared, name)
-    report = _reporter(session, phases.seconds)
-    return SaveHandle(prepared.arguments.path, options.step, job.writer, order, report)
+        save = _stage(prepared, name)
+    report = _make_report_merger(session, phases.seconds)
+    return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
 
 
 @dataclass(slots=True)
@@ -279,7 +279,7 @@ class _BackgroundPreparation:
 
     session: Session
     job: Job
-    start: Start
+    start: StartDecision
     options: SaveOptions
     arguments: SaveArguments
     local_state: LocalSaveState
@@ -315,30 +315,30 @@ class _BackgroundPreparation:
             incarnation=options.incarnation,
         )
         self.snapshot = Snapshot(
-            id=_NO_ID,
+            id=_PLACEHOLDER_ID,
             path=self.arguments.path,
             step=options.step,
             rank=self.session.channel.rank,
             world_size=self.session.channel.world_size,
-            images=images_of(self.files),
+            images=list_images(self.files),
             details=typed_msgpack.encode(details),
         )
         # Both arenas are still busy if the ranks could not all supersede a save.
         job.writer.wait_for(lambda: len(self._busy()) < NUM_ARENAS, None)
-        number, nbytes = job.arenas.oldest(self._busy()), arena_nbytes(self.snapshot)
+        number, nbytes = job.arenas.find_oldest(self._busy()), arena_nbytes(self.snapshot)
         job.pinned.release(number, nbytes)
-        self.arena_number, self.arena = number, job.arenas.fitting(number, nbytes)
+        self.arena_number, self.arena = number, job.arenas.open_fitting(number, nbytes)
 
     def _busy(self) -> set[int]:
         """Return the arenas of unsettled saves, except a save that will be superseded."""
         unsettled = self.job.writer.unsettled
-        return {order.arena for order in unsettled if order.snapshot != self.start.queued}
+        return {save.arena for save in unsettled if save.snapshot != self.start.queued}
 
 
 def _read_state(
     session: Session,
     job: Job,
-    start: Start,
+    start: StartDecision,
     options: SaveOptions,
     state: State,
     path: str | os.PathLike[str],
@@ -351,63 +351,65 @@ def _read_state(
     return _BackgroundPreparation(session, job, start, options, arguments, local_state, attached)
 
 
-def _stage(prepared: _BackgroundPreparation, name: str) -> WriteJob:
+def _stage(prepared: _BackgroundPreparation, name: str) -> BackgroundSave:
     """Copy, while the writer follows. An error here makes the save fail on all ranks."""
     job, arena, local_state = prepared.job, prepared.arena, prepared.local_state
-    order = WriteJob(name, prepared.arena_number)
-    write = Write(name, prepared.arguments.path, arena.path, order.arena, *prepared.start.store)
+    save = BackgroundSave(name, prepared.arena_number)
+    write = Write(name, prepared.arguments.path, arena.path, save.arena, *prepared.start.store)
     try:
         images = arena.begin(structs.replace(prepared.snapshot, id=name))
-        job.writer.order(order, write)
+        job.writer.submit(save, write)
         if devices := local_state.cuda_devices:
-            _copy_overlapped(prepared, order, images, devices)
+            _copy_overlapped(prepared, save, images, devices)
         else:
             local_state.local.synchronize()
-            _copy(job, order, lambda: stage(arena, images, prepared.files))
+            _copy(job, save, lambda: stage(arena, images, prepared.files))
     except BaseException as error:
-        if order not in job.writer.orders:  # other writers wait for it
-            job.writer.order(order, write)
-        order.is_reported = True
-        _abort(job, order, error)
+        if save not in job.writer.saves:  # other writers wait for it
+            job.writer.submit(save, write)
+        save.is_reported = True
+        _abort(job, save, error)
         raise
-    return order
+    return save
 
 
 def _copy_overlapped(
     prepared: _BackgroundPreparation,
-    order: WriteJob,
+    save: BackgroundSave,
     images: Sequence[memoryview],
     devices: Sequence[torch.device],
 ) -> None:
     """Start the copies of CUDA devices, and copy the rest. A thread waits for the devices."""
     job, arena = prepared.job, prepared.arena
-    job.pinned.pin(order.arena, arena.memory, devices[0])
+    job.pinned.pin(save.arena, arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
         late = prepared.local_state.local.changed_in_steps()
         follow = stage_overlapped(arena, images, prepared.files, device_copies, late)
 
         def copy() -> None:
             try:
-                _copy(job, order, follow)
+                _copy(job, save, follow)
             except Exception as error:  # noqa: BLE001 - a thread's outer edge: writers report it
-                _abort(job, order, error)
+                _abort(job, save, error)
 
         job.fence.run(device_copies.mark(), copy)
 
 
-def _copy(job: Job, order: WriteJob, stage_files: Callable[[], None]) -> None:
+def _copy(job: Job, save: BackgroundSave, stage_files: Callable[[], None]) -> None:
     try:
         stage_files()
-        job.arenas.newest = order.arena
+        job.arenas.newest = save.arena
     finally:
-        order.staged.set()
+        save.staged.set()
 
 
-def _abort(job: Job, order: WriteJob, error: BaseException) -> None:
-    job.writer.abort(order, f"{type(error).__name__}: {error}"[:500])
+def _abort(job: Job, save: BackgroundSave, error: BaseException) -> None:
+    job.writer.abort(save, f"{type(error).__name__}: {error}"[:500])
 
 
-def _reporter(session: Session, seconds: Mapping[str, float]) -> Callable[[SaveReport], SaveReport]:
+def _make_report_merger(
+    session: Session, seconds: Mapping[str, float]
+) -> Callable[[SaveReport], SaveReport]:
     """Return a function that adds the trainer's part to the report of the writer."""
     # The handle keeps these values, and nothing of the state.
     staged_s, exchanges, collectives = dict(seconds), session.exchanges, session.collective_calls

@@ -26,7 +26,7 @@ from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, ranks
 _log = logging.getLogger("dist_ckpt")
 
 # A writer without unsettled saves ends within this time, or is killed.
-END_S = 60.0
+CLOSE_TIMEOUT_S = 60.0
 
 # The same for a writer that an earlier run left, after SIGTERM.
 _STOP_S = WRITER_END_S + 10.0
@@ -48,13 +48,13 @@ class Job:
     def __init__(self, hello: Hello, *, drain_timeout_s: float) -> None:
         self.folder = JobFolder(hello.job)
         self._rank_folder = self.folder.rank(hello.rank)
-        self._lock = _trainer_lock(self._rank_folder)
+        self._lock = _take_trainer_lock(self._rank_folder)
         try:
             end_orphan_writers(self.folder, drain_timeout_s)
             self.arenas = ArenaPool(self._rank_folder)
             self.writer = WriterHandle(self._rank_folder, hello)
             self.writer.newest_at = self.arenas.newest_at
-            self.writer.ensure()
+            self.writer.ensure_running()
         except BaseException:
             self._lock.release()
             raise
@@ -62,24 +62,24 @@ class Job:
         self._world_size = hello.world_size
         self._has_reclaimed = False
         self._resources = _Resources(self._lock, self.arenas, self.pinned, self.fence, self.writer)
-        self._dropped = finalize(self, _leave_unclosed, self._resources, hello.job)
+        self._finalizer = finalize(self, _detach_unclosed, self._resources, hello.job)
         # The exit of the process releases the resources.
-        self._dropped.atexit = False
+        self._finalizer.atexit = False
 
-    def reclaim(self, *, all_are_here: bool) -> None:
+    def reclaim(self, *, has_all_ranks: bool) -> None:
         """Remove the folders of ranks that no longer exist, once a checkpoint is durable.
 
-        `all_are_here`: all ranks of this run have their locks now. Otherwise a rank may have ended
+        `has_all_ranks`: all ranks of this run have their locks now. Otherwise a rank may have ended
         and left snapshots for the next run: its folder stays.
         """
         if self._has_reclaimed or not self.writer.has_committed:
             return
-        self._has_reclaimed = all_are_here
-        for folder in self._ownerless():
-            if folder.rank >= self._world_size or all_are_here:
+        self._has_reclaimed = has_all_ranks
+        for folder in self._find_ownerless():
+            if folder.rank >= self._world_size or has_all_ranks:
                 _remove(folder)
 
-    def _ownerless(self) -> list[RankFolder]:
+    def _find_ownerless(self) -> list[RankFolder]:
         folders = self.folder.rank_folders()
         return [folder for folder in folders if not any(map(folder.owner, ROLES))]
 
@@ -87,7 +87,7 @@ class Job:
         """Wait until all saves are settled. Raises TimeoutError, or the error of a failed save."""
         writer = self.writer
         if not writer.wait_for(lambda: not writer.unsettled, timeout_s):
-            paths = ", ".join(order.snapshot for order in writer.unsettled)
+            paths = ", ".join(save.snapshot for save in writer.unsettled)
             raise TimeoutError(
                 f"saves are not settled within {timeout_s:g} s ({paths}): they continue, wait again"
             )
@@ -95,22 +95,22 @@ class Job:
 
     def detach(self) -> None:
         """Let the writer finish staged saves and end. Another process may become the trainer."""
-        self._dropped.detach()
+        self._finalizer.detach()
         self.fence.close()
-        self._resources.leave()
+        self._resources.detach()
 
     def close(self, *, keep: bool) -> None:
         """End the writer when all saves are settled. Free the memory, unless `keep`.
 
         A snapshot that may be the only copy stays. Raises an error that was not reported yet.
         """
-        self._dropped.detach()
+        self._finalizer.detach()
         writer = self.writer
         try:
             self.fence.close()
             writer.wait_for(lambda: not writer.unsettled, None)
-            writer.close(END_S)
-            self.reclaim(all_are_here=False)
+            writer.close(CLOSE_TIMEOUT_S)
+            self.reclaim(has_all_ranks=False)
         finally:
             self.pinned.close()
             self.arenas.close()
@@ -126,7 +126,9 @@ class Job:
             if self.writer.is_last_committed or self._rank_folder.is_empty:
                 _remove(self._rank_folder)
         else:
-            removed = [folder for folder in self._ownerless() if folder.rank >= self._world_size]
+            removed = [
+                folder for folder in self._find_ownerless() if folder.rank >= self._world_size
+            ]
             for folder in (self._rank_folder, *removed):
                 if not (name := find_only_copy(folder)):
                     _remove(folder)
@@ -136,7 +138,7 @@ class Job:
                         "the job again to restore the snapshot, or remove that folder",
                         *(folder.path, name),
                     )
-        self.folder.discard()
+        self.folder.remove_if_empty()
 
 
 class _Resources(NamedTuple):
@@ -148,7 +150,7 @@ class _Resources(NamedTuple):
     fence: Fence
     writer: WriterHandle
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Let the writer finish staged saves; release the lock. Does not wait for storage."""
         try:
             self.fence.join()
@@ -159,25 +161,25 @@ class _Resources(NamedTuple):
             self.lock.release()
 
 
-def _leave_unclosed(resources: _Resources, job: str) -> None:
+def _detach_unclosed(resources: _Resources, job: str) -> None:
     """Leave a job that was not closed. Log the state of its saves."""
     if not resources.lock.is_locked:  # a forked child has no part in it
         return
     # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
     # an optimizer step may be iterating over all hooks now.
-    resources.leave()
+    resources.detach()
     if unsettled := resources.writer.unsettled:
         _log.warning(
             "an AsyncSaver of job %s was dropped without close(): its background writer continues "
             "with %d unsettled saves, and only its log has their outcome",
             *(job, len(unsettled)),
         )
-    for order in resources.writer.failed:
-        _log.error("a background save of job %s has failed: %s", job, order.failure)
+    for save in resources.writer.failed:
+        _log.error("a background save of job %s has failed: %s", job, save.failure)
     warnings.warn(f"unclosed AsyncSaver of job {job}", ResourceWarning, stacklevel=2)
 
 
-def _trainer_lock(rank_folder: RankFolder) -> LockFile:
+def _take_trainer_lock(rank_folder: RankFolder) -> LockFile:
     """Become the trainer of a rank. ConflictError if it has one."""
     try:
         return rank_folder.lock("trainer")
@@ -216,7 +218,7 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
     orphans = {
         rank_folder.rank: rank_folder
         for rank_folder in folder.rank_folders()
-        if _orphan_writer(rank_folder) is not None
+        if _find_orphan_writer(rank_folder) is not None
     }
     if not orphans:
         return
@@ -225,10 +227,10 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
         *(folder.job, drain_timeout_s, ranks_text(orphans)),
     )
     finished = _await_end(orphans, drain_timeout_s)
-    stopped = {rank for rank, orphan in orphans.items() if _end(orphan, signal.SIGTERM)}
+    stopped = {rank for rank, orphan in orphans.items() if _signal_writer(orphan, signal.SIGTERM)}
     gone = _await_end(orphans, _STOP_S)
     for orphan in orphans.values():
-        _end(orphan, signal.SIGKILL)
+        _signal_writer(orphan, signal.SIGKILL)
     killed = _await_end(orphans, _KILL_S)
     for outcome, ranks in (
         ("finished", [*finished, *(rank for rank in gone if rank not in stopped)]),
@@ -239,9 +241,9 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
             _log.warning("job %s: the writers of %s %s", folder.job, ranks_text(ranks), outcome)
     for orphan in orphans.values():
         raise StorageError(
-            f"the background writer of rank {orphan.rank} ({_orphan_writer(orphan)}) was killed "
-            f"but does not end: it waits for its storage. Repair the storage, or use another root, "
-            f"or another AsyncSaver(job=...)",
+            f"the background writer of rank {orphan.rank} ({_find_orphan_writer(orphan)}) was "
+            f"killed but does not end: it waits for its storage. Repair the storage, or use "
+            f"another root, or another AsyncSaver(job=...)",
             rank=orphan.rank,
         )
 
@@ -252,7 +254,7 @@ def _await_end(orphans: dict[int, RankFolder], timeout_s: float) -> list[int]:
     gone: list[int] = []
     while True:
         for rank, orphan in list(orphans.items()):
-            if _orphan_writer(orphan) is None:
+            if _find_orphan_writer(orphan) is None:
                 del orphans[rank]
                 gone.append(rank)
         if not orphans or time.monotonic() >= until:
@@ -260,7 +262,7 @@ def _await_end(orphans: dict[int, RankFolder], timeout_s: float) -> list[int]:
         time.sleep(_END_CHECK_INTERVAL_S)
 
 
-def _orphan_writer(folder: RankFolder) -> LockOwner | None:
+def _find_orphan_writer(folder: RankFolder) -> LockOwner | None:
     """Return the writer of a rank that lives without its trainer."""
     # Read the writer first: a new trainer takes its lock before it starts a writer. So a writer
     # that was seen before its trainer's lock was free has no living trainer.
@@ -271,9 +273,9 @@ def _orphan_writer(folder: RankFolder) -> LockOwner | None:
     return writer if trainer is None or trainer.is_this_process else None
 
 
-def _end(folder: RankFolder, number: signal.Signals) -> bool:
+def _signal_writer(folder: RankFolder, number: signal.Signals) -> bool:
     """Send a signal to a rank's writer; False if it has ended. ConflictError for another owner."""
-    owner = _orphan_writer(folder)
+    owner = _find_orphan_writer(folder)
     if owner is None:
         return False
     pidfd = -1
@@ -288,7 +290,7 @@ def _end(folder: RankFolder, number: signal.Signals) -> bool:
                 return True
         finally:
             os.close(pidfd)
-    if _orphan_writer(folder) is None:
+    if _find_orphan_writer(folder) is None:
         return False
     raise ConflictError(
         f"{folder.path}: the lock of the writer of rank {folder.rank} belongs to {owner}, which is "

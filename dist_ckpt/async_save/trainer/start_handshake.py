@@ -23,10 +23,10 @@ _log = logging.getLogger("dist_ckpt")
 WhenBusy = Literal["wait", "skip", "supersede"]
 
 # Where writers meet: host, port, token.
-MeetingPlace = tuple[str, int, bytes]
+StoreAddress = tuple[str, int, bytes]
 
 # A group of one rank needs no store.
-_NOWHERE: MeetingPlace = ("", 0, b"")
+_NO_STORE: StoreAddress = ("", 0, b"")
 
 # The longest DNS name.
 MAX_HOST_CHARS = 255
@@ -60,12 +60,12 @@ class _WriterState(Message, frozen=True):
     committed: tuple[str, ...]
     is_busy: bool
     paused: str
-    joined: MeetingPlace | None
+    joined: StoreAddress | None
     host: str
     newest_at: float
 
 
-class Start(Message, frozen=True):
+class StartDecision(Message, frozen=True):
     """How a save begins on all ranks. It does not begin if a save has `failed` or it `is_skipped`.
 
     `committed` are saves that are committed according to some rank. `queued` is a paused save that
@@ -77,7 +77,7 @@ class Start(Message, frozen=True):
     committed: tuple[str, ...]
     is_skipped: bool
     queued: str
-    store: MeetingPlace
+    store: StoreAddress
     began_at: float
 
 
@@ -86,7 +86,7 @@ def agree_on_start(
     begin: Callable[[], WriterHandle],
     saver: SaverInfo,
     is_urgent: Callable[[], bool] = bool,
-) -> Start | None:
+) -> StartDecision | None:
     """Return how a save begins, or None if it is skipped. Collective: every rank calls this.
 
     `begin` returns this rank's writer, which may be dead. If `is_urgent` becomes true, even during
@@ -98,23 +98,23 @@ def agree_on_start(
     with ExitStack() as stack:
         with channel.exchange("ready") as readying:
             writer = begin()
-            _await_readiness(writer, session, saver, is_urgent)
+            _wait_until_ready(writer, session, saver, is_urgent)
             failed = {
-                order.snapshot: failure_of(error, "write", channel.rank, channel.host)
-                for order in writer.failed
-                if (error := order.failure) is not None
+                save.snapshot: failure_of(error, "write", channel.rank, channel.host)
+                for save in writer.failed
+                if (error := save.failure) is not None
             }
             if not failed:
-                writer.ensure()
+                writer.ensure_running()
                 supersedes = saver.when_busy == "supersede" or (_is_busy(writer) and is_urgent())
                 unsettled = writer.unsettled
                 if supersedes and unsettled and writer.pause(unsettled[-1].snapshot):
                     paused = unsettled[-1].snapshot
-                    stack.callback(writer.go, paused, drop=False)
+                    stack.callback(writer.end_pause, paused, drop=False)
             writer_state = _WriterState(
                 saver=saver,
                 failed=failed,
-                committed=tuple(order.snapshot for order in writer.orders if order.is_committed),
+                committed=tuple(save.snapshot for save in writer.saves if save.is_committed),
                 is_busy=_is_busy(writer),
                 paused=paused,
                 joined=writer.joined,
@@ -123,21 +123,21 @@ def agree_on_start(
             )
             gathered = readying.gather(writer_state)
             if gathered is not None:
-                readying.decide(_judge(gathered, writer))
-        start = _apply_decision(readying.result(Start), writer)
+                readying.decide(_decide_start(gathered, writer))
+        start = _apply_decision(readying.result(StartDecision), writer)
         if start is not None and start.queued:
             stack.pop_all()  # it stays paused until all ranks have agreed on this save
         return start
 
 
-def _await_readiness(
+def _wait_until_ready(
     writer: WriterHandle, session: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
 ) -> None:
     # A save that failed on another rank will fail here too: wait for that.
-    reported = [order for order in writer.unsettled if order.is_reported]
+    reported = [save for save in writer.unsettled if save.is_reported]
     settled_s = 2 * session.config.heartbeat_timeout_s + session.config.join_timeout_s
-    writer.wait_for(lambda: all(order.is_settled for order in reported), settled_s)
-    writer.look()
+    writer.wait_for(lambda: all(save.is_settled for save in reported), settled_s)
+    writer.receive_messages()
     if saver.when_busy == "wait":
         writer.wait_for(lambda: not _is_busy(writer) or bool(writer.failed) or is_urgent(), None)
 
@@ -146,7 +146,7 @@ def _is_busy(writer: WriterHandle) -> bool:
     return len(writer.unsettled) >= NUM_ARENAS
 
 
-def _judge(states: Sequence[_WriterState], writer: WriterHandle) -> Start:
+def _decide_start(states: Sequence[_WriterState], writer: WriterHandle) -> StartDecision:
     """Decide how the save begins. `writer` is the coordinator's: it may start a store."""
     check_savers("AsyncSaver.save", [state.saver for state in states])
     committed = {snapshot for state in states for snapshot in state.committed}
@@ -154,45 +154,45 @@ def _judge(states: Sequence[_WriterState], writer: WriterHandle) -> Start:
     is_busy = any(state.is_busy for state in states)
     paused = {state.paused for state in states}
     begins = not failed and not (is_busy and states[0].saver.when_busy == "skip")
-    return Start(
+    return StartDecision(
         failed=failed,
         committed=tuple(sorted(committed)),
         is_skipped=not begins,
         # All ranks or none: otherwise some writers would wait for the others.
         queued=paused.pop() if is_busy and len(paused) == 1 else "",
-        store=_store(states, writer) if begins else _NOWHERE,
+        store=_choose_store(states, writer) if begins else _NO_STORE,
         began_at=max(time.time(), max(state.newest_at for state in states) + _LATER_S),
     )
 
 
-def _store(states: Sequence[_WriterState], writer: WriterHandle) -> MeetingPlace:
+def _choose_store(states: Sequence[_WriterState], writer: WriterHandle) -> StoreAddress:
     """Return the store that all writers have joined, or a new one."""
     if len(states) == 1:
-        return _NOWHERE
+        return _NO_STORE
     joined = states[0].joined
     if joined is not None and all(state.joined == joined for state in states):
         return joined
     hosts = [state.host for state in states if state.host != states[0].host]
-    return writer.serve(hosts[0] if hosts else "")
+    return writer.serve_store(hosts[0] if hosts else "")
 
 
-def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
+def _apply_decision(start: StartDecision, writer: WriterHandle) -> StartDecision | None:
     """Apply the decision to this rank's writer. Return None if the save is skipped."""
     # Committed saves whose writer here died before it reported them.
-    mistaken = [order for order in writer.failed if order.snapshot in start.committed]
-    for order in mistaken:
-        order.is_reported = True
-        _log.warning("other ranks report that this save is committed: %s", order.failure)
+    mistaken = [save for save in writer.failed if save.snapshot in start.committed]
+    for save in mistaken:
+        save.is_reported = True
+        _log.warning("other ranks report that this save is committed: %s", save.failure)
     if start.failed:
-        for order in writer.orders:
-            if order.snapshot in start.failed:  # this rank may not have seen its failure
-                order.is_reported = True
+        for save in writer.saves:
+            if save.snapshot in start.failed:  # this rank may not have seen its failure
+                save.is_reported = True
         writer.forget_reported()
         error = first_error([error_of(failure) for failure in start.failed.values()])
         error.add_note("The failure is of an earlier save. This save was not begun: save again.")
         raise error
     if mistaken:
-        writer.ensure()
+        writer.ensure_running()
     if start.is_skipped:
         return None
     _check_store(start.store)
@@ -200,11 +200,11 @@ def _apply_decision(start: Start, writer: WriterHandle) -> Start | None:
     return start
 
 
-def _check_store(store: MeetingPlace) -> None:
+def _check_store(store: StoreAddress) -> None:
     """Raise RankError if the store has an invalid address or token."""
     host, port, token = store
     is_address = 0 < len(host) <= MAX_HOST_CHARS and 0 < port < 1 << 16
-    if (is_address and len(token) == TOKEN_NBYTES) or store == _NOWHERE:
+    if (is_address and len(token) == TOKEN_NBYTES) or store == _NO_STORE:
         return
     raise RankError(
         f"rank 0 sent an invalid address for the store of the background writers. "
@@ -221,8 +221,8 @@ def _merge_failures(states: Sequence[_WriterState], committed: Set[str]) -> dict
     reports: dict[str, list[tuple[bool, int, Failure]]] = {}
     for rank, state in enumerate(states):
         for snapshot, failure in state.failed.items():
-            is_hearsay = failure.rank != rank
-            reports.setdefault(snapshot, []).append((is_hearsay, rank, failure))
+            is_indirect = failure.rank != rank
+            reports.setdefault(snapshot, []).append((is_indirect, rank, failure))
     return {
         snapshot: min(rank_reports, key=lambda report: report[:2])[2]
         for snapshot, rank_reports in reports.items()

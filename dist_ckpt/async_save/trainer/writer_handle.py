@@ -33,22 +33,22 @@ PROGRAM = "dist_ckpt.async_save.writer"
 PROGRAMS = (PROGRAM, "dist_ckpt.writer")
 
 # A start takes a quarter of a second, and longer if all ranks of a host start at once.
-START_S = 60.0
-_END_S = 5.0
+START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 5.0
 
 # The deadline of answers that a writer sends at once. Later it counts as dead.
-ANSWER_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
 
 # The time of a wait after which a ping checks that the writer is not frozen.
-PING_S = 30.0
+PING_INTERVAL_S = 30.0
 
 # The longest time that one thread keeps others from receiving messages.
-_SLICE_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 T = TypeVar("T")
 
 
-def start(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Link, Popen[bytes]]:
+def start_writer(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Link, Popen[bytes]]:
     """Start the writer of a rank, and return it when it is ready. It logs into its folder.
 
     Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
@@ -62,25 +62,25 @@ def start(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Link, Pop
         with writer_end:
             process = _start_process(folder.log_path, writer_end.fileno())
         link.send(hello)
-        answer = link.receive(START_S)
+        answer = link.receive(START_TIMEOUT_S)
         if isinstance(answer, messages.Ready):
             return link, process
         if isinstance(answer, messages.Refused):
             raise error_of(answer.failure)
-        fact = f"it has not begun within {START_S:g} s"
+        fact = f"it has not begun within {START_TIMEOUT_S:g} s"
     except messages.LinkClosedError:
         fact = "it has ended at once"
     except OSError as error:
-        _end(link, process)
+        _end_process(link, process)
         raise StorageError(
             f"the background writer of rank {folder.rank} cannot be started: {error.strerror} "
             f"({folder.log_path} is its log)",
             rank=folder.rank,
         ) from error
     except BaseException:
-        _end(link, process)
+        _end_process(link, process)
         raise
-    _end(link, process)
+    _end_process(link, process)
     raise RankError(
         f"the background writer of rank {folder.rank} does not start: {fact}. Look into "
         f"{folder.log_path}, then save again",
@@ -112,18 +112,18 @@ def _start_process(log_path: str, fd: int) -> Popen[bytes]:
         os.close(log)
 
 
-def _end(link: messages.Link, process: Popen[bytes] | None) -> None:
+def _end_process(link: messages.Link, process: Popen[bytes] | None) -> None:
     link.close()
     if process is not None:
         try:
-            process.wait(_END_S)
+            process.wait(_END_TIMEOUT_S)
         except TimeoutExpired:
             process.kill()
-            process.wait(_END_S)
+            process.wait(_END_TIMEOUT_S)
 
 
 @dataclass(slots=True)
-class WriteJob:
+class BackgroundSave:
     """A save that was sent to the writer. `is_reported`: its failure was raised somewhere."""
 
     snapshot: str
@@ -160,7 +160,7 @@ class WriterHandle:
         self._lock = threading.RLock()
         self._link: messages.Link | None = None
         self._process: Popen[bytes] | None = None
-        self._orders: dict[str, WriteJob] = {}
+        self._saves: dict[str, BackgroundSave] = {}
         self._answer: messages.WriterMessage | None = None
         self.num_restarts = 0
         self.num_dropped = 0
@@ -173,10 +173,10 @@ class WriterHandle:
         self.joined: tuple[str, int, bytes] | None = None
         run_after_fork(self._detach_in_child)
 
-    def ensure(self) -> None:
-        """Start a writer if none lives. Raises the errors of `start`."""
+    def ensure_running(self) -> None:
+        """Start a writer if none lives. Raises the errors of `start_writer`."""
         with self._lock:
-            self.look()
+            self.receive_messages()
             if self._link is not None:
                 return
             if self._process is not None:
@@ -185,9 +185,9 @@ class WriterHandle:
                     "the background writer of rank %d has ended (%s): another one is started",
                     *(self._hello.rank, self._how_it_ended()),
                 )
-            self._link, self._process = start(self._folder, self._hello)
+            self._link, self._process = start_writer(self._folder, self._hello)
 
-    def look(self, timeout_s: float = 0.0) -> None:
+    def receive_messages(self, timeout_s: float = 0.0) -> None:
         """Receive messages of the writer. Wait up to `timeout_s` for the first."""
         # Wait without the lock: a thread that takes it again and again would starve the others.
         if timeout_s > 0 and (link := self._link) is not None:
@@ -199,64 +199,64 @@ class WriterHandle:
                 while (message := self._link.receive(0.0)) is not None:
                     self._process_message(message)
             except messages.LinkClosedError:
-                self._lose()
+                self._close_link()
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         """Receive messages of the writer until a condition is true. False after `timeout_s`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        ping_at = time.monotonic() + PING_S
+        ping_at = time.monotonic() + PING_INTERVAL_S
         while not condition():
-            remaining_s = _SLICE_S if until is None else until - time.monotonic()
+            remaining_s = _POLL_INTERVAL_S if until is None else until - time.monotonic()
             if remaining_s <= 0:
                 return False
             if self._link is None:  # no message can follow
                 return condition()
-            self.look(min(remaining_s, _SLICE_S))
+            self.receive_messages(min(remaining_s, _POLL_INTERVAL_S))
             if time.monotonic() > ping_at:
                 # A frozen writer is lost now. Otherwise this would wait without end.
                 with suppress(RankError):
                     self._request(messages.Ping(), messages.Pong)
-                ping_at = time.monotonic() + PING_S
+                ping_at = time.monotonic() + PING_INTERVAL_S
         return True
 
     # --- saves -------------------------------------------------------------------------------
 
     @property
-    def orders(self) -> list[WriteJob]:
+    def saves(self) -> list[BackgroundSave]:
         """The saves that are unsettled or not reported, the oldest first."""
         with self._lock:
-            return [*self._orders.values()]
+            return [*self._saves.values()]
 
     @property
-    def unsettled(self) -> list[WriteJob]:
+    def unsettled(self) -> list[BackgroundSave]:
         """The saves that are not settled, the oldest first."""
-        return [order for order in self.orders if not order.is_settled]
+        return [save for save in self.saves if not save.is_settled]
 
     @property
-    def failed(self) -> list[WriteJob]:
+    def failed(self) -> list[BackgroundSave]:
         """The saves whose failure was not reported."""
-        return [order for order in self.orders if not order.is_reported and order.failure]
+        return [save for save in self.saves if not save.is_reported and save.failure]
 
     def raise_failed(self) -> None:
         """Raise the errors that were not reported: the first, with notes about the others."""
         failed = self.failed
-        for order in failed:
-            order.is_reported = True
-        if errors := [error for order in failed if (error := order.failure)]:
+        for save in failed:
+            save.is_reported = True
+        if errors := [error for save in failed if (error := save.failure)]:
             raise first_error(errors)
 
     def forget_reported(self) -> None:
         """Remove the saves that are settled and have no failure left to report."""
         with self._lock:
-            for order in self.orders:
-                if order.is_settled and (order.is_reported or not order.failure):
-                    del self._orders[order.snapshot]
+            for save in self.saves:
+                if save.is_settled and (save.is_reported or not save.failure):
+                    del self._saves[save.snapshot]
 
-    def order(self, order: WriteJob, write: messages.Write) -> None:
+    def submit(self, save: BackgroundSave, write: messages.Write) -> None:
         """Send a snapshot. If the writer is dead, the save is lost. Interrupts kill the writer."""
         with self._lock:
             self.forget_reported()
-            self._orders[order.snapshot] = order
+            self._saves[save.snapshot] = save
             self.joined = write.host, write.port, write.token
             try:
                 self._send(write)
@@ -264,28 +264,28 @@ class WriterHandle:
                 # An interrupt: it is unknown if the writer has received the message.
                 self.kill()
                 raise
-            if self._link is None:  # it was lost before this order
-                self._lose_orders()
+            if self._link is None:  # it was lost before this save
+                self._fail_unsettled()
 
-    def abort(self, order: WriteJob, reason: str) -> None:
+    def abort(self, save: BackgroundSave, reason: str) -> None:
         """Make a save fail that could not be staged."""
-        self._send(messages.Abort(order.snapshot, reason))
+        self._send(messages.Abort(save.snapshot, reason))
 
-    def serve(self, towards: str) -> tuple[str, int, bytes]:
+    def serve_store(self, peer_host: str) -> tuple[str, int, bytes]:
         """Make the writer serve a new store. Return its host, port and token."""
         token = secrets.token_bytes(32)
-        answer = self._request(messages.Serve(token, towards), messages.Serving)
+        answer = self._request(messages.Serve(token, peer_host), messages.Serving)
         return answer.host, answer.port, token
 
     def pause(self, snapshot: str) -> bool:
         """Pause a save. Return False if it has begun."""
         return self._request(messages.Pause(snapshot), messages.Paused).is_paused
 
-    def go(self, snapshot: str, *, drop: bool) -> None:
+    def end_pause(self, snapshot: str, *, drop: bool) -> None:
         """Continue a paused save, or drop it."""
-        order = self._orders.get(snapshot)
-        if drop and order is not None and not order.is_settled:  # settled: its writer died
-            order.is_dropped = True
+        save = self._saves.get(snapshot)
+        if drop and save is not None and not save.is_settled:  # settled: its writer died
+            save.is_dropped = True
             self.num_dropped += 1
         self._send(messages.Go(snapshot, drop))
 
@@ -302,9 +302,9 @@ class WriterHandle:
                     self._process.wait(timeout_s)
                 except TimeoutExpired:
                     self._process.kill()
-                    self._process.wait(ANSWER_S)
-            self.look()
-            self._lose()
+                    self._process.wait(ANSWER_TIMEOUT_S)
+            self.receive_messages()
+            self._close_link()
             self._process = None
 
     # --- inside ------------------------------------------------------------------------------
@@ -314,9 +314,9 @@ class WriterHandle:
         with self._lock:
             self._answer = None
             self._send(request)
-            until = time.monotonic() + ANSWER_S
+            until = time.monotonic() + ANSWER_TIMEOUT_S
             while self._answer is None and self._link is not None and time.monotonic() < until:
-                self.look(_SLICE_S)
+                self.receive_messages(_POLL_INTERVAL_S)
             answer = self._answer
             if isinstance(answer, messages.Refused):
                 raise error_of(answer.failure)
@@ -334,7 +334,7 @@ class WriterHandle:
         with self._lock:
             if self._process is not None:
                 self._process.kill()
-            self._lose()
+            self._close_link()
 
     def _send(self, message: messages.WriterMessage) -> None:
         with self._lock:
@@ -342,35 +342,35 @@ class WriterHandle:
                 try:
                     self._link.send(message)
                 except messages.LinkClosedError:
-                    self.look()  # its last messages
+                    self.receive_messages()  # its last messages
 
     def _process_message(self, message: messages.WriterMessage) -> None:
         if not isinstance(message, messages.Done):
             self._answer = message
-        elif (order := self._orders.get(message.snapshot)) is not None:
-            order.done = message
+        elif (save := self._saves.get(message.snapshot)) is not None:
+            save.done = message
             self.is_last_committed = message.report is not None
             if message.failure is not None:
                 self.joined = None  # the writers may be out of step after a failure
             self.has_committed = self.has_committed or self.is_last_committed
 
-    def _lose(self) -> None:
+    def _close_link(self) -> None:
         """Close the link to a dead writer. Its unsettled saves are lost."""
         if self._link is not None:
             self._link.close()
             self._link = None
-            self._lose_orders()
+            self._fail_unsettled()
 
-    def _lose_orders(self) -> None:
+    def _fail_unsettled(self) -> None:
         self.joined = None
-        for order in self.unsettled:
+        for save in self.unsettled:
             self.is_last_committed = False
             message = (
                 f"rank {self._hello.rank}: the background writer has ended "
                 f"({self._how_it_ended()}) before its save was settled. Look into "
                 f"{self._folder.log_path}, then save again: another one is started"
             )
-            order.lost = Failure("RankError", message, self._hello.rank, "background save")
+            save.lost = Failure("RankError", message, self._hello.rank, "background save")
 
     def _how_it_ended(self) -> str:
         if self._process is None:
@@ -388,8 +388,8 @@ class WriterHandle:
             self._link.close()
             self._link = None
         message = "this process was forked from the one that began the save: use the handle there"
-        for order in self.unsettled:
-            order.lost = Failure("ValueError", message, None, None)
+        for save in self.unsettled:
+            save.lost = Failure("ValueError", message, None, None)
 
 
 def first_error(errors: Sequence[Exception]) -> Exception:
@@ -408,42 +408,42 @@ class SaveHandle:
         path: str,
         step: int | None,
         writer: WriterHandle | None = None,
-        order: WriteJob | None = None,
+        save: BackgroundSave | None = None,
         report: Callable[[SaveReport], SaveReport] | None = None,
     ) -> None:
         self.path = path
         self.step = step
         self._writer = writer
-        self._order = order
+        self._save = save
         self._report = report
 
     @property
     def skipped(self) -> bool:
         """True if nothing was saved because two older saves were not written yet."""
-        return self._order is None
+        return self._save is None
 
     @property
     def superseded(self) -> bool:
         """True if a newer save replaced it before it began."""
-        return self._order is not None and self._order.is_dropped
+        return self._save is not None and self._save.is_dropped
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Wait until the state may change. On the CPU it may when `save` returns.
 
         TimeoutError after `timeout_s`; the save continues.
         """
-        if self._order is not None and not self._order.staged.wait(timeout_s):
+        if self._save is not None and not self._save.staged.wait(timeout_s):
             raise TimeoutError(
                 f"{self.path}: not staged within {timeout_s:g} s; the save continues, wait again"
             )
 
     def done(self) -> bool:
         """Return True if it is settled: durable, failed, skipped or superseded."""
-        if self._order is None or self._writer is None:
+        if self._save is None or self._writer is None:
             return True
-        if not self._order.is_settled:
-            self._writer.look()
-        return self._order.is_settled
+        if not self._save.is_settled:
+            self._writer.receive_messages()
+        return self._save.is_settled
 
     def result(self, timeout_s: float | None = None) -> SaveReport | None:
         """Wait until the checkpoint is durable; None if it was skipped or superseded.
@@ -454,19 +454,19 @@ class SaveHandle:
         """
         if (failure := self.exception(timeout_s)) is not None:
             raise failure
-        done = None if self._order is None else self._order.done
+        done = None if self._save is None else self._save.done
         if done is None or done.report is None or self._report is None:
             return None
         return self._report(done.report)
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
         """Wait as `result` does, but return the error of the save instead of raising it."""
-        order = self._order
-        if order is None or self._writer is None:
+        save = self._save
+        if save is None or self._writer is None:
             return None
-        if not self._writer.wait_for(lambda: order.is_settled, timeout_s):
+        if not self._writer.wait_for(lambda: save.is_settled, timeout_s):
             raise TimeoutError(
                 f"{self.path}: not durable within {timeout_s:g} s; the save continues, wait again"
             )
-        order.is_reported = True
-        return order.failure
+        save.is_reported = True
+        return save.failure

@@ -31,17 +31,17 @@ MAX_MESSAGE_NBYTES = 1 << 20
 _MAX_READ_NBYTES = 1 << 16
 
 # A process that receives nothing for this time, while the buffers are full, counts as dead.
-SEND_S = 60
+SEND_TIMEOUT_S = 60
 
 
-class _Kind(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+class _TaggedMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
 # --- from the trainer --------------------------------------------------------------------------
 
 
-class Hello(_Kind, frozen=True):
+class Hello(_TaggedMessage, frozen=True):
     """The first message: the rank of this writer. Answered by `Ready` or `Refused`."""
 
     job: str
@@ -56,18 +56,18 @@ class Hello(_Kind, frozen=True):
             raise ValueError(f"rank {self.rank} of {self.world_size}")
 
 
-class Serve(_Kind, frozen=True):
+class Serve(_TaggedMessage, frozen=True):
     """Serve a store to the writers. Answered by `Serving` or `Refused`.
 
-    `towards` is a host that must reach it, or "" if all ranks are on this host. The store before it
-    is served until no earlier `Write` needs it.
+    `peer_host` is a host that must reach the store, or "" if all ranks are on this host. The
+    previous store is served until no earlier `Write` needs it.
     """
 
     token: bytes
-    towards: str
+    peer_host: str
 
 
-class Write(_Kind, frozen=True):
+class Write(_TaggedMessage, frozen=True):
     """Write the snapshot in an arena, and commit it with the other writers. Answered by `Done`.
 
     `path` is the path of the checkpoint, and `number` that of the arena in its rank. The writers
@@ -83,68 +83,68 @@ class Write(_Kind, frozen=True):
     token: bytes
 
 
-class Abort(_Kind, frozen=True):
+class Abort(_TaggedMessage, frozen=True):
     """Fail a save that the trainer could not stage, unless it is complete."""
 
     snapshot: str
     reason: str
 
 
-class Pause(_Kind, frozen=True):
+class Pause(_TaggedMessage, frozen=True):
     """Pause a save that has not begun. Answered by `Paused`."""
 
     snapshot: str
 
 
-class Go(_Kind, frozen=True):
+class Go(_TaggedMessage, frozen=True):
     """Continue a paused save, or drop it. No answer."""
 
     snapshot: str
     drop: bool
 
 
-class Ping(_Kind, frozen=True):
+class Ping(_TaggedMessage, frozen=True):
     """Answer with `Pong`, even during a save."""
 
 
-class Close(_Kind, frozen=True):
+class Close(_TaggedMessage, frozen=True):
     """End when all saves are settled."""
 
 
 # --- from the writer ---------------------------------------------------------------------------
 
 
-class Pong(_Kind, frozen=True):
+class Pong(_TaggedMessage, frozen=True):
     """The writer is not frozen."""
 
 
-class Ready(_Kind, frozen=True):
+class Ready(_TaggedMessage, frozen=True):
     """The writer has started."""
 
     pid: int
 
 
-class Refused(_Kind, frozen=True):
+class Refused(_TaggedMessage, frozen=True):
     """The request has failed."""
 
     failure: Failure
 
 
-class Serving(_Kind, frozen=True):
+class Serving(_TaggedMessage, frozen=True):
     """The address of the store that the writer serves."""
 
     host: str
     port: int
 
 
-class Paused(_Kind, frozen=True):
+class Paused(_TaggedMessage, frozen=True):
     """A save is paused. If not `is_paused`, it has begun or is settled."""
 
     snapshot: str
     is_paused: bool
 
 
-class Done(_Kind, frozen=True):
+class Done(_TaggedMessage, frozen=True):
     """A save is settled, with a `report` of the writer's part or a `failure`."""
 
     snapshot: str
@@ -174,7 +174,7 @@ class Link:
         self._lock = threading.RLock()
         self._data = bytearray()
         # Not `settimeout`: that would make the socket non-blocking.
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
         weakref.finalize(self, end.close).atexit = False
         # Otherwise a data loader would keep the link of a dead trainer open.
         run_after_fork(self.close)

@@ -27,10 +27,10 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.writer import messages
 from dist_ckpt.async_save.writer.write_jobs import (
     OpenArenas,
+    WriterContext,
     WriterQueue,
     WriterRendezvous,
     WriterSave,
-    WriterSaves,
     host_of,
 )
 from dist_ckpt.core.comm.key_value.key_server import KeyServer, reachable_host
@@ -47,7 +47,7 @@ _USAGE = (
 )
 
 # The deadline of the trainer's first message.
-HELLO_S = 60.0
+HELLO_TIMEOUT_S = 60.0
 
 # Training has priority, but heartbeats must not be late.
 _NICENESS = 19
@@ -96,7 +96,7 @@ class Termination:
         # maybe while Python shuts down.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.signal(_INTERRUPT, self._interrupt)
-        threading.Thread(target=self._end, name="dist_ckpt end", daemon=True).start()
+        threading.Thread(target=self._terminate, name="dist_ckpt end", daemon=True).start()
 
     def set_seal(self, seal: Callable[[], None]) -> None:
         """Set the function that seals all staged snapshots, without the main thread."""
@@ -119,7 +119,7 @@ class Termination:
             self._is_raised = True
             raise TerminatedError(_REASON)
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         signal.sigwait({signal.SIGTERM})
         # First of all: it ends the waits of threads that the main thread waits for.
         self._is_signalled = True
@@ -138,7 +138,7 @@ class Termination:
         os._exit(EXIT_CODE)
 
 
-class Stores:
+class StoreServers:
     """The stores of this writer: the newest, and older ones that a save still needs."""
 
     def __init__(self) -> None:
@@ -148,12 +148,12 @@ class Stores:
 
     def serve(self, message: messages.Serve) -> messages.Serving:
         """Serve another store. OSError or ValueError if that fails."""
-        host = "" if message.towards else "127.0.0.1"
+        host = "" if message.peer_host else "127.0.0.1"
         server = KeyServer(message.token, host=host)
         with self._lock:
             self._servers[message.token] = server
             self._newest = message.token
-        public_host = reachable_host(message.towards) if message.towards else host
+        public_host = reachable_host(message.peer_host) if message.peer_host else host
         return messages.Serving(public_host, server.address[1])
 
     def close_unused(self, needed: set[bytes]) -> None:
@@ -185,9 +185,9 @@ class BackgroundWriter:
         self._termination = termination
         self._arenas = arenas
         self._queue = WriterQueue(hello.rank)
-        self._stores = Stores()
+        self._stores = StoreServers()
         self._rendezvous = WriterRendezvous(hello)
-        self._saves = WriterSaves(hello, self._rendezvous, self._check, rate_limit)
+        self._saves = WriterContext(hello, self._rendezvous, self._check, rate_limit)
         self._hello = hello
         self._problem = ""
 
@@ -201,7 +201,7 @@ class BackgroundWriter:
         listener.start()
         try:
             while (save := self._queue.take()) is not None:
-                _bound_log()
+                _truncate_log()
                 done = save.settle()
                 # After `done` the trainer may overwrite the snapshot, so it must be sealed before.
                 self._termination.finish()
@@ -294,7 +294,7 @@ def _lower_priority() -> None:
         ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO)
 
 
-def _bound_log() -> None:
+def _truncate_log() -> None:
     """Truncate a long log. It is in shared memory, and nothing else rotates it."""
     with suppress(OSError):
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_NBYTES:
@@ -354,9 +354,12 @@ def _open_link(arguments: list[str]) -> messages.Link | None:
 
 
 def _serve_trainer(link: messages.Link, termination: Termination) -> str:
-    hello = link.receive(HELLO_S)
+    hello = link.receive(HELLO_TIMEOUT_S)
     if not isinstance(hello, messages.Hello):
-        return f"the first message must be Hello, within {HELLO_S:g} s; the trainer sent {hello}"
+        return (
+            f"the first message must be Hello, within {HELLO_TIMEOUT_S:g} s; "
+            f"the trainer sent {hello}"
+        )
     _log_to_stderr(hello.rank)
     _lower_priority()
     try:

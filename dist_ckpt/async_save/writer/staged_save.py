@@ -81,7 +81,9 @@ class Staging:
             time.sleep(min(max(_MIN_S, _SHARE * waited_s), _MAX_S))
 
 
-def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan]) -> RankFiles:
+def open_staged_files(
+    followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan]
+) -> RankFiles:
     """Return the planned files of a snapshot, read from the arena.
 
     CorruptError unless the images are the files of the plans, then objects files and attached
@@ -102,7 +104,7 @@ def files_of(followed: FollowedArena, staging: Staging, plans: Sequence[FilePlan
         )
     mapped = [
         _MappedImage(image, span.start, staging)
-        for image, span in zip(followed.images, followed.placement.images, strict=True)
+        for image, span in zip(followed.images, followed.spans.images, strict=True)
     ]
     sources = tuple(
         partial(StagedSource, image, plan) for image, plan in zip(mapped, plans, strict=False)
@@ -200,7 +202,7 @@ class StagedSave:
         self.plan, self.encoded_catalog = plan(self.details.bodies)
         self.staging = Staging(followed, check)
         plans = plan_rank_files(self.plan, snapshot.rank)
-        self.files = files_of(followed, self.staging, plans)
+        self.files = open_staged_files(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False
 

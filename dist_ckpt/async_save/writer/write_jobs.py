@@ -139,7 +139,7 @@ def host_of(config: Config) -> str:
 
 
 @dataclass
-class WriterSaves:
+class WriterContext:
     """The state that a writer's saves share. `check` raises, in any thread, if staging ended."""
 
     hello: Hello
@@ -167,7 +167,7 @@ class WriterSave:
     """
 
     def __init__(
-        self, saves: WriterSaves, write: Write, arena: ArenaReader | CheckpointError
+        self, saves: WriterContext, write: Write, arena: ArenaReader | CheckpointError
     ) -> None:
         self.write = write
         self._arena = arena
@@ -308,13 +308,13 @@ class WriterQueue:
     def abort(self, snapshot: str, reason: str) -> None:
         """Make a save fail, unless it is complete."""
         with self._changed:
-            if snapshot in _names(self.unsettled):
+            if snapshot in _snapshot_ids(self.unsettled):
                 self._aborted[snapshot] = reason or "no reason was given"
 
     def pause(self, snapshot: str) -> bool:
         """Pause a save. Return False if it is not in the queue any more."""
         with self._changed:
-            if is_queued := snapshot in _names(self._saves):
+            if is_queued := snapshot in _snapshot_ids(self._saves):
                 self._paused.add(snapshot)
             return is_queued
 
@@ -322,7 +322,7 @@ class WriterQueue:
         """Continue a paused save, or drop it."""
         with self._changed:
             if drop and snapshot in self._paused:
-                del self._saves[_names(self._saves).index(snapshot)]
+                del self._saves[_snapshot_ids(self._saves).index(snapshot)]
             self._paused.discard(snapshot)
             self._changed.notify_all()
 
@@ -369,7 +369,7 @@ class WriterQueue:
             )
 
 
-def _names(saves: Iterable[WriterSave]) -> list[str]:
+def _snapshot_ids(saves: Iterable[WriterSave]) -> list[str]:
     return [save.write.snapshot for save in saves]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dist_ckpt.async_save.writer.messages import Serve
-from dist_ckpt.async_save.writer.process import Stores
+from dist_ckpt.async_save.writer.process import StoreServers
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
 from ranks import free_port, run_ranks
 from torch_can import bind_the_store
@@ -49,7 +49,7 @@ def test_torch_s_store_listens_on_all_interfaces_whatever_its_address_is(use_lib
 def test_the_writers_store_leaves_the_host_only_if_the_job_does(
     towards: str, is_everywhere: bool
 ) -> None:
-    stores = Stores()
+    stores = StoreServers()
     try:
         port = stores.serve(Serve(TOKEN, towards)).port
         assert is_reached(HERE, port)

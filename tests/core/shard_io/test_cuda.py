@@ -36,7 +36,7 @@ def saver() -> Iterator[dc.AsyncSaver]:
     folder = JobFolder(job)
     for one in folder.rank_folders():
         one.remove()
-    folder.discard()
+    folder.remove_if_empty()
 
 
 class Device:
@@ -242,14 +242,14 @@ def test_while_a_graph_is_captured_no_save_begins(
 ) -> None:
     assert saver._job is not None
     writer, state = saver._job.writer, {"w": torch.ones(3)}
-    before = {order.snapshot for order in writer.orders}
+    before = {save.snapshot for save in writer.saves}
     device.may.set()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(ValueError, match="a CUDA graph is captured here: save after"):
             saver.save(state, tmp_path / "a")
-    assert before >= {order.snapshot for order in writer.orders}
+    assert before >= {save.snapshot for save in writer.saves}
     saver.save(state, tmp_path / "a").result(30)
 
 

@@ -8,7 +8,7 @@ from subprocess import Popen
 from threading import Thread
 
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
-from dist_ckpt.async_save.trainer.writer_handle import WriteJob, WriterHandle
+from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, WriterHandle
 from dist_ckpt.async_save.writer.messages import (
     Close,
     Done,
@@ -62,7 +62,7 @@ class FakeWriter:
         self._thread.start()
 
     def start(self, folder: RankFolder, hello: Hello) -> tuple[Link, Popen[bytes]]:
-        """See `writer_process.start`."""
+        """See `writer_handle.start_writer`."""
         return Link(self._ours), self.process
 
     def settle(self, name: str, failure: Failure | None = None) -> None:
@@ -96,9 +96,9 @@ class FakeWriter:
 
 def order(
     writer: WriterHandle, name: str, store: tuple[str, int, bytes] = ("", 0, b"")
-) -> WriteJob:
+) -> BackgroundSave:
     """Order a save that nobody stages, into the arena that is free."""
     taken = {one.arena for one in writer.unsettled}
-    made = WriteJob(name, 1 if 0 in taken else 0)
-    writer.order(made, Write(name, f"/ck/{name}", "/dev/shm/none", made.arena, *store))
+    made = BackgroundSave(name, 1 if 0 in taken else 0)
+    writer.submit(made, Write(name, f"/ck/{name}", "/dev/shm/none", made.arena, *store))
     return made

@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     arena_nbytes,
 )
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import records_of
+from dist_ckpt.async_save.snapshots.recovered_snapshots import file_receipts
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import Bodies
 from dist_ckpt.core.comm.session import Session
@@ -114,7 +114,7 @@ def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
     bodies = run_ranks(run, world_size=world_size, harness="threads")[0]
     assert bodies is not None
     attempt, index = find_checkpoint(*open_storage(path))
-    receipts = {record[0]: record for record in records_of(index)}
+    receipts = {record[0]: record for record in file_receipts(index)}
     files = {name: (path / attempt.name / name).read_bytes() for name in receipts}
     return Saved(str(path), step, world_size, attempt.name, bodies, files, receipts)
 
@@ -137,7 +137,7 @@ def keep(
     for rank in range(saved.world_size) if ranks is None else ranks:
         arenas = ArenaPool(folder.rank(rank))
         what = snapshot_of(saved, rank, edit)
-        memory = arenas.fitting(arena, arena_nbytes(what))
+        memory = arenas.open_fitting(arena, arena_nbytes(what))
         stage(memory, saved, what)
         if seal is None or rank in seal:
             follower = ArenaReader(memory.path, folder.job)

@@ -70,7 +70,7 @@ def clear_memory(folder: Path) -> None:
             if (owner := one.owner("writer")) is not None:
                 os.kill(owner.pid, signal.SIGKILL)
             one.remove()
-        job.discard()
+        job.remove_if_empty()
 
 
 def keeper_of(checkpointer: dc.Checkpointer) -> MaintenanceThread:

@@ -19,7 +19,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     arena_nbytes,
 )
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
-from dist_ckpt.async_save.trainer.writer_handle import start
+from dist_ckpt.async_save.trainer.writer_handle import start_writer
 from dist_ckpt.async_save.writer.messages import (
     Done,
     Hello,
@@ -127,7 +127,7 @@ class Staged:
 
     def stage(self, num: int | None = None) -> None:
         """Copy the first files, or all."""
-        spans = self.arena.placement.images
+        spans = self.arena.spans.images
         for (_, header, data), image, span in list(
             zip(self._files, self._images, spans, strict=True)
         )[:num]:
@@ -202,7 +202,7 @@ def writers(folders: list[RankFolder], **options: Any) -> Iterator[list[Trainer]
         trainers = []
         for folder in folders:
             said = hello(folder, len(folders), **options)
-            link, process = start(folder, said)
+            link, process = start_writer(folder, said)
             stack.callback(_end, link, process)
             trainers.append(Trainer(folder, link, process))
         yield trainers
