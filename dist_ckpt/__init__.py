@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dist_ckpt.runs.prune import delete
     from dist_ckpt.runs.run import Run
     from dist_ckpt.tools.average.average import average
+    from dist_ckpt.tools.inspect.compare import Comparison, RunSummary, compare
     from dist_ckpt.tools.inspect.describe import (
         CheckpointLayout,
         FileContents,
@@ -56,14 +57,7 @@ if TYPE_CHECKING:
         layout,
         stats,
     )
-    from dist_ckpt.tools.inspect.diff import (
-        Comparison,
-        Difference,
-        ObjectDifference,
-        RunSummary,
-        compare,
-        diff,
-    )
+    from dist_ckpt.tools.inspect.diff import Difference, ObjectDifference, diff
     from dist_ckpt.tools.inspect.estimate import Estimate, estimate
     from dist_ckpt.tools.rewrite.copying import backup, copy
     from dist_ckpt.tools.rewrite.reshard import reshard
@@ -88,7 +82,8 @@ _NAMES = {
     "core.checkpoint.checkpoint": "open Checkpoint",
     "core.checkpoint.verify": "verify VerifyReport",
     "tools.rewrite.reshard": "reshard",
-    "tools.inspect.diff": "compare Comparison RunSummary diff Difference ObjectDifference",
+    "tools.inspect.compare": "compare Comparison RunSummary",
+    "tools.inspect.diff": "diff Difference ObjectDifference",
     "tools.inspect.describe": (
         "stats TensorStats layout CheckpointLayout FileContents ShardPlacement"
     ),

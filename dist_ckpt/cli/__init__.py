@@ -68,18 +68,18 @@ class _Commands(click.Group):
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Parse the arguments, which may print a help. Called by click."""
-        with _closed_output():
+        with _ignore_closed_output():
             return super().make_context(*args, **options)
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command. Called by click."""
-        with _closed_output():
+        with _ignore_closed_output():
             result: object = super().invoke(ctx)
             return result
 
 
 @contextmanager
-def _closed_output() -> Iterator[None]:
+def _ignore_closed_output() -> Iterator[None]:
     """Ignore that the reader of stdout has closed it."""
     try:
         yield

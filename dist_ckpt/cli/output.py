@@ -41,12 +41,12 @@ LINE_OF_TIME = 0.05
 # A smaller part of the work gives no estimate of the remaining time.
 MIN_PART_FOR_ESTIMATE = 0.01
 # A plan names at most this many files.
-MOST_FILES = 30
+MAX_FILES = 30
 # A table shows at most this many metrics of a checkpoint.
-_MOST_METRICS = 4
+_MAX_METRICS = 4
 
 # The longest wait: 30 years. The clocks of the system overflow soon after.
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 
 
 class Seconds(click.FloatRange):
@@ -59,8 +59,8 @@ class Seconds(click.FloatRange):
     ) -> float:
         """Return the number of seconds. Anything else is a usage error."""
         seconds = float(super().convert(value, param, ctx))
-        if not seconds <= MOST_SECONDS:
-            self.fail(f"give a number of seconds up to {MOST_SECONDS:g}", param, ctx)
+        if not seconds <= MAX_SECONDS:
+            self.fail(f"give a number of seconds up to {MAX_SECONDS:g}", param, ctx)
         return seconds
 
 
@@ -197,15 +197,15 @@ def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
         click.echo(f"would be read  {printable(source)}")
     for path in plan.replaces:
         click.echo(f"would be replaced  {printable(path)}")
-    for name, num in [*sizes.items()][:MOST_FILES]:
+    for name, num in [*sizes.items()][:MAX_FILES]:
         click.echo(f"would be written  {printable(name)}  {format_size(num)}")
-    if (num_more := len(sizes) - MOST_FILES) > 0:
+    if (num_more := len(sizes) - MAX_FILES) > 0:
         click.echo(f"... and {num_more} files more, which --json lists")
     total = f"{format_size(nbytes)} in {len(sizes)} files would be written"
     click.echo(f"{printable(plan.path)}: {total}")
 
 
-def age(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as text, in the largest unit that fits."""
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
@@ -221,8 +221,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: froz
 def metrics_cell(metrics: Mapping[str, float]) -> str:
     """Return the text of a table cell: a few metrics, as trainers note dozens."""
     shown = [f"{name}={value:g}" for name, value in metrics.items()]
-    more = len(shown) - _MOST_METRICS
-    return ", ".join([*shown[:_MOST_METRICS], *[f"{more} more"] * (more > 0)])
+    more = len(shown) - _MAX_METRICS
+    return ", ".join([*shown[:_MAX_METRICS], *[f"{more} more"] * (more > 0)])
 
 
 def table_lines(
@@ -273,7 +273,7 @@ class _ProgressLog:
         self._printed_at = now
         rate = (done - before) / (now - since) if now > since else 0.0
         has_estimate = rate and total > done >= total * MIN_PART_FOR_ESTIMATE
-        remaining = f", {age((total - done) / rate)} left" if has_estimate else ""
+        remaining = f", {format_duration((total - done) / rate)} left" if has_estimate else ""
         click.echo(
             f"{self._label}: {format_size(done)} of {format_size(total)}{remaining}", err=True
         )

@@ -50,7 +50,9 @@ def _selectors(listing: Listing) -> Iterator[str]:
         yield f"tag:{tag}"
 
 
-def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_names(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """Return patterns of tensors and groups, up to the next dot. Called by click."""
     # An option without its value ends the parsing of click. Earlier arguments are then in `args`.
     values = [ctx.params.get(name) for name in ("path", "source", "a")]
@@ -64,7 +66,7 @@ def names_in(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     return _matching(iter(sorted(patterns)), incomplete)
 
 
-def components_in(
+def complete_components(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the components of the checkpoint in the arguments. Called by click."""
@@ -113,26 +115,26 @@ overwrite = click.option(
 )
 
 
-def globs(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
+def glob_option(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
     """Return an option that may be repeated; its value is None without any."""
-    return click.option(*names, multiple=True, callback=or_none, **attributes)
+    return click.option(*names, multiple=True, callback=none_if_empty, **attributes)
 
 
-def or_none(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
+def none_if_empty(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
     """Return the values of an option that may be repeated; None without any. Called by click."""
     return values or None
 
 
-def selected(command: _Command) -> _Command:
+def selection(command: _Command) -> _Command:
     """Add the options --include, short -g, and --exclude: globs, None without any."""
-    include = globs(
+    include = glob_option(
         *("-g", "--include"),
-        shell_complete=names_in,
+        shell_complete=complete_names,
         help="Select only names that match this glob. May be repeated.",
     )
-    exclude = globs(
+    exclude = glob_option(
         "--exclude",
-        shell_complete=names_in,
+        shell_complete=complete_names,
         help="Leave out names that match this glob. May be repeated.",
     )
     return include(exclude(command))

@@ -31,7 +31,7 @@ from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import checkpoint_of
 from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, foreign_at, reader_module
 from dist_ckpt.reports import Progress, SaveReport
-from dist_ckpt.tools.rewrite.reshard import even, plan_rewrite
+from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 __all__ = [
@@ -159,7 +159,7 @@ def plan_import(
     return plan_rewrite(
         opened,
         target,
-        even(options.get("world_size", 1)),
+        even_sharding(options.get("world_size", 1)),
         max_memory=_MAX_MEMORY,
         step=step,
         overwrite=options.get("overwrite", False),

@@ -21,7 +21,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.cli.commands import watch as watch_module
-from dist_ckpt.cli.commands.watch import _observe, lines
+from dist_ckpt.cli.commands.watch import _observe, describe_run
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
@@ -169,7 +169,7 @@ def test_an_empty_folder_is_shown_and_text_of_others_cannot_steer_the_terminal(
 
 def test_of_many_the_newest_are_shown(root: Path) -> None:
     look = observe_run(LocalStorage(), str(root))
-    shown = lines(look, None, height=6)
+    shown = describe_run(look, None, height=6)
     assert shown[-3] == "... and 1 before these"
     assert [line.split()[0] for line in shown[-2:]] == ["2", "3"]
 

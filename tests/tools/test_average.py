@@ -30,7 +30,7 @@ import torch
 
 from ranks import load_on_threads, save_on_threads, shared_storage
 
-SUMS = {torch.float64: torch.float64}
+SUM_DTYPES = {torch.float64: torch.float64}
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def expected(sources: Sequence[torch.Tensor], weights: Sequence[float]) -> torch
         return torch.view_as_complex(expected([torch.view_as_real(s) for s in sources], weights))
     total: Any = None
     for source, weight in zip(sources, weights, strict=True):
-        term = source.to(SUMS.get(dtype, torch.float32)) * weight
+        term = source.to(SUM_DTYPES.get(dtype, torch.float32)) * weight
         total = term if total is None else total + term
     return (total / sum(weights)).to(dtype)  # type: ignore[no-any-return]
 
@@ -262,7 +262,7 @@ def two(tmp_path: Path) -> list[Path]:
         ({"include": "n"}, "include: 'n' matches no name"),
         ({"include": "w", "exclude": "v"}, "exclude: 'v' matches no"),
         ({"include": "w", "exclude": "w"}, "is chosen: give other patterns"),
-        ({"include": None}, r"does not say which tensors are trainable.*include=\"model\.\*\""),
+        ({"include": None}, r"does not record which tensors are trainable.*include=\"model\.\*\""),
         ({"overwrite": 1}, "overwrite=1: give True or False"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.runs import retention_policy as keep
-from dist_ckpt.tools.inspect.estimate import estimate, measured_rate
+from dist_ckpt.tools.inspect.estimate import estimate, measure_rate
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_job_that_makes_no_sense_is_refused(path: Path, job: dict[str, Any]) -
 
 def test_a_write_test_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dist_ckpt.tools.inspect.estimate.TEST_NBYTES", 16 << 20)
-    assert measured_rate(tmp_path) > 0
+    assert measure_rate(tmp_path) > 0
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(dc.StorageError, match="not a folder"):
-        measured_rate(tmp_path / "gone")
+        measure_rate(tmp_path / "gone")

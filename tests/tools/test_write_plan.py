@@ -12,7 +12,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.interop.shrew import files as shrew
 from dist_ckpt.tools.rewrite.copying import plan_backup, plan_copy
-from dist_ckpt.tools.rewrite.reshard import even, plan_rewrite
+from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: E40
 Plan = Callable[[Path], WritePlan[Any]]
 CHECKPOINTS: dict[str, Plan] = {
     "reshard": lambda base: plan_rewrite(
-        open_storage(base / "run" / "s2"), base / "new", even(2), overwrite=False
+        open_storage(base / "run" / "s2"), base / "new", even_sharding(2), overwrite=False
     ),
     "copy": lambda base: plan_copy(base / "run" / "s2", base / "new"),
     "average": lambda base: plan_average(

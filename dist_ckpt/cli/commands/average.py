@@ -23,12 +23,12 @@ from dist_ckpt.cli.results import AverageResult
     *("--weight", "weights"),
     type=float,
     multiple=True,
-    callback=shared_options.or_none,
+    callback=shared_options.none_if_empty,
     help="Give one for each source.",
 )
 @click.option("--decay", type=float, help="Weight DECAY**k for the source with k newer sources.")
-@shared_options.globs("-g", "--include", help="Globs of tensors to average.")
-@shared_options.globs("--exclude", help="Globs of tensors to copy from the newest.")
+@shared_options.glob_option("-g", "--include", help="Globs of tensors to average.")
+@shared_options.glob_option("--exclude", help="Globs of tensors to copy from the newest.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at --to.")
 @shared_options.dry_run
 @shared_options.json

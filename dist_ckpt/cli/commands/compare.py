@@ -12,8 +12,8 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import CompareResult, extend
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
-from dist_ckpt.tools.inspect.diff import Comparison
-from dist_ckpt.tools.inspect.diff import compare as compare_runs
+from dist_ckpt.tools.inspect.compare import Comparison
+from dist_ckpt.tools.inspect.compare import compare as compare_runs
 
 
 @click.command()

@@ -19,7 +19,7 @@ from dist_ckpt.tools.inspect.diff import diff as differ
 @click.option("--values", is_flag=True, help="Also compare every value, bit for bit.")
 @click.option("--rtol", type=float, help="With --values: tolerance relative to the value in B.")
 @click.option("--atol", type=float, help="With --values: absolute tolerance.")
-@shared_options.selected
+@shared_options.selection
 @shared_options.json
 def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
     """Show the differences between the checkpoints A and B.

@@ -12,7 +12,7 @@ from dist_ckpt.cli.results import EstimateResult, convert
 from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
-from dist_ckpt.tools.inspect.estimate import Estimate, measured_rate
+from dist_ckpt.tools.inspect.estimate import Estimate, measure_rate
 from dist_ckpt.tools.inspect.estimate import estimate as compute
 
 
@@ -61,7 +61,7 @@ def estimate(
     compute_at = partial(compute, source, keep=keep, **job)
     costs = compute_at(rate=rate)
     if measure:
-        costs = compute_at(rate=measured_rate(costs.folder))
+        costs = compute_at(rate=measure_rate(costs.folder))
     with output.exit_with(output.FINE if costs.fits else output.FINDING):
         if as_json:
             output.print_json(convert(costs, EstimateResult))

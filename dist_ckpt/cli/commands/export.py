@@ -56,13 +56,13 @@ _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
 )
 @click.option(
     "--only",
-    shell_complete=shared_options.names_in,
+    shell_complete=shared_options.complete_names,
     help="hf, torch: the component to write, or the names below one, such as model.module.  "
     "[default: model for hf, all for torch]",
 )
 @click.option("--dtype", help="hf: convert floating-point tensors to this dtype, such as bf16.")
 @click.option("--max-shard-size", help="hf: maximum data per file, such as 500MiB.  [default: 5GB]")
-@shared_options.selected
+@shared_options.selection
 @click.option(
     "--reflink", is_flag=True, help="hf: share data blocks with SOURCE if the file system can."
 )

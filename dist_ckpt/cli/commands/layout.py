@@ -16,7 +16,7 @@ from dist_ckpt.tools.inspect.describe import layout as layout_of
 
 @click.command()
 @shared_options.path
-@shared_options.selected
+@shared_options.selection
 @shared_options.json
 def layout(path: str, *, as_json: bool, **selection: Any) -> None:
     """Show the shard files, their ranks, and the balance between ranks.

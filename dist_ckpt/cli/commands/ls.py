@@ -54,7 +54,9 @@ def ls(path: str, *, as_json: bool) -> None:
             "-" if checkpoint.nbytes is None else format_size(checkpoint.nbytes),
             "-" if checkpoint.world_size is None else str(checkpoint.world_size),
             "-" if checkpoint.num_tensors is None else str(checkpoint.num_tensors),
-            "-" if checkpoint.saved_at is None else output.age(time.time() - checkpoint.saved_at),
+            "-"
+            if checkpoint.saved_at is None
+            else output.format_duration(time.time() - checkpoint.saved_at),
             output.metrics_cell(checkpoint.metrics),
             "; ".join(_notes(checkpoint)),
         )

@@ -72,7 +72,7 @@ def request_save(
             after = last_liveness(storage, folder, request.incarnation)
             why = (
                 f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
-                f"{_describe_life(before, after, waited_s)}"
+                f"{_describe_liveness(before, after, waited_s)}"
             )
         elif not answer.saved:
             why = f"not saved, {answer.outcome}: {answer.why}"
@@ -98,7 +98,7 @@ def request_save(
         raise click.exceptions.Exit(output.REFUSED if answer is None else output.FINDING)
 
 
-def _describe_life(before: float | None, after: float | None, waited_s: float) -> str:
+def _describe_liveness(before: float | None, after: float | None, waited_s: float) -> str:
     """Describe if a job is alive, by its liveness before and after the wait."""
     if after is None:
         return "the job has ended, or died when it started"

@@ -11,7 +11,7 @@ from dist_ckpt.cli.results import ReshardResult
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.openers import OPENER
-from dist_ckpt.tools.rewrite.reshard import plan_rewrite, sharding_of
+from dist_ckpt.tools.rewrite.reshard import plan_rewrite, resolve_sharding
 
 
 @click.command()
@@ -35,7 +35,7 @@ from dist_ckpt.tools.rewrite.reshard import plan_rewrite, sharding_of
     is_flag=True,
     help="Replace the checkpoint at TARGET, which may be SOURCE, once the new one is durable.",
 )
-@shared_options.selected
+@shared_options.selection
 @shared_options.dry_run
 @shared_options.json
 def reshard(  # noqa: PLR0913 - those of dc.reshard
@@ -62,7 +62,7 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)
-    config = sharding_of(config, world_size, max_memory)
+    config = resolve_sharding(config, world_size, max_memory)
     plan = plan_rewrite(
         OPENER.find(source),
         target,

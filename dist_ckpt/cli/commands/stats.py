@@ -16,7 +16,7 @@ from dist_ckpt.tools.inspect.describe import stats as stats_of
 
 @click.command()
 @shared_options.path
-@shared_options.selected
+@shared_options.selection
 @shared_options.json
 def stats(path: str, *, as_json: bool, **selection: Any) -> None:
     """Show statistics of the values of each tensor.

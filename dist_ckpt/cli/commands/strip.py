@@ -9,12 +9,14 @@ from dist_ckpt.cli.results import StripResult
 from dist_ckpt.core.commit import removal
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.rewrite.strip import remaining_after, strip_at
+from dist_ckpt.tools.rewrite.strip import count_remaining, strip_at
 
 
 @click.command()
 @shared_options.path
-@click.argument("components", nargs=-1, required=True, shell_complete=shared_options.components_in)
+@click.argument(
+    "components", nargs=-1, required=True, shell_complete=shared_options.complete_components
+)
 @shared_options.yes
 @shared_options.dry_run
 @click.option("--force", is_flag=True, help="Strip it even if it is pinned, tagged or leased.")
@@ -33,7 +35,7 @@ def strip(
     storage, folder = open_resolved(path)
     removal.check_deletable(storage, folder)
     if dry_run:
-        num, nbytes = remaining_after(storage, folder, frozenset(components), force=force)
+        num, nbytes = count_remaining(storage, folder, frozenset(components), force=force)
         num_linked = None
     else:
         if not yes:

@@ -17,7 +17,7 @@ from dist_ckpt.reports import format_size
 
 @click.command()
 @shared_options.path
-@shared_options.selected
+@shared_options.selection
 @click.option(
     "--sort",
     type=click.Choice(["saved", "name", "size"]),
@@ -37,7 +37,7 @@ def tensors(
     dist-ckpt tensors runs/a@latest
     dist-ckpt tensors runs/a@latest -g model -g '*.exp_avg' --sort size
     """  # noqa: D301 - click knows the backspace
-    path, selected = selected_tensors(path, **selection)
+    path, selected = select_tensors(path, **selection)
     rows = [*selected.items()]
     if sort == "name":
         rows.sort()
@@ -67,7 +67,7 @@ def tensors(
     click.echo(f"{len(rows)} tensors, {format_size(nbytes)}")
 
 
-def selected_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]:
+def select_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]:
     """Return a checkpoint's path and the selected tensors. ValueError if a glob matches nothing."""
     selection = parse_selection(**globs)
     with checkpoint.open(path, opener=OPENER) as ck:

@@ -7,14 +7,14 @@ from typing import Any
 import click
 
 from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.commands.tensors import selected_tensors
+from dist_ckpt.cli.commands.tensors import select_tensors
 from dist_ckpt.cli.results import TreeNode, TreeResult
 from dist_ckpt.reports import format_size
 
 
 @click.command()
 @shared_options.path
-@shared_options.selected
+@shared_options.selection
 @click.option(
     "--depth", type=click.IntRange(min=1), default=3, show_default=True, help="Levels of names."
 )
@@ -26,7 +26,7 @@ def tree(path: str, depth: int, *, as_json: bool, **selection: Any) -> None:
     dist-ckpt tree runs/a@latest --depth 2
     dist-ckpt tree runs/a@latest -g model
     """  # noqa: D301 - click knows the backspace
-    path, selected = selected_tensors(path, **selection)
+    path, selected = select_tensors(path, **selection)
     nbytes: dict[tuple[str, ...], int] = {}
     leaves: dict[tuple[str, ...], str] = {}
     for fqn, info in selected.items():

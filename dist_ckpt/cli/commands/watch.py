@@ -32,11 +32,11 @@ from dist_ckpt.runs.watch_changes import (
 
 # The last changes are shown below the checkpoints: at most this many lines, and at most one third
 # of the terminal.
-NUM_EVENTS = 8
-EVENTS_OF_TERMINAL = 3
+MAX_EVENTS = 8
+TERMINAL_SHARE = 3
 
 # Listing a large run takes long: at most this part of the time is spent on it.
-MOST_OF_TIME = 0.2
+MAX_TIME_SHARE = 0.2
 
 
 @click.command()
@@ -70,7 +70,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
         if as_json:
             output.print_json(_document(run, folder, [], keep), indent=None)
         else:
-            click.echo("\n".join(lines(run, keep)))
+            click.echo("\n".join(describe_run(run, keep)))
         return
     observations = _observe(storage, folder, interval_s, keep)
     with suppress(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
             _show(observations, keep)
         else:
             for _, events in observations:
-                for line in _timed(events):
+                for line in _with_time(events):
                     click.echo(line)
 
 
@@ -90,13 +90,13 @@ def _show(
     observations: Iterator[tuple[RunObservation | None, list[str]]], keep: RetentionPolicy | None
 ) -> None:
     """Show the run on the terminal, and the last changes below it."""
-    console, last = Console(), deque[str](maxlen=NUM_EVENTS)
+    console, last = Console(), deque[str](maxlen=MAX_EVENTS)
     with Live(console=console, auto_refresh=False) as live:
         for run, events in observations:
-            last += _timed(events)
+            last += _with_time(events)
             height = console.size.height - 1  # the last line is for the cursor
-            newest = [*last][-(height // EVENTS_OF_TERMINAL) :]
-            shown = [] if run is None else [*lines(run, keep, height - len(newest) - 1), ""]
+            newest = [*last][-(height // TERMINAL_SHARE) :]
+            shown = [] if run is None else [*describe_run(run, keep, height - len(newest) - 1), ""]
             live.update(Text("\n".join([*shown, *newest]), no_wrap=True), refresh=True)
 
 
@@ -118,10 +118,10 @@ def _observe(
             events, problem = [text] * (text != problem), text
         yield before, events
         took_s = time.monotonic() - began
-        time.sleep(max(interval_s, took_s / MOST_OF_TIME))
+        time.sleep(max(interval_s, took_s / MAX_TIME_SHARE))
 
 
-def _timed(events: Sequence[str]) -> list[str]:
+def _with_time(events: Sequence[str]) -> list[str]:
     now = time.strftime("%H:%M:%S")
     return [f"{now}  {output.printable(line)}" for line in events]
 
@@ -164,23 +164,23 @@ def _document(
     )
 
 
-def lines(
+def describe_run(
     run: RunObservation, keep: RetentionPolicy | None, height: int | None = None
 ) -> list[str]:
     """Return the text of a run. It fits in `height` lines: then only the newest checkpoints."""
     head = [output.printable(run.listing.root)]
     if run.incarnation is not None:
-        began = output.age(run.at - run.incarnation.at)
+        began = output.format_duration(run.at - run.incarnation.at)
         head.append(output.printable(f"{describe_incarnation(run.incarnation)} ({began} ago)"))
         last_seen = NO_LIVENESS
         if run.last_liveness is not None:
-            last_seen = f"last seen {output.age(run.at - run.last_liveness)} ago"
+            last_seen = f"last seen {output.format_duration(run.at - run.last_liveness)} ago"
         head.append(last_seen)
     if (newest := run.newest) is not None:
-        saved = output.age(run.at - (newest.saved_at or 0.0))
+        saved = output.format_duration(run.at - (newest.saved_at or 0.0))
         head.append(f"newest: step {newest.step}, saved {saved} ago")
     for path, status in run.writing.items():
-        quiet = output.age(run.at - status.modified_at)
+        quiet = output.format_duration(run.at - status.modified_at)
         name = output.printable(os.path.basename(path))
         head.append(f"being written: {name}, {format_size(status.nbytes)}, last write {quiet} ago")
     if run.listing.history_problem:
@@ -201,7 +201,9 @@ def _table(run: RunObservation, keep: RetentionPolicy | None, most: int | None) 
             checkpoint.name if checkpoint.step is None else str(checkpoint.step),
             "orphaned" if checkpoint.is_orphaned else checkpoint.state,
             "-" if checkpoint.nbytes is None else format_size(checkpoint.nbytes),
-            "-" if checkpoint.saved_at is None else output.age(run.at - checkpoint.saved_at),
+            "-"
+            if checkpoint.saved_at is None
+            else output.format_duration(run.at - checkpoint.saved_at),
             output.metrics_cell(checkpoint.metrics),
             "; ".join(reasons.get(checkpoint.path, ())),
         )

@@ -41,8 +41,8 @@ from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
 from dist_ckpt.tools.new_file import check_new_file, check_outside, checked_file_path, new_file
-from dist_ckpt.tools.rewrite.reshard import MIN_MEMORY, even, plan_rewrite
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
+from dist_ckpt.tools.rewrite.reshard import MIN_MEMORY, even_sharding, plan_rewrite
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_file_export
 
 __all__ = ["export_file", "import_file", "read", "write"]
 
@@ -110,7 +110,7 @@ def plan_import_file(
         storage = UnchangedFile(open_storage(source.path)[0], source.version)
     virtual = checkpoint_of(storage, source.path, state, "a .shrew file")
     return plan_rewrite(
-        (virtual, source.path), target, even(1), max_memory=MIN_MEMORY, overwrite=overwrite
+        (virtual, source.path), target, even_sharding(1), max_memory=MIN_MEMORY, overwrite=overwrite
     )
 
 
@@ -163,7 +163,7 @@ def plan_export_file(
                 tell(out.write(part))
         return nbytes
 
-    return plan_of_file(path, run, nbytes)
+    return plan_file_export(path, run, nbytes)
 
 
 def _nbytes_of(state: Mapping[str, object], version: int) -> int:

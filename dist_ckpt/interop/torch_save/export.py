@@ -41,7 +41,7 @@ from dist_ckpt.interop.registry import SAFETENSORS
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_file import check_new_file, check_outside, new_file
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_of_file
+from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_file_export
 
 __all__ = ["export_file"]
 
@@ -124,7 +124,9 @@ def plan_export_file(
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(state)
     contents = _ArchiveContents(opened, buffer.getvalue(), tensors, not_plain)
-    return plan_of_file(path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes)
+    return plan_file_export(
+        path, partial(_write, contents, file, overwrite=overwrite), contents.nbytes
+    )
 
 
 @dataclass(frozen=True, slots=True)

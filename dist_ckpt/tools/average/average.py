@@ -1,7 +1,7 @@
-"""`dc.average`: choose, agree and plan, write, commit.
+"""`dc.average`: choose the sources, agree on them, plan, write and commit.
 
-The average has the files of the newest source, with the averaged tensors in them. Each rank of the
-job writes some of these files.
+The average has the same files as the newest source, with averaged tensors. Each rank of the job
+writes some of these files.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
-from dist_ckpt.tools.average.mean import AveragedTensors, averaged_names
+from dist_ckpt.tools.average.mean import AveragedTensors, select_tensors
 from dist_ckpt.tools.average.source_selection import (
     AverageOptions,
     AverageSource,
-    choose,
+    choose_sources,
     lease_sources,
 )
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
@@ -74,38 +74,39 @@ def average(
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Write the average of checkpoints as a new one, at `to`. Collective in a job.
+    """Write the average of checkpoints as a new checkpoint at `to`. Collective in a job.
 
-    `sources` are checkpoints; a selector of a run ("runs/a@latest") is one too. Or `sources` is the
-    folder of a run, with `last=n` for its last n, or `best=n` and `min="val/loss"` or
-    `max="accuracy"` for its best; n <= 0 for all, or for all with the metric. If the run has fewer,
-    they are averaged. Checkpoints that are chosen from a run are leased meanwhile.
+    `sources` is a list of checkpoints: paths, or selectors such as "runs/a@latest". Or `sources` is
+    the folder of a run. Then `last=n` averages its last n checkpoints, and `best=n` its best n by
+    `min="val/loss"` or `max="accuracy"`. If n <= 0, or if the run has fewer than n, it averages all
+    of them, or all that have the metric. Checkpoints of a run are leased meanwhile.
 
-    Trainable tensors of floating-point or complex numbers are averaged. If the checkpoints do not
-    record which are trainable, or to choose others, give `include` and `exclude`: patterns on the
-    names of floating-point tensors. All other contents come from the newest source: buffers,
-    integers, frozen parameters, optimizer state, values, metadata, per-rank values. The newest has
-    the highest step; for equal steps, or if one source has no step, it was saved last. The average
-    has the step, world size and layout of the newest, but neither its annotations, such as metrics,
-    nor its attached files.
+    Trainable tensors of floating-point or complex numbers are averaged. To choose other tensors,
+    give `include` and `exclude`: patterns on the names of floating-point tensors. They are required
+    if the checkpoints do not record which tensors are trainable. All other contents come from the
+    newest source: buffers, integers, frozen parameters, optimizer state, values, metadata, per-rank
+    values. The newest source has the highest step. If steps are equal or missing, it is the last
+    one that was saved.
+    The average has the step, world size and layout of the newest source, but neither its
+    annotations, such as metrics, nor its attached files.
 
-    The average is uniform; or `weights` has a number for each source, in their order (for a run,
-    oldest first); or, with `decay` d, a source with k newer ones has the weight d**k. That is an
-    exponential moving average, corrected for its start. Weights are scaled by a power of two, so
+    By default all weights are equal. `weights` has a number for each source, in their order (for
+    a run, oldest first). With `decay` d, a source with k newer sources has the weight d**k. That is
+    an exponential moving average, corrected for its start. Weights are scaled by a power of two, so
     that the largest is from 1 to 2. For each element, `w * x` is added from the oldest source to
     the newest. The sum is in float64 for float64 and complex128, otherwise in float32, and each
     step is rounded. The sum is divided by the sum of the weights and rounded to the tensor's dtype.
-    A nan in a source makes nan.
+    A nan in a source makes the mean nan.
 
-    One window of the tensors is in memory at a time, about 200 MB in total, and one file of other
-    data. Every rank of `group` calls this: each writes some of the files, and the first rank
-    commits. On return the average is complete and durable; after an error, on all ranks, it does
-    not exist. `overwrite` replaces a checkpoint at `to`. Every byte that is read is checked.
-    `progress` gets the bytes read and the total of this rank.
+    It takes about 200 MB of memory for tensors, and one file of other data. Every rank of `group`
+    calls this: each rank writes some of the files, and rank 0 commits. On return the average is
+    complete and durable. An error is raised on all ranks, and the average does not exist.
+    `overwrite` replaces a checkpoint at `to`. Every byte that is read is checked. `progress` is
+    called with the bytes that this rank has read and will read in total.
 
     Raises ValueError and TypeError for bad arguments, IncompatibleError with all differences of the
     sources, and CorruptError with the name of a damaged source. Raises NotFoundError if a source or
-    the metric does not exist, or a source was replaced or deleted meanwhile. Otherwise raises the
+    the metric does not exist, or if a source was replaced or deleted meanwhile. Also raises the
     errors of a save to `to`.
     """
     options = AverageOptions(
@@ -124,9 +125,9 @@ def average(
 
 @dataclass(slots=True)
 class AverageCall:
-    """The arguments of `average`. Opens the storages, and counts what is read from the sources.
+    """The arguments of `average`. It opens the storages, and counts the bytes read from sources.
 
-    `source_storage` and `target_storage` replace the storages of the paths.
+    For tests, `source_storage` and `target_storage` replace the storages of the paths.
     """
 
     sources: PathLike | Sequence[PathLike]
@@ -138,12 +139,12 @@ class AverageCall:
     opened: list[CountingStorage] = field(default_factory=list)
 
     @property
-    def is_of_run(self) -> bool:
-        """Whether the sources are chosen from a run."""
+    def is_run(self) -> bool:
+        """True if `sources` is the folder of a run."""
         return isinstance(self.sources, str | os.PathLike)
 
     def open_source(self, path: PathLike) -> tuple[Storage, str]:
-        """Return the storage of a source, which counts what is read, and the path there."""
+        """Return the storage of a source, which counts its reads, and the path there."""
         storage, text = open_storage(path, direct_reads=True)
         self.opened.append(CountingStorage(self.source_storage or storage))
         return self.opened[-1], text
@@ -155,7 +156,7 @@ class AverageCall:
 
     def open_sources(self) -> list[tuple[Storage, str]]:
         """Check the arguments, and open the sources."""
-        self.options.check(of_run=self.is_of_run)
+        self.options.check(is_run=self.is_run)
         if isinstance(self.sources, bytes) or not isinstance(
             self.sources, str | os.PathLike | Sequence
         ):
@@ -172,14 +173,14 @@ class AverageCall:
 def plan_average(
     sources: PathLike | Sequence[PathLike], to: PathLike, options: AverageOptions
 ) -> WritePlan[SaveReport]:
-    """Return the plan to average in this process alone, even if a launcher started other ranks.
+    """Return the plan of an average by this process alone, even in a job with other ranks.
 
     Raises the errors that `average` raises before it writes.
     """
     call = AverageCall(sources, to, options)
     opened, target = call.open_sources(), call.open_target()
-    chosen = choose(opened, target, options, None, of_run=call.is_of_run)
-    _averaged_names(chosen, options)
+    chosen = choose_sources(opened, target, options, None, is_run=call.is_run)
+    _select_tensors(chosen, options)
     newest = chosen[-1].index
     files = {newest.file_name(record): record.nbytes for record in newest.files}
     files |= {record.name: record.nbytes for record in newest.objects}
@@ -210,7 +211,7 @@ class _AgreedSources(Message, frozen=True):
 def average_together(
     session: Session, call: AverageCall, chosen: tuple[AverageSource, ...] = ()
 ) -> SaveReport:
-    """Average over a session; `chosen` are the sources of a plan. Collective."""
+    """Average over a session. `chosen` are the sources of a plan, if there is one. Collective."""
     channel = session.channel
     with (
         session.operation(f"average to {call.target}"),
@@ -247,7 +248,7 @@ def average_together(
 def _agree(
     session: Session, call: AverageCall, chosen: tuple[AverageSource, ...], leases: ExitStack
 ) -> tuple[tuple[AverageSource, ...], _AgreedSources]:
-    """Agree on the sources. Rank 0 chooses and leases them; only there they have their indexes."""
+    """Agree on the sources. Rank 0 chooses and leases them. Only rank 0 gets `AverageSource`s."""
     with session.channel.exchange("agree") as agreeing:
         sources = call.open_sources()
         target = call.open_target()
@@ -258,7 +259,7 @@ def _agree(
             if chosen:
                 lease_sources(chosen, leases)
             else:
-                chosen = choose(sources, target, call.options, leases, of_run=call.is_of_run)
+                chosen = choose_sources(sources, target, call.options, leases, is_run=call.is_run)
             agreed = tuple((source.path, source.attempt, source.weight) for source in chosen)
             agreeing.decide(_AgreedSources(agreed))
     return chosen, agreeing.result(_AgreedSources)
@@ -274,7 +275,7 @@ def _read_source(call: AverageCall, path: str, attempt: Attempt, weight: float) 
 
 @dataclass(frozen=True, slots=True)
 class _AveragePlan:
-    """The sources, the names of the tensors to average, and the files of this rank."""
+    """The sources, the names of the tensors to average, and the files that this rank writes."""
 
     sources: tuple[AverageSource, ...]
     averaged: frozenset[str]
@@ -289,12 +290,12 @@ def _plan_and_claim(
     sources: tuple[AverageSource, ...],
     agreed: _AgreedSources,
 ) -> _AveragePlan:
-    """Check that the sources match, plan, and claim. The claim is the first change on disk."""
+    """Check that the sources match, plan, and claim the target: the first change on disk."""
     options, channel = call.options, session.channel
     with channel.exchange("plan") as planning:
         sources = sources or tuple(_read_source(call, *source) for source in agreed.sources)
         storage, path = call.open_target()
-        averaged = _averaged_names(sources, options)
+        averaged = _select_tensors(sources, options)
         assignments = assign_files(
             sources[-1].index,
             averaged,
@@ -310,9 +311,9 @@ def _plan_and_claim(
     return _AveragePlan(sources, averaged, assignments, storage)
 
 
-def _averaged_names(sources: Sequence[AverageSource], options: AverageOptions) -> frozenset[str]:
+def _select_tensors(sources: Sequence[AverageSource], options: AverageOptions) -> frozenset[str]:
     catalogs = [(source.path, source.index.catalog) for source in sources]
-    return averaged_names(catalogs, parse_selection(options.include, options.exclude))
+    return select_tensors(catalogs, parse_selection(options.include, options.exclude))
 
 
 def _index_fields(sources: Sequence[AverageSource]) -> IndexFields:
@@ -330,7 +331,7 @@ def _index_fields(sources: Sequence[AverageSource]) -> IndexFields:
 def _write(
     session: Session, plan: _AveragePlan, progress: Progress | None, folder: str
 ) -> RankWriteResult:
-    """Write this rank's files."""
+    """Write the files of this rank. Return their receipts and the seconds."""
     start = time.monotonic()
     newest = plan.sources[-1]
     source_folder = f"{newest.path}/{newest.attempt}"
@@ -359,7 +360,7 @@ def _write(
                     sources=tuple(next(sources) for _ in assignment.plans),
                     objects=objects,
                 )
-                # One thread: blocks are requested in the order of the windows.
+                # One thread, so that it requests the blocks in the order of the windows.
                 receipts += write_all(plan.storage, folder, files, threads=1)
     return RankWriteResult(tuple(receipts), (), time.monotonic() - start)
 
@@ -369,7 +370,7 @@ def _write(
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The files of one rank of the checkpoint that a rank of the job writes."""
+    """The files that a rank of the job writes for one rank of the checkpoint."""
 
     plans: tuple[FilePlan, ...]
     objects: tuple[ObjectsFileRecord, ...]
@@ -378,12 +379,12 @@ class RankAssignment:
 def assign_files(
     index: Index, averaged: Collection[str], num_sources: int, *, rank: int, world_size: int
 ) -> list[RankAssignment]:
-    """Return the files of the newest source that a rank of the job writes.
+    """Return the files of the average that a rank of the job writes.
 
-    Whole files are assigned, the costliest first, each to the rank with the least load. All ranks
-    of the job compute the same.
+    Each file goes to the rank with the least load, the costliest file first. All ranks of the job
+    compute the same assignment.
     """
-    costs = _costs(index, averaged, num_sources)
+    costs = _file_costs(index, averaged, num_sources)
     loads = [0] * world_size
     writers = {}
     for name, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
@@ -395,14 +396,14 @@ def assign_files(
         local_objects = tuple(
             record
             for record in index.objects
-            if writers[record.name] == rank and _rank_of(record.name) == number
+            if writers[record.name] == rank and _file_rank(record.name) == number
         )
         if local_plans or local_objects:
             assignments.append(RankAssignment(local_plans, local_objects))
     return assignments
 
 
-def _costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[str, int]:
+def _file_costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[str, int]:
     """Return the bytes to read for each file."""
     costs = {record.name: record.nbytes for record in index.objects}
     for rank, stored in enumerate(stored_cells_by_rank(index.catalog)):
@@ -416,13 +417,13 @@ def _costs(index: Index, averaged: Collection[str], num_sources: int) -> dict[st
 
 
 def receipts_by_rank(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]:
-    """Return the receipts of the checkpoint's ranks, from the receipts of the job's ranks.
+    """Return a receipt for each rank of the checkpoint, made of those of the job's ranks.
 
-    StorageError if the objects files differ from those of the newest source.
+    Raises StorageError if the objects files differ from those of the newest source.
     """
     files: list[list[FileReceipt]] = [[] for _ in range(index.catalog.world_size)]
     for file in (file for receipt in receipts for file in receipt.files):
-        files[_rank_of(file[0])].append(file)
+        files[_file_rank(file[0])].append(file)
     copied = {
         (name, nbytes, digest)
         for receipt in receipts
@@ -430,11 +431,13 @@ def receipts_by_rank(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]
         if not header_nbytes
     }
     if copied != {(record.name, record.nbytes, record.digest) for record in index.objects}:
-        raise StorageError("the objects files are not those of the newest source: try again")
+        raise StorageError(
+            "the objects files differ from those of the newest source: average again"
+        )
     return [Receipt(tuple(rank_files), (), 0.0) for rank_files in files]
 
 
-def _rank_of(name: str) -> int:
-    """Return the rank of a file; the global objects file is rank 0's."""
+def _file_rank(name: str) -> int:
+    """Return the rank of a file. The global objects file belongs to rank 0."""
     shard = filenames.parse_shard_file(name)
     return shard[1] if shard is not None else filenames.parse_objects_file(name) or 0

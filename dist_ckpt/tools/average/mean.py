@@ -1,8 +1,8 @@
-"""The mean of checkpoints: its tensors, its arithmetic, and the windows that are read.
+"""Select the tensors of an average, and compute their mean, a window at a time.
 
-The order is defined. For each element, from the oldest checkpoint to the newest, `w * x` is rounded
-to the dtype of the sum and added. The sum is divided by the sum of the weights and rounded to the
-dtype of the tensor.
+The order of the arithmetic is defined. For each element, from the oldest checkpoint to the newest,
+`w * x` is rounded to the dtype of the sum and added. The sum is divided by the sum of the weights
+and rounded to the dtype of the tensor.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dist_ckpt.tools.average.source_selection import AverageSource
 # --- choose the tensors, and check that all sources have them. Pure ----------------------------
 
 
-# The dtypes that are averaged: the dtype of the elements, and of their sum. A complex number is two
-# elements.
-SUMS: Mapping[str, tuple[str, str]] = {
+# For each dtype that can be averaged: the dtype of an element, and of the sum. A complex number has
+# two elements.
+SUM_DTYPES: Mapping[str, tuple[str, str]] = {
     "float64": ("float64", "float64"),
     "float32": ("float32", "float32"),
     "float16": ("float16", "float32"),
@@ -47,20 +47,22 @@ SUMS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def averaged_names(catalogs: Sequence[tuple[str, Catalog]], selection: Selection) -> frozenset[str]:
-    """Return the names of the tensors to average: the trainable ones, or the selected ones.
+def select_tensors(catalogs: Sequence[tuple[str, Catalog]], selection: Selection) -> frozenset[str]:
+    """Return the names of the tensors to average: the trainable or the selected tensors.
 
-    `catalogs` have the path and the catalog of each source, the newest last. The names are those of
-    the newest. Raises ValueError if nothing can be chosen, IncompatibleError with all differences
-    between the sources.
+    `catalogs` has the path and the catalog of each source, the newest last. The names are those in
+    the newest source. Raises ValueError if no tensor can be averaged. Raises IncompatibleError with
+    all differences between the sources.
     """
     path, newest = catalogs[-1]
-    chosen = _choose(path, newest, selection)
-    _check_chosen(path, newest, chosen, selection)
+    chosen = _select_from(path, newest, selection)
+    _check_selection(path, newest, chosen, selection)
     problems = [
         f"{other}: {problem}"
         for other, catalog in catalogs[:-1]
-        for problem in _differences(newest, chosen, catalog, _choose(other, catalog, selection))
+        for problem in _find_differences(
+            newest, chosen, catalog, _select_from(other, catalog, selection)
+        )
     ]
     if problems:
         raise IncompatibleError(
@@ -70,16 +72,16 @@ def averaged_names(catalogs: Sequence[tuple[str, Catalog]], selection: Selection
     return frozenset(chosen)
 
 
-def _choose(path: str, catalog: Catalog, selection: Selection) -> set[str]:
-    """Return the tensors of one checkpoint to average, by their names there."""
+def _select_from(path: str, catalog: Catalog, selection: Selection) -> set[str]:
+    """Return the names of the tensors to average in one checkpoint."""
     floating = {name for name in catalog.tensors if _is_floating(catalog, name)}
     if floating and selection.include is None:
         if not catalog.parameters:
             raise ValueError(
-                f"{path} does not say which tensors are trainable, as it was saved from a plain "
-                f'state_dict or by an older dist_ckpt: choose them, such as include="model.*"'
+                f"{path} does not record which tensors are trainable: it was saved from a plain "
+                f'state_dict or by an older dist_ckpt. Choose tensors, such as include="model.*"'
             )
-        # Parts of tensor subclasses have no average, whatever their dtype: they are refused later.
+        # Inner tensors of tensor subclasses have no average: `_check_selection` refuses them.
         trainable = {name for name, is_trainable in catalog.parameters.items() if is_trainable}
         parts = {name for name in trainable if whole_of(name, catalog.values)}
         floating = floating & trainable | parts & catalog.tensors.keys()
@@ -90,10 +92,10 @@ def _choose(path: str, catalog: Catalog, selection: Selection) -> set[str]:
 
 
 def _is_floating(catalog: Catalog, name: str) -> bool:
-    return catalog.tensors[name].dtype in SUMS
+    return catalog.tensors[name].dtype in SUM_DTYPES
 
 
-def _check_chosen(path: str, catalog: Catalog, chosen: set[str], selection: Selection) -> None:
+def _check_selection(path: str, catalog: Catalog, chosen: set[str], selection: Selection) -> None:
     names = [name for name in catalog.tensors if _is_floating(catalog, name)]
     is_floating = bool(names)
     names += [alias for alias, name in catalog.aliases.items() if _is_floating(catalog, name)]
@@ -106,19 +108,19 @@ def _check_chosen(path: str, catalog: Catalog, chosen: set[str], selection: Sele
     if wholes:
         raise ValueError(
             f"{path}: {listed(sorted(wholes))} "
-            f"{'is a tensor' if len(wholes) == 1 else 'are tensors'} made of others (quantized), "
-            f"whose parts have no average: exclude={min(wholes)!r} copies the newest one. Or "
-            f"average before quantizing"
+            f"{'is a tensor' if len(wholes) == 1 else 'are tensors'} made of inner tensors, such "
+            f"as quantized weights, and cannot be averaged: exclude={min(wholes)!r} copies the "
+            f"newest one. Or average before quantizing"
         )
     if not chosen:
         reason = "is chosen: give other patterns" if is_floating else "exists: nothing to average"
         raise ValueError(f"{path}: no floating-point tensor that could be averaged {reason}")
 
 
-def _differences(
+def _find_differences(
     newest: Catalog, chosen: set[str], other: Catalog, other_chosen: set[str]
 ) -> Iterator[str]:
-    """Yield the differences of another source in the tensors to average."""
+    """Yield the differences of another source from the newest, in the tensors to average."""
     for name in sorted(chosen):
         stored = other.aliases.get(name, name)
         record, expected = other.tensors.get(stored), newest.tensors[name]
@@ -126,7 +128,7 @@ def _differences(
             yield f"it lacks {name}"
         elif (record.dtype, record.shape) != (expected.dtype, expected.shape):
             yield (
-                f"{name} is {record.dtype} {list(record.shape)}, there "
+                f"{name} is {record.dtype} {list(record.shape)}, in the newest "
                 f"{expected.dtype} {list(expected.shape)}"
             )
         elif stored not in other_chosen:
@@ -137,25 +139,22 @@ def _differences(
             yield f"{alias} is not tied to {name}"
     tied_to = {name: alias for alias, name in other.aliases.items()}
     for name in sorted(other_chosen):
-        # A tied tensor may be stored under another of its names there.
+        # The newest source may store a tied tensor under another of its names.
         if {name, newest.aliases.get(name), tied_to.get(name)}.isdisjoint(chosen):
-            yield (
-                f"{name} is averaged only there"
-                if name in newest.tensors
-                else f"{name} is only there"
-            )
+            fact = "cannot be averaged" if name in newest.tensors else "does not exist"
+            yield f"{name} {fact} in the newest"
 
 
 # --- the arithmetic, by torch on the CPU ------------------------------------------------------
 
 
-# Elements at a time. The sum of several checkpoints stays in the processor's cache, and torch adds
-# in this thread. From 32768 elements on torch uses its threads; on a busy machine the waiting took
-# 20 times as long as the addition.
+# The elements that are added at a time. So the sum of several checkpoints stays in the processor's
+# cache. Torch adds them in this thread: from 32768 elements on it uses its own threads. On a busy
+# machine waiting for those took 20 times as long as the addition.
 _NUMEL = (1 << 15) - 64
 
-# The most bytes of a sum for a byte of an element: float32 for a float8.
-_MOST_GROWTH = 4
+# A sum has at most this many bytes for each byte of an element: float32 for float8.
+_MAX_GROWTH = 4
 
 
 class AveragedRange(NamedTuple):
@@ -168,12 +167,12 @@ class AveragedRange(NamedTuple):
 
 
 def build_ranges(wanted: Sequence[TensorRequest]) -> tuple[AveragedRange, ...]:
-    """Return the ranges of the wanted tensors; neighbours of one dtype share a range."""
+    """Return the ranges of the requested tensors. Neighbours with the same dtype share a range."""
     ranges: list[AveragedRange] = []
     start = 0
     for want in wanted:
         nbytes = _nbytes(want)
-        dtype, sum_dtype = SUMS[want.dtype]
+        dtype, sum_dtype = SUM_DTYPES[want.dtype]
         numel = nbytes // DTYPES[dtype].itemsize
         if ranges and ranges[-1].dtype == dtype:
             ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + numel)
@@ -184,20 +183,20 @@ def build_ranges(wanted: Sequence[TensorRequest]) -> tuple[AveragedRange, ...]:
 
 
 class Mean:
-    """Adds up a window of each checkpoint, oldest first. One thread uses it at a time."""
+    """The sums of one window of all checkpoints, oldest first. Not thread-safe."""
 
     def __init__(self, weights: Sequence[float], window_nbytes: int) -> None:
         self._weights = weights
         self._sum = fsum(weights)
-        self._totals = scratch(window_nbytes * _MOST_GROWTH)
+        self._totals = scratch(window_nbytes * _MAX_GROWTH)
         self._term = scratch(_NUMEL * 8)
 
     def add(
         self, first: int, ranges: Sequence[AveragedRange], windows: Sequence[memoryview]
     ) -> None:
-        """Add the windows of checkpoint `first` and the next ones; 0 begins a new sum.
+        """Add the windows of the checkpoints from number `first` on. Number 0 begins a new sum.
 
-        After the newest the mean replaces the content of its window.
+        When the newest checkpoint is added, the mean replaces the content of its window.
         """
         start = 0
         for part in ranges:
@@ -212,7 +211,7 @@ class Mean:
     def _add(
         self, first: int, piece: Sequence[torch.Tensor], totals: torch.Tensor, buffer: torch.Tensor
     ) -> None:
-        """Add the same elements of some checkpoints to their sums; `buffer` is for a term."""
+        """Add the same elements of some checkpoints to their sums. `buffer` is used for a term."""
         for number, values in enumerate(piece, first):
             term = values if values.dtype == totals.dtype else buffer.copy_(values)
             if (weight := self._weights[number]) != 1:
@@ -229,29 +228,28 @@ def _tensor(memory: memoryview, dtype: str, start: int, numel: int) -> torch.Ten
     return torch.frombuffer(memory, dtype=getattr(torch, dtype), offset=start, count=numel)
 
 
-# --- the windows: the next is read while one is added -------------------------------------------
+# --- the windows: one is added while the next is read ------------------------------------------
 
 
-# A multiple of a block. Seven windows and the sums are in memory at once, whatever the largest
-# tensor is.
+# A multiple of the size of a block. At most seven windows and the sums are in memory.
 WINDOW_NBYTES = 16 << 20
 
-# With more sources no file stays open between two windows: a process may have 1024.
-_MOST_OPEN = 32
+# With more sources no file stays open between two windows: a process may open 1024 files.
+_MAX_OPEN_SOURCES = 32
 
-# The windows of this many sources are added at once, while the next are read.
-_AT_ONCE = 3
+# The windows of this many sources are added together, while the next windows are read.
+_GROUP_SIZE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _SourcePart:
-    """The part of a window to read from one source: for the newest, the `last`, it is the whole."""
+    """The part of a window to read from one source. From the newest source it is all of it."""
 
     window: Window
     wanted: tuple[TensorRequest, ...]
     ranges: tuple[AveragedRange, ...]
     number: int
-    last: bool
+    is_last: bool
 
 
 # A part, its bytes, and the stack that releases the memory.
@@ -259,14 +257,14 @@ _ReadPart = tuple[_SourcePart, memoryview, ExitStack]
 
 
 class AveragedTensors:
-    """The open sources, the newest last; close it when done."""
+    """The open sources of an average, the newest last. Call `close` when done."""
 
     def __init__(
         self, chosen: Sequence[AverageSource], averaged: Collection[str], slots: BufferPool
     ) -> None:
         self._chosen = chosen
         self._averaged = averaged
-        most_kept = None if len(chosen) <= _MOST_OPEN else 0
+        most_kept = None if len(chosen) <= _MAX_OPEN_SOURCES else 0
         self._opened = [
             OpenCheckpoint(
                 *(source.storage, source.path, source.attempt, source.index),
@@ -277,7 +275,7 @@ class AveragedTensors:
         ]
 
     def nbytes_to_read(self, files: Sequence[FilePlan]) -> int:
-        """Return the bytes to read for some files."""
+        """Return the bytes to read from all sources for these files."""
         return sum(
             item.span.nbytes * (len(self._chosen) if item.fqn in self._averaged else 1)
             for file in files
@@ -287,7 +285,10 @@ class AveragedTensors:
     def windows(
         self, files: Sequence[FilePlan], tell: Callable[[int], None]
     ) -> Generator[tuple[Window, memoryview], None, None]:
-        """Yield the files' windows, averaged. CorruptError names a damaged source."""
+        """Yield the averaged windows of the files, and call `tell` with the bytes read.
+
+        Raises CorruptError with the name of a damaged source.
+        """
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
         slots = BufferPool(max(nbytes, 1))
         mean = Mean([source.weight for source in self._chosen], nbytes)
@@ -296,8 +297,8 @@ class AveragedTensors:
             self._opened[part.number].read(part.wanted, memory)
 
         parts = self._parts(cut_into_windows(files, nbytes, self._order))
-        # Several threads read each part. With two parts at a time, one begins as another ends.
-        reading = read_ahead(read, parts, slots, threads=2, waiting=_AT_ONCE - 1)
+        # Several threads read each part. With two parts at a time, one begins while another ends.
+        reading = read_ahead(read, parts, slots, threads=2, waiting=_GROUP_SIZE - 1)
         with closing(reading) as ready:
             for group in _group(ready):
                 with ExitStack() as buffers:
@@ -307,11 +308,11 @@ class AveragedTensors:
                     first = group[0][0].number
                     mean.add(first, last.ranges, [window for _, window, _ in group])
                     tell(sum(_nbytes(want) for part, _, _ in group for want in part.wanted))
-                    if last.last:
+                    if last.is_last:
                         yield last.window, memory
 
     def _order(self, item: StoredShard) -> tuple[object, ...]:
-        """Sort averaged tensors first, in aligned ranges of one dtype."""
+        """Return a sort key: averaged tensors first, in aligned ranges of one dtype."""
         itemsize = DTYPES[item.dtype].itemsize
         return item.fqn not in self._averaged, -itemsize, item.dtype, item.fqn
 
@@ -321,8 +322,8 @@ class AveragedTensors:
             averaged = tuple(want for want in window.wanted if want.fqn in self._averaged)
             ranges = build_ranges(averaged)
             for number in range(newest if averaged else 0):
-                yield _SourcePart(window, averaged, ranges, number, last=False)
-            yield _SourcePart(window, window.wanted, ranges, newest, last=True)
+                yield _SourcePart(window, averaged, ranges, number, is_last=False)
+            yield _SourcePart(window, window.wanted, ranges, newest, is_last=True)
 
     def close(self) -> None:
         """Close the files. Never raises."""
@@ -331,11 +332,11 @@ class AveragedTensors:
 
 
 def _group(ready: Iterator[_ReadPart]) -> Iterator[list[_ReadPart]]:
-    """Yield the parts of one window in groups of a few sources."""
+    """Yield the parts of each window in groups of at most `_GROUP_SIZE` sources."""
     group: list[_ReadPart] = []
     for part in ready:
         group.append(part)
-        if part[0].last or len(group) == _AT_ONCE:
+        if part[0].is_last or len(group) == _GROUP_SIZE:
             yield group
             group = []
 

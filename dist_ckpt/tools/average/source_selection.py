@@ -1,4 +1,4 @@
-"""The options of `dc.average`, the checkpoints that they choose, and the weights of these."""
+"""Check the options of `dc.average`, choose its checkpoints, and compute their weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST = sys.float_info.max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageOptions:
-    """The options of `average`, checked by `check` once a rank's error can reach the others."""
+    """The options of `average`. Call `check` in an exchange: an error then reaches all ranks."""
 
     last: int | None = None
     best: int | None = None
@@ -44,19 +44,19 @@ class AverageOptions:
     exclude: str | Sequence[str] | None = None
     overwrite: bool = False
 
-    def check(self, *, of_run: bool) -> None:
-        """Raise TypeError or ValueError for options that make no sense."""
-        self._check_count(of_run=of_run)
+    def check(self, *, is_run: bool) -> None:
+        """Raise TypeError or ValueError for bad options. `is_run`: the source is a run's folder."""
+        self._check_count(is_run=is_run)
         self._check_metric()
         self._check_weights()
         parse_selection(self.include, self.exclude)
         if type(self.overwrite) is not bool:
             raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
 
-    def _check_count(self, *, of_run: bool) -> None:
-        if not of_run and (self.last is not None or self.best is not None):
+    def _check_count(self, *, is_run: bool) -> None:
+        if not is_run and (self.last is not None or self.best is not None):
             raise ValueError("last= and best= select from one run: give its folder, not a list")
-        if of_run and (self.last is None) == (self.best is None):
+        if is_run and (self.last is None) == (self.best is None):
             raise ValueError(
                 "one source is a run: give last=n or best=n (n <= 0 for all), or give a list of "
                 "checkpoints"
@@ -92,7 +92,7 @@ class AverageOptions:
             raise TypeError(f"weights={self.weights!r}: give a list of numbers")
         for weight in self.weights:
             _check_number(weight, "weights")
-        if fsum(_scaled(self.weights)) == 0:
+        if fsum(_scale_weights(self.weights)) == 0:
             raise ValueError("the weights sum to 0: give others")
 
 
@@ -103,16 +103,17 @@ def _check_number(value: object, name: str) -> None:
         raise ValueError(f"{name} has {value}: give finite numbers")
 
 
-def _scaled(weights: Sequence[float]) -> tuple[float, ...]:
-    """Scale by a power of two, so that the largest is from 1 to 2: float32 can add them."""
+def _scale_weights(weights: Sequence[float]) -> tuple[float, ...]:
+    """Scale by a power of two: the largest is then from 1 to 2, and float32 can add them."""
     exponent = frexp(max((abs(weight) for weight in weights), default=1))[1] - 1
     return tuple(ldexp(weight, -exponent) for weight in weights)
 
 
-def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
-    """Return the weights of `count` checkpoints. ValueError for a wrong number of `weights`.
+def compute_weights(options: AverageOptions, count: int) -> tuple[float, ...]:
+    """Return the weights of `count` checkpoints.
 
-    `weights` stay in the order of the caller. The weights by `decay` are oldest first.
+    `weights` stay in the order of the caller. The weights by `decay` are oldest first. Raises
+    ValueError for a wrong number of `weights`.
     """
     if options.decay is not None:
         return tuple(options.decay**age for age in reversed(range(count)))
@@ -122,7 +123,7 @@ def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
         raise ValueError(
             f"{len(options.weights)} weights for {count} checkpoints: give one for each"
         )
-    return _scaled(options.weights)
+    return _scale_weights(options.weights)
 
 
 # --- the checkpoints: a list, or the last or best of a run -------------------------------------
@@ -130,8 +131,8 @@ def weights_of(options: AverageOptions, count: int) -> tuple[float, ...]:
 
 _log = logging.getLogger("dist_ckpt")
 
-# How often a chosen checkpoint may be removed before it is leased.
-_ROUNDS = 16
+# Choose again at most this often, if a chosen checkpoint is removed before it is leased.
+_MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,44 +151,45 @@ class AverageSource:
         return f"{self.weight:.6g} of {self.path.rpartition('/')[2]}/{self.attempt}{step}"
 
 
-def choose(
+def choose_sources(
     sources: Sequence[tuple[Storage, str]],
     target: tuple[Storage, str],
     options: AverageOptions,
     leases: ExitStack | None,
     *,
-    of_run: bool,
+    is_run: bool,
 ) -> tuple[AverageSource, ...]:
-    """Find the checkpoints to average, oldest first. Those of a run are leased until `leases` end.
+    """Return the checkpoints to average, oldest first.
 
-    Without `leases` nothing is leased, so nothing is written. The order is by step. Equal steps, or
-    all if one has no step, are ordered by the time of the save. ValueError for a bad `target`.
+    Checkpoints of a run are leased until `leases` is closed. If `leases` is None, nothing is
+    leased, so nothing is written. The order is by step. Equal steps, or all if one has no step, are
+    ordered by the time of the save. Raises ValueError for a bad `target`.
     """
-    if of_run:
+    if is_run:
         ((storage, root),) = sources
-        paths = [(storage, path) for path in _choose_of_run(storage, root, options, leases)]
+        paths = [(storage, path) for path in _choose_from_run(storage, root, options, leases)]
     else:
-        paths = [(storage, _resolved(storage, path, leases)) for storage, path in sources]
+        paths = [(storage, _resolve(storage, path, leases)) for storage, path in sources]
     opened = [(storage, path, *attempts.find_checkpoint(storage, path)) for storage, path in paths]
     _check_distinct([(path, attempt) for _, path, attempt, _ in opened])
     have_steps = all(index.step is not None for *_, index in opened)
 
-    def age(number: int) -> tuple[int, float]:
+    def sort_key(number: int) -> tuple[int, float]:
         index = opened[number][-1]
         return (index.step or 0) if have_steps else 0, index.saved_at
 
-    order = sorted(range(len(opened)), key=age)
-    weights = weights_of(options, len(opened))
+    order = sorted(range(len(opened)), key=sort_key)
+    weights = compute_weights(options, len(opened))
     chosen = tuple(
         AverageSource(*opened[number], weights[number if options.decay is None else position])
         for position, number in enumerate(order)
     )
-    _check_target(chosen, *target, sources[0][1] if of_run else None)
+    _check_target(chosen, *target, sources[0][1] if is_run else None)
     return chosen
 
 
 def lease_sources(chosen: Sequence[AverageSource], stack: ExitStack) -> None:
-    """Lease the sources of a plan until the stack ends. NotFoundError if one was removed."""
+    """Lease the sources of a plan until `stack` is closed. NotFoundError if one was removed."""
     for source in chosen:
         try:
             stack.enter_context(leased(source.storage, source.path, source.attempt, source.index))
@@ -234,20 +236,20 @@ def _check_target(
         )
 
 
-def _resolved(storage: Storage, path: str, leases: ExitStack | None) -> str:
+def _resolve(storage: Storage, path: str, leases: ExitStack | None) -> str:
     if leases is not None:
         return resolve_with_lease(storage, path, leases)
     checkpoint = resolve_at(storage, path)
     return path if checkpoint is None else checkpoint.path
 
 
-def _choose_of_run(
+def _choose_from_run(
     storage: Storage, root: str, options: AverageOptions, leases: ExitStack | None
 ) -> Sequence[str]:
-    """Choose checkpoints of a run and lease them; choose again if one is removed meanwhile."""
-    for num_left in reversed(range(_ROUNDS)):
+    """Return the paths of the chosen checkpoints, leased. Choose again if one is removed."""
+    for num_left in reversed(range(_MAX_ROUNDS)):
         listing = list_run(storage, root, now=time.time())
-        checkpoints = pick(listing, options)
+        checkpoints = pick_checkpoints(listing, options)
         try:
             with ExitStack() as stack:
                 if leases is not None and can_lease(storage, listing.root):
@@ -264,8 +266,8 @@ def _choose_of_run(
     raise AssertionError
 
 
-def pick(listing: Listing, options: AverageOptions) -> Sequence[RunCheckpoint]:
-    """Return the last or the best of a run. Pure, but for a log.
+def pick_checkpoints(listing: Listing, options: AverageOptions) -> Sequence[RunCheckpoint]:
+    """Return the last or the best checkpoints of a run. Pure, except for log messages.
 
     Only the highest attempt of each step counts. NotFoundError if no checkpoint has the metric.
     """
@@ -278,7 +280,7 @@ def pick(listing: Listing, options: AverageOptions) -> Sequence[RunCheckpoint]:
     ranked = list({info.step: info for info in candidates}.values())[::-1]
     if name is not None:
         sign = -1 if options.min is None else 1
-        # The older of two equal ones is better, as for `keep.best`.
+        # The older of two equal values is better, as for `keep.best`.
         ranked.reverse()
         ranked.sort(key=lambda info: sign * info.metrics[name])
     picked = ranked[:count] if count > 0 else ranked

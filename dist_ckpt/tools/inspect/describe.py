@@ -1,4 +1,4 @@
-"""Describe one checkpoint: its summary, its layout, and statistics of its tensors."""
+"""Describe one checkpoint: its summary, its layout, and the statistics of its tensors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class CheckpointSummary:
     """The contents of a checkpoint in numbers. Tied names count once, except in `num_aliases`.
 
-    `mesh` lists axes; their names may be empty. `num_parameters` and `num_trainable` are None if
-    they are not known or cannot be read. `config_problem` says why `config` cannot be read.
+    `mesh` lists the axes, whose names may be empty. `num_parameters` and `num_trainable` are None
+    if they are unknown or cannot be read. `config_problem` is the reason why `config` cannot be
+    read.
     """
 
     path: str
@@ -103,7 +104,7 @@ def summarize(ck: Checkpoint) -> CheckpointSummary:
     )
 
 
-# --- layout: the file and rank of each part of each tensor -------------------------------------
+# --- layout: the file and rank of each shard ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,11 @@ def layout(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
 ) -> CheckpointLayout:
-    """Return the file and rank of each part of the selected tensors. Only the index is read.
+    """Return the file and rank of each shard of the selected tensors. Only the index is read.
 
-    Without `include` and `exclude` no shards are listed, as there may be millions: give
-    `include="*"` for all. `path` is as for `dc.open`. Raises ValueError for a pattern that matches
-    nothing, otherwise as `dc.open`.
+    Without `include` and `exclude` no shards are listed, because there may be millions. Give
+    `include="*"` to list all. `path` is as for `dc.open`. Raises ValueError for a pattern that
+    matches nothing, and the errors of `dc.open`.
     """
     selection = parse_selection(include, exclude)
     with OpenCheckpoint.open(path, opener=OPENER) as checkpoint:
@@ -189,18 +190,18 @@ def layout(
 # --- statistics of the values of tensors, without torch ----------------------------------------
 
 
-# The most elements at once: numpy's temporary arrays stay small.
-_AT_ONCE = 1 << 20
+# At most this many elements at a time: numpy's temporary arrays stay small.
+_CHUNK_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
     """Statistics of the values of one tensor; a tied tensor has `alias_of`.
 
-    `min`, `max`, `mean` and `rms` (the root of the mean square) are of the finite values, or of the
-    magnitudes of complex ones; None without a finite value. `zeros`, `nan` and `inf` count
-    elements; a complex number has nan or inf if a part has it. All are None if the dtype has no
-    numbers.
+    `min`, `max`, `mean` and `rms` (the root of the mean square) describe the finite values, or the
+    magnitudes of complex values. They are None if no value is finite. `zeros`, `nan` and `inf`
+    count elements. A complex number counts as nan or inf if one of its parts is. All are None for
+    a dtype without numbers.
     """
 
     name: str
@@ -218,7 +219,7 @@ class TensorStats:
 
     @property
     def is_finite(self) -> bool:
-        """Whether it has neither nan nor infinities."""
+        """True if the tensor has neither nan nor infinities."""
         return not self.nan and not self.inf
 
 
@@ -229,12 +230,12 @@ def stats(
     exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[TensorStats, ...]:
-    """Return statistics of the values of each tensor of a checkpoint, in its order.
+    """Return statistics of the values of each tensor of a checkpoint, in the order of the save.
 
-    Every block is read once and checked. It takes about 70 MB of memory, whatever the size.
-    `include` and `exclude` are as of `dc.save`, and `path` as of `dc.open`. One process calls this;
-    it needs numpy, but not torch, and changes nothing. Raises ValueError for a pattern that matches
-    nothing, CorruptError for damaged blocks, otherwise as `dc.open`.
+    Every block is read once and checked. This takes about 70 MB of memory for any size. `include`
+    and `exclude` are as for `dc.save`, and `path` is as for `dc.open`. One process calls this. It
+    needs numpy, but not torch. It changes nothing. Raises ValueError for a pattern that matches
+    nothing, CorruptError for damaged blocks, and the errors of `dc.open`.
     """
     selection = parse_selection(include, exclude)
     numpy_module()  # before anything is read
@@ -254,7 +255,7 @@ def stats(
         for fqn, sums_of_tensor in sums.items():
             record = catalog.tensors[fqn]
             tensor = TensorStats(fqn, record.dtype, record.shape, prod(record.shape))
-            by_fqn[fqn] = sums_of_tensor.fill(tensor) if fqn in numeric else tensor
+            by_fqn[fqn] = sums_of_tensor.to_stats(tensor) if fqn in numeric else tensor
     return tuple(
         by_fqn[fqn] if name == fqn else replace(by_fqn[fqn], name=name, alias_of=fqn)
         for name, fqn in names.items()
@@ -262,7 +263,7 @@ def stats(
 
 
 class _Sums:
-    """Counts and sums of the values of one tensor so far, in any order."""
+    """Counts and sums of the values of one tensor, added in any order."""
 
     def __init__(self) -> None:
         self.finite = self.zeros = self.nan = self.inf = 0
@@ -272,7 +273,7 @@ class _Sums:
 
     def add(self, dtype: str, data: memoryview) -> None:
         """Add some elements."""
-        step = _AT_ONCE * DTYPES[dtype].itemsize
+        step = _CHUNK_NUMEL * DTYPES[dtype].itemsize
         for start in range(0, data.nbytes, step):
             self._add(numbers(dtype, data[start : start + step]))
 
@@ -301,8 +302,8 @@ class _Sums:
         self.sum += exact.sum()
         self.squares += (exact * exact).sum()
 
-    def fill(self, tensor: TensorStats) -> TensorStats:
-        """Return the statistics with all values."""
+    def to_stats(self, tensor: TensorStats) -> TensorStats:
+        """Return `tensor` with the statistics."""
         numel = self.finite
         return replace(
             tensor,

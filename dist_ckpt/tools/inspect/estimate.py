@@ -1,4 +1,4 @@
-"""`dc.estimate`: the size, time and space of a job's checkpoints, before it starts."""
+"""`dc.estimate`: the size, time and space of the checkpoints of a future job."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from dist_ckpt.errors import StorageError
 from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.policy_text import parse_rules
 from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
-from dist_ckpt.tools.rewrite.reshard import even
+from dist_ckpt.tools.rewrite.reshard import even_sharding
 
-# The most saves that are simulated, one by one.
+# At most this many saves are simulated, one by one.
 MAX_SAVES = 5000
-# The size of a write test: more than the write cache of a storage.
+# The size of a write test. It is larger than the write cache of a storage.
 TEST_NBYTES = 256 << 20
 _TEST_PART = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The cost of a run's checkpoints in bytes and seconds; unknown fields are None.
+    """The cost of a run's checkpoints in bytes and seconds. Unknown fields are None.
 
     `nbytes` is the size of one checkpoint, and `nbytes_rank` the largest share of one of its
-    `world_size` ranks. The run makes `num_saves` checkpoints; `num_kept` of them remain at the end.
-    At most `num_at_once` checkpoints exist at a time, including the one being written; these take
-    `nbytes_peak`. A save takes `save_s` at `rate`, the bytes per second of all ranks together.
+    `world_size` ranks. The run makes `num_saves` checkpoints, and `num_kept` of them remain at the
+    end. At most `num_at_once` checkpoints exist at a time, including the one being written. They
+    take `nbytes_peak`. A save takes `save_s` at `rate`, the bytes per second of all ranks together.
     `nbytes_free` is the free space at `folder` now.
     """
 
@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the folder has enough space now."""
+        """True if the folder has enough space now."""
         return self.nbytes_peak <= self.nbytes_free
 
 
@@ -80,12 +80,12 @@ def estimate(  # noqa: PLR0913 - the parameters of a job
 ) -> Estimate:
     """Estimate the cost of checkpoints like the one at `path` for a job on `world_size` ranks.
 
-    A save is planned with every tensor split evenly over the ranks; by default over the ranks that
-    saved it. The job saves every `save_every` of `steps` steps, by default once, and prunes by
-    `keep`. Without `keep` all checkpoints remain. Rules with a time need `step_s`, the seconds of a
-    step. Metrics are assumed at the highest cost: the best checkpoints are the oldest. `rate` is in
-    bytes a second. `folder` is the target, by default the folder of the checkpoint. Nothing is
-    written. Raises ValueError for bad arguments, otherwise as `dc.open`.
+    The estimate splits every tensor evenly over the ranks. By default `world_size` is that of the
+    checkpoint. The job has `steps` steps and saves every `save_every` steps, by default once. It
+    prunes by `keep`. Without `keep` all checkpoints remain. Rules with a time need `step_s`, the
+    seconds of a step. For metrics the worst case is assumed: the best checkpoints are the oldest.
+    `rate` is in bytes per second. `folder` is the target, by default the folder of the checkpoint.
+    Nothing is written. Raises ValueError for bad arguments, and the errors of `dc.open`.
     """
     num_saves = _count_saves(steps, save_every, step_s, rate)
     if keep is not None and not isinstance(keep, RetentionPolicy):
@@ -93,7 +93,7 @@ def estimate(  # noqa: PLR0913 - the parameters of a job
     opened = OpenCheckpoint.open(path, opener=OPENER)
     index, main = opened.index, opened.merged_objects()
     world_size = index.catalog.world_size if world_size is None else world_size
-    plan = plan_reshard(index.catalog, even(world_size), main.tree, main.numpy)
+    plan = plan_reshard(index.catalog, even_sharding(world_size), main.tree, main.numpy)
     files = stored_nbytes(plan.catalog)
     ranks = [0] * world_size
     for (_, rank), nbytes in files.items():
@@ -125,15 +125,15 @@ def _count_saves(
         raise ValueError("steps and save_every go together: give both (--steps, --save-every)")
     for name, value in (("steps", steps), ("save_every", save_every)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: give a number from 1 on")
+            raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
     for name, number in (("step_s", step_s), ("rate", rate)):
         if number is not None and (isinstance(number, bool | str) or not 0 < number < inf):
             raise ValueError(f"{name}={number!r}: give a number above 0")
     num_saves = 1 if steps is None or save_every is None else steps // save_every
     if not 1 <= num_saves <= MAX_SAVES:
         raise ValueError(
-            f"{steps} steps with a save every {save_every} are {num_saves} saves: give 1 to "
-            f"{MAX_SAVES} saves, such as a part of the job"
+            f"{steps} steps with a save every {save_every} make {num_saves} saves: give steps "
+            f"and save_every for 1 to {MAX_SAVES} saves"
         )
     return num_saves
 
@@ -172,20 +172,20 @@ def _simulate(
 
 
 def free_nbytes(folder: str) -> int:
-    """Return the free bytes for this user at a folder, which need not exist yet. StorageError."""
+    """Return the free bytes for this user at a folder. The folder may not exist yet."""
     try:
         existing = folder
         while not os.path.isdir(existing) and existing != "/":
             existing = os.path.dirname(existing)
         return shutil.disk_usage(existing).free
     except OSError as error:
-        raise StorageError(f"{folder}: its free space is not known: {error.strerror}") from error
+        raise StorageError(f"{folder}: the free space cannot be read: {error.strerror}") from error
 
 
-def measured_rate(folder: str | os.PathLike[str]) -> float:
-    """Write 256 MB into a folder durably, remove them, and return the bytes a second.
+def measure_rate(folder: str | os.PathLike[str]) -> float:
+    """Write 256 MiB into a folder durably, remove them, and return the bytes per second.
 
-    Raises StorageError if they cannot be written there, as without space.
+    Raises StorageError if the folder does not exist, or if the write fails.
     """
     storage, path = open_storage(folder)
     name = f"{path}/.dist-ckpt-write-test-{secrets.token_hex(8)}.tmp"
@@ -202,7 +202,7 @@ def measured_rate(folder: str | os.PathLike[str]) -> float:
             raise
         seconds = time.monotonic() - began
     except FileNotFoundError as error:
-        raise StorageError(f"{path} is not a folder: make it, or give another") from error
+        raise StorageError(f"{path} is not a folder: create it, or give another folder") from error
     finally:
         with suppress(FileNotFoundError, NotADirectoryError):
             storage.remove(name)

@@ -1,6 +1,7 @@
 """`dist-ckpt report`: one HTML file about a checkpoint or a run, without torch.
 
-`facts.py` and `sizes.py` collect the facts as plain JSON, which `dist-ckpt report --json` prints.
-`write_report.py` renders the page from templates; `charts.js` draws the charts with plotly.js,
-which is part of the page.
+- The facts, as plain JSON: `facts.py`, and the sizes of tensors and ranks in `sizes.py`.
+- The page: `write_report.py` fills the templates `checkpoint.html.jinja` and `run.html.jinja`.
+- The charts: `charts.js` draws them with plotly.js, which is part of the page.
+- The types of the facts: `cli/report_results.py`.
 """

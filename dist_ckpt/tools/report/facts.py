@@ -1,4 +1,4 @@
-"""The facts of the report of a checkpoint or a run, as JSON with bounded texts."""
+"""Collect the facts for the report of a checkpoint or a run, as JSON of bounded size."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint, SaveTimes, list_run, save_times
 from dist_ckpt.tools.inspect.describe import summarize
-from dist_ckpt.tools.report.sizes import bounded, component_sizes, rank_sizes, sizes_tree
+from dist_ckpt.tools.report.sizes import clip, component_sizes, rank_sizes, sizes_tree
 
-# The most rows of a list, such as a configuration.
+# A list, such as a configuration, has at most this many rows.
 MAX_ROWS = 300
 
 
-def first_of(rows: Iterable[Json]) -> tuple[list[Json], int]:
-    """Return the first rows, and the number of further ones."""
+def limit_rows(rows: Iterable[Json]) -> tuple[list[Json], int]:
+    """Return the first `MAX_ROWS` rows, and the number of the other rows."""
     rows = list(rows)
     return rows[:MAX_ROWS], max(len(rows) - MAX_ROWS, 0)
 
 
-def _named_values(values: Mapping[str, object]) -> tuple[list[Json], int]:
-    """Return the values in nested mappings as pairs of texts, and the number of further ones."""
-    return first_of([bounded(name), bounded(text)] for name, text in leaves_of(values) if name)
+def _text_pairs(values: Mapping[str, object]) -> tuple[list[Json], int]:
+    """Return names and values of nested mappings as texts, and the number of left out rows."""
+    return limit_rows([clip(name), clip(text)] for name, text in leaves_of(values) if name)
 
 
 # --- the check for damage ----------------------------------------------------------------------
@@ -49,7 +49,7 @@ CHECKS: tuple[Check, ...] = ("none", "quick", "full")
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of a check, or `why` there is none: it was not requested, or it failed."""
+    """The result of a check. Without a report, `why` is the reason: not requested, or failed."""
 
     report: VerifyReport | None = None
     why: str = ""
@@ -64,20 +64,20 @@ class CheckResult:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The problems that the check has found."""
+        """The problems that the check found."""
         return () if self.report is None else self.report.problems
 
     def to_json(self) -> dict[str, Json]:
-        """Return the JSON for a report, with the first problems."""
+        """Return the result as JSON, with the first problems."""
         notes = () if self.report is None else self.report.notes
         return {
             "result": self.result,
             "level": None if self.report is None else self.report.level,
-            "why": bounded(self.why),
+            "why": clip(self.why),
             "has_failed": self.has_failed,
-            "problems": first_of(map(_problem, self.problems))[0],
+            "problems": limit_rows(map(_problem_row, self.problems))[0],
             "num_problems": len(self.problems),
-            "notes": first_of(map(bounded, notes))[0],
+            "notes": limit_rows(map(clip, notes))[0],
             "nbytes_checked": 0 if self.report is None else self.report.nbytes_checked,
         }
 
@@ -93,14 +93,14 @@ def check_damage(path: str, check: Check, progress: Progress | None) -> CheckRes
         return CheckResult(why=str(error), has_failed=True)
 
 
-def _problem(problem: Problem) -> Json:
+def _problem_row(problem: Problem) -> Json:
     rows = problem.rows
     return {
-        "file": bounded(problem.file),
+        "file": clip(problem.file),
         "rank": problem.rank,
-        "tensor": None if problem.tensor is None else bounded(problem.tensor),
+        "tensor": None if problem.tensor is None else clip(problem.tensor),
         "rows": None if rows is None else [rows.start, rows.stop],
-        "what": bounded(problem.what),
+        "what": clip(problem.what),
     }
 
 
@@ -110,62 +110,62 @@ def _problem(problem: Problem) -> Json:
 def checkpoint_facts(
     path: str, info: RunCheckpoint | None, check: Check, progress: Progress | None
 ) -> dict[str, Json]:
-    """Return the facts of the checkpoint at `path`, with those of the run in `info`.
+    """Return the facts of the checkpoint at `path`. `info` has its annotations, if it is in a run.
 
-    If it is too damaged to be opened, `unreadable` is the reason, and most facts are missing.
+    If damage prevents opening it, `unreadable` is the reason, and most facts are missing. Raises
     NotFoundError if it does not exist.
     """
     facts: dict[str, Json] = {"about": "checkpoint", "unreadable": None}
     has_digests = True
     try:
         with checkpoint.open(path, opener=OPENER) as ck:
-            facts |= _contents(ck)
+            facts |= _read_contents(ck)
             has_digests = ck.index.has_digests
     except CorruptError as error:
-        facts["unreadable"] = bounded(str(error))
-    # Annotations: a checkpoint outside a run has none.
+        facts["unreadable"] = clip(str(error))
+    # A checkpoint outside of a run has no annotations.
     metrics = [] if info is None else sorted(info.metrics.items())
     notes = [] if info is None else [*info.protected_by, *["orphaned"] * info.is_orphaned]
-    facts["metrics"] = [[bounded(name), as_json(value)] for name, value in metrics]
-    facts["notes"] = [bounded(text) for text in notes]
+    facts["metrics"] = [[clip(name), as_json(value)] for name, value in metrics]
+    facts["notes"] = [clip(text) for text in notes]
     verification = CheckResult(why="files of another system have no checksums")
     if has_digests:
         verification = check_damage(path, check, progress)
     return {**facts, "verification": verification.to_json()}
 
 
-def _contents(ck: Checkpoint) -> dict[str, Json]:
+def _read_contents(ck: Checkpoint) -> dict[str, Json]:
     summary = summarize(ck)
     tensors = {fqn: info for fqn, info in ck.tensors.items() if info.alias_of is None}
-    config, num_more_config = _named_values(summary.config or {})
-    metadata, num_more_metadata = _named_values(
+    config, num_more_config = _text_pairs(summary.config or {})
+    metadata, num_more_metadata = _text_pairs(
         {name: value for name, value in summary.metadata.items() if name not in (CONFIG, KIND)}
     )
-    per_rank, num_more_per_rank = first_of([bounded(f), num] for f, num in summary.per_rank.items())
+    per_rank, num_more_per_rank = limit_rows([clip(f), num] for f, num in summary.per_rank.items())
     problem = summary.config_problem
     return {
         "step": summary.step,
         "kind": summary.kind,
         "attempt": summary.attempt,
         "saved_at": summary.saved_at,
-        "saved_by": [[bounded(name), bounded(text)] for name, text in summary.saved_by.items()],
+        "saved_by": [[clip(name), clip(text)] for name, text in summary.saved_by.items()],
         "world_size": summary.world_size,
-        "mesh": [[bounded(name), size] for name, size in summary.mesh],
+        "mesh": [[clip(name), size] for name, size in summary.mesh],
         "nbytes": summary.nbytes,
         "tensor_nbytes": sum(summary.nbytes_by_component.values()),
         "num_files": summary.num_files,
         "num_tensors": summary.num_tensors,
         "num_tied": summary.num_aliases,
         "num_values": summary.num_values,
-        # None if they cannot be read: the verification reports the damage.
+        # None if they cannot be read. The verification reports the damage.
         "num_parameters": summary.num_parameters,
         "num_trainable": summary.num_trainable,
         "tree": sizes_tree(ck.tensors),
         **component_sizes(tensors),
         "ranks": rank_sizes(ck.index),
-        "attached": [[bounded(name), nbytes] for name, nbytes in summary.attached.items()],
+        "attached": [[clip(name), nbytes] for name, nbytes in summary.attached.items()],
         "config": config,
-        "config_problem": None if problem is None else bounded(problem),
+        "config_problem": None if problem is None else clip(problem),
         "num_more_config": num_more_config,
         "metadata": metadata,
         "num_more_metadata": num_more_metadata,
@@ -177,7 +177,7 @@ def _contents(ck: Checkpoint) -> dict[str, Json]:
 # --- a run -------------------------------------------------------------------------------------
 
 
-# The limits of checkpoints, the newest, and of their metrics.
+# A report shows at most this many checkpoints, the newest, and this many metrics.
 MAX_CHECKPOINTS = 1000
 MAX_METRICS = 12
 
@@ -191,12 +191,12 @@ def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Jso
     listing = list_run(storage, folder, now=time.time())
     shown = listing.checkpoints[-MAX_CHECKPOINTS:]
     times = save_times(listing.annotations)
-    rows = [_row(info, times, check, progress_of) for info in shown]
+    rows = [_checkpoint_row(info, times, check, progress_of) for info in shown]
     try:
         storage, folder = open_storage(listing.root)
         history = read_history(storage, folder, with_old=bool(listing.old_folders))
     except (CorruptError, IncompatibleError):
-        records = []  # `history_problem` has the error
+        records = []  # `listing.history_problem` has the error
     else:
         records = sorted(history.incarnations.values(), key=lambda record: record.number)
     return {
@@ -211,20 +211,20 @@ def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Jso
             {
                 "number": record.number,
                 "at": record.at,
-                "by": bounded(record.by),
+                "by": clip(record.by),
                 "restored_step": None if record.restored is None else record.restored[0],
-                "why": bounded(record.why),
+                "why": clip(record.why),
             }
             for record in records[-MAX_ROWS:]
         ],
-        **_metrics(shown),
-        **_times(shown, times),
-        "history_problem": bounded(listing.history_problem),
-        "problems": first_of(map(bounded, listing.problems))[0],
+        **_summarize_metrics(shown),
+        **_summarize_times(shown, times),
+        "history_problem": clip(listing.history_problem),
+        "problems": limit_rows(map(clip, listing.problems))[0],
     }
 
 
-def _row(
+def _checkpoint_row(
     info: RunCheckpoint,
     times: Mapping[CheckpointKey, SaveTimes],
     check: Check,
@@ -236,38 +236,38 @@ def _row(
     else:
         verification = check_damage(info.path, check, progress_of(info.name))
     problems = [problem.what for problem in verification.problems]
-    # Damage of the index is known without a check.
+    # Damage of the index is detected without a check.
     is_damaged = info.state == "damaged" or bool(problems)
     return {
-        "name": bounded(info.name),
+        "name": clip(info.name),
         "step": info.step,
         "state": info.state,
         "nbytes": info.nbytes,
         "world_size": info.world_size,
         "num_tensors": info.num_tensors,
         "saved_at": info.saved_at,
-        "metrics": {bounded(name): as_json(value) for name, value in sorted(info.metrics.items())},
-        "protected_by": [bounded(text) for text in info.protected_by],
-        "tags": [bounded(name) for name in info.tags],
+        "metrics": {clip(name): as_json(value) for name, value in sorted(info.metrics.items())},
+        "protected_by": [clip(text) for text in info.protected_by],
+        "tags": [clip(name) for name in info.tags],
         "is_pinned": info.is_pinned,
         "is_leased": bool(info.leases),
         "is_verified": info.is_verified,
         "is_orphaned": info.is_orphaned,
         "is_being_replaced": info.is_being_replaced,
-        "problem": bounded(info.problem or (problems[0] if problems else "")),
+        "problem": clip(info.problem or (problems[0] if problems else "")),
         "result": "damaged" if is_damaged else verification.result,
-        "why": bounded(verification.why),
+        "why": clip(verification.why),
         "has_failed": verification.has_failed,
         "num_problems": max(len(problems), int(is_damaged)),
-        "seconds": {bounded(phase): s for phase, s in sorted(took.seconds.items())} if took else {},
+        "seconds": {clip(phase): s for phase, s in sorted(took.seconds.items())} if took else {},
         "stalled_s": took.stalled_s if took else None,
         "slowest_rank": took.slowest_rank if took else None,
         "slowest_s": took.slowest_s if took else None,
     }
 
 
-def _metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
-    """Return the newest, lowest and highest value of each metric, without orphans."""
+def _summarize_metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
+    """Return the newest, lowest and highest value of each metric. Orphaned ones do not count."""
     names = sorted({name for info in shown for name in info.metrics})
     alive = [info for info in shown if info.where and not info.is_orphaned]
     rows: list[Json] = []
@@ -279,17 +279,17 @@ def _metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
             "lowest": min(numbers, key=lambda item: item[0], default=None),
             "highest": max(numbers, key=lambda item: item[0], default=None),
         }
-        row: dict[str, Json] = {"name": bounded(name), "num_values": len(values)}
+        row: dict[str, Json] = {"name": clip(name), "num_values": len(values)}
         for kind, item in chosen.items():
             row[kind] = None if item is None else {"value": as_json(item[0]), "step": item[1]}
         rows.append(row)
     return {"metrics": rows, "num_more_metrics": max(len(names) - MAX_METRICS, 0)}
 
 
-def _times(
+def _summarize_times(
     shown: tuple[RunCheckpoint, ...], times: Mapping[CheckpointKey, SaveTimes]
 ) -> dict[str, Json]:
-    """Return how long the training waited for saves, and the slowest ranks."""
+    """Return the seconds that training waited for saves, and the slowest ranks."""
     timed = {info.where: times[info.where] for info in shown if info.where and info.where in times}
     stalls = {where: of.stalled_s for where, of in timed.items() if of.stalled_s is not None}
     longest = max(stalls, key=stalls.__getitem__, default=None)

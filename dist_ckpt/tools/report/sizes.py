@@ -1,4 +1,4 @@
-"""The sizes in the report of a checkpoint, as JSON: of its tensors, and of its ranks. Pure.
+"""Compute the sizes of tensors and ranks for the report of a checkpoint, as JSON. Pure.
 
 Names in a checkpoint are untrusted text of any length, so all texts are bounded and escaped.
 """
@@ -15,12 +15,12 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.strict_json import Json
 
-# The middle of a longer text is left out, so a page stays small.
+# A longer text loses its middle, so that the page stays small.
 MAX_CHARS = 300
 
 
-def bounded(text: str) -> str:
-    """Return a text of bounded length on one line, without control characters."""
+def clip(text: str) -> str:
+    """Shorten a text to `MAX_CHARS`, and escape control characters and line ends."""
     if len(text) > MAX_CHARS:
         half = MAX_CHARS // 2
         text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
@@ -30,16 +30,16 @@ def bounded(text: str) -> str:
 # --- tensors -----------------------------------------------------------------------------------
 
 
-# The number of largest tensors in a report.
+# A report lists this many of the largest tensors.
 NUM_LARGEST = 25
-# The most components in a table and a chart of dtypes.
+# The table of components and its chart have at most this many rows.
 MAX_COMPONENTS = 40
 
-# A page with this many boxes is drawn in a moment.
+# A browser draws this many boxes at once.
 MAX_NODES = 1000
-# The most boxes in a box; the smallest of more share one.
+# A box has at most this many inner boxes. If there are more, the smallest share one box.
 MAX_CHILDREN = 80
-# The parts of a name that are deeper than this share one box.
+# Levels of a name that are deeper than this share one box.
 MAX_DEPTH = 24
 
 
@@ -60,26 +60,26 @@ class _SizeNode:
 
 
 def sizes_tree(tensors: Mapping[str, TensorInfo]) -> list[Json]:
-    """Return the boxes of a treemap, the root first; each has the index of its parent.
+    """Return the boxes of a treemap, the root first. Each has the index of its parent.
 
-    Large boxes are opened first, until there are `MAX_NODES`. A box that is not opened contains all
-    below it. If a box has too many inner boxes, the smallest share one, with `is_rest`. `dtype` and
-    `component` are those of most of its bytes. Tied names are left out.
+    Large boxes are opened first, until there are `MAX_NODES`. A box that is not opened has the size
+    of everything in it. If a box has too many inner boxes, the smallest share one, with `is_rest`.
+    `dtype` and `component` of a box are those of most of its bytes. Tied names are left out.
     """
-    root = _tree(tensors)
-    rows: list[Json] = [_row(root, None, is_rest=False)]
-    # By size, then by the order of insertion.
+    root = _build_tree(tensors)
+    rows: list[Json] = [_box_row(root, None, is_rest=False)]
+    # The largest box first, then the order of insertion.
     closed = [(-root.nbytes, 0, root)]
     while closed and len(rows) < MAX_NODES:
         _, parent, node = heappop(closed)
-        for child, is_rest in _shown(node):
-            rows.append(_row(child, parent, is_rest=is_rest))
+        for child, is_rest in _visible_children(node):
+            rows.append(_box_row(child, parent, is_rest=is_rest))
             if child.children:
                 heappush(closed, (-child.nbytes, len(rows) - 1, child))
     return rows
 
 
-def _tree(tensors: Mapping[str, TensorInfo]) -> _SizeNode:
+def _build_tree(tensors: Mapping[str, TensorInfo]) -> _SizeNode:
     root = _SizeNode("")
     for fqn, info in tensors.items():
         if info.alias_of is not None:
@@ -92,13 +92,13 @@ def _tree(tensors: Mapping[str, TensorInfo]) -> _SizeNode:
     return root
 
 
-def _shown(node: _SizeNode) -> Iterator[tuple[_SizeNode, bool]]:
-    """Yield the inner boxes, the largest first. A box with one inner box is joined with it."""
+def _visible_children(node: _SizeNode) -> Iterator[tuple[_SizeNode, bool]]:
+    """Yield the inner boxes, the largest first. A box with a single inner box is merged with it."""
     children = sorted(node.children.values(), key=lambda child: (-child.nbytes, child.name))
-    # A box for the rest has two inner boxes at least.
+    # A box for the smallest boxes replaces at least two.
     most = MAX_CHILDREN if len(children) > MAX_CHILDREN + 1 else len(children)
     for child in children[:most]:
-        yield _joined(child), False
+        yield _join_single_children(child), False
     if rest := children[most:]:
         whole = _SizeNode(f"{len(rest)} smaller")
         for child in rest:
@@ -109,7 +109,7 @@ def _shown(node: _SizeNode) -> Iterator[tuple[_SizeNode, bool]]:
         yield whole, True
 
 
-def _joined(node: _SizeNode) -> _SizeNode:
+def _join_single_children(node: _SizeNode) -> _SizeNode:
     names = [node.name]
     while len(node.children) == 1:
         (inner,) = node.children.values()
@@ -120,20 +120,20 @@ def _joined(node: _SizeNode) -> _SizeNode:
     return replace(node, name=".".join(names))
 
 
-def _row(node: _SizeNode, parent: int | None, *, is_rest: bool) -> Json:
+def _box_row(node: _SizeNode, parent: int | None, *, is_rest: bool) -> Json:
     return {
-        "name": bounded(node.name),
+        "name": clip(node.name),
         "parent": parent,
         "nbytes": node.nbytes,
         "num_tensors": node.num_tensors,
-        "dtype": _most(node.dtypes),
-        "component": _most(node.components),
+        "dtype": _largest(node.dtypes),
+        "component": _largest(node.components),
         "is_rest": is_rest,
     }
 
 
-def _most(counts: Counter[str]) -> str:
-    return bounded(max(counts, key=lambda name: (counts[name], name), default=""))
+def _largest(counts: Counter[str]) -> str:
+    return clip(max(counts, key=lambda name: (counts[name], name), default=""))
 
 
 def component_sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, Json]:
@@ -148,7 +148,7 @@ def component_sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, Json]:
     return {
         "components": [
             {
-                "name": bounded(node.name),
+                "name": clip(node.name),
                 "nbytes": node.nbytes,
                 "num_tensors": node.num_tensors,
                 "dtypes": dict(node.dtypes),
@@ -162,7 +162,7 @@ def component_sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, Json]:
         ],
         "largest": [
             {
-                "name": bounded(fqn),
+                "name": clip(fqn),
                 "dtype": info.dtype,
                 "shape": list(info.shape),
                 "nbytes": info.nbytes,
@@ -176,16 +176,16 @@ def component_sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, Json]:
 # --- ranks -------------------------------------------------------------------------------------
 
 
-# A screen has no more columns. If there are more ranks, a column shows the largest of several.
+# A screen has at most this many columns. With more ranks, a column shows the largest of several.
 MAX_COLUMNS = 1024
-# The most components, by size; the others share a row.
+# The largest components have a row each. The others share a row.
 MAX_RANK_ROWS = 24
 
 VALUES = "values and attached files"
 
 
 def rank_sizes(index: Index) -> dict[str, Json]:
-    """Return the bytes of files by component and rank, and how even they are.
+    """Return the bytes of files by component and rank, and their balance.
 
     `imbalance` is the most bytes of a rank, divided by the mean of all ranks: 1.0 is even. It is
     None if nothing is stored.
@@ -194,16 +194,16 @@ def rank_sizes(index: Index) -> dict[str, Json]:
     ordered = sorted(by_component.items(), key=lambda item: (-item[1].total(), item[0]))
     shown, rest = ordered[:MAX_RANK_ROWS], ordered[MAX_RANK_ROWS:]
     if rest:
-        shown.append((f"{len(rest)} more", _sum(sizes for _, sizes in rest)))
+        shown.append((f"{len(rest)} more", _add_tables(sizes for _, sizes in rest)))
     world_size = index.catalog.world_size
     width = -(-world_size // MAX_COLUMNS)
-    totals = _sum(by_component.values())
+    totals = _add_tables(by_component.values())
     mean = totals.total() / world_size
     most = max(range(world_size), key=totals.__getitem__)
     return {
         "components": [_rank_row(name, sizes, world_size, width) for name, sizes in shown],
         "ranks_per_column": width,
-        "totals": _columns(totals, world_size, width),
+        "totals": _max_by_column(totals, world_size, width),
         "mean_nbytes": mean,
         "most_nbytes": totals[most],
         "most_rank": most,
@@ -224,7 +224,7 @@ def _bytes_by_rank(index: Index) -> dict[str, Counter[int]]:
     return sizes
 
 
-def _sum(tables: Iterable[Counter[int]]) -> Counter[int]:
+def _add_tables(tables: Iterable[Counter[int]]) -> Counter[int]:
     total: Counter[int] = Counter()
     for sizes in tables:
         total.update(sizes)
@@ -234,17 +234,17 @@ def _sum(tables: Iterable[Counter[int]]) -> Counter[int]:
 def _rank_row(name: str, sizes: Counter[int], world_size: int, width: int) -> Json:
     most = max(sizes, key=lambda rank: (sizes[rank], -rank))
     return {
-        "name": bounded(name),
+        "name": clip(name),
         "nbytes": sizes.total(),
         "num_ranks": len(sizes),
         "most_nbytes": sizes[most],
         "most_rank": most,
         "mean_nbytes": sizes.total() / world_size,
-        "by_column": _columns(sizes, world_size, width),
+        "by_column": _max_by_column(sizes, world_size, width),
     }
 
 
-def _columns(sizes: Mapping[int, int], world_size: int, width: int) -> list[Json]:
+def _max_by_column(sizes: Mapping[int, int], world_size: int, width: int) -> list[Json]:
     """Return the most bytes of a rank in each column."""
     columns = [0] * -(-world_size // width)
     for rank, nbytes in sizes.items():

@@ -1,8 +1,8 @@
-"""Write the report of a checkpoint or a run: its facts, as one page of HTML.
+"""Write the report of a checkpoint or a run as one HTML page.
 
 Names in a checkpoint are untrusted text. So templates escape all values, and the data is in an
-element that is not a script. The policy of the page allows two scripts, by their digests, and no
-fetches.
+element that is not a script. The content policy of the page allows two scripts, by their digests,
+and no network access.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.new_file import check_new_file, new_file
 from dist_ckpt.tools.report.facts import CHECKS, Check, ProgressOf, checkpoint_facts, run_facts
-from dist_ckpt.tools.report.sizes import bounded
+from dist_ckpt.tools.report.sizes import clip
 
 __all__ = ["report_facts", "write_report"]
 
@@ -40,10 +40,10 @@ def report_facts(
 ) -> dict[str, Any]:
     """Return the facts of the checkpoint at `path`, or of the run in that folder.
 
-    They are JSON of bounded size; `about` is "checkpoint" or "run". `check` is "none", "quick" or
-    "full", as for `dist_ckpt.verify`. Damage is part of the facts, not an error. Raises
-    NotFoundError if the path does not exist. One process calls this, without torch. Nothing is
-    changed, except that the run records a full check of a checkpoint without damage.
+    The facts are JSON of bounded size. `about` is "checkpoint" or "run". `check` is "none", "quick"
+    or "full", as for `dist_ckpt.verify`. Damage is part of the facts, not an error. Raises
+    NotFoundError if the path does not exist. One process calls this, without torch. Nothing
+    changes, with one exception: the run records that a full check found no damage.
     """
     if check not in CHECKS:
         raise ValueError(f'check={check!r}: give "none", "quick" or "full"')
@@ -76,27 +76,28 @@ def write_report(
     overwrite: bool = False,
     progress_of: ProgressOf = lambda _: None,
 ) -> dict[str, Any]:
-    """Write the report of `path` into `file`; return its facts, as `report_facts`.
+    """Write the report of `path` into `file`. Return its facts, as `report_facts` does.
 
-    The page is one file of about 5 MB that loads nothing from elsewhere. On return it is durable;
-    it replaces an old file only when it is complete. Raises ExistsError for a file that is not a
-    report, unless `overwrite`; ValueError for a folder or a link; ModuleNotFoundError, with what to
-    install, without the extra `report`.
+    The page is one file of about 5 MB that loads no other file. On return it is durable. It
+    replaces an old report only when it is complete. Raises ExistsError for a file that is not a
+    report, unless `overwrite`. Raises ValueError for a folder or a link. Without the extra `report`
+    it raises ModuleNotFoundError with the command that installs it.
     """
-    # Before the checks, which may take hours.
+    # Check these before the checkpoints are verified, which may take hours.
     replaces = check_target(file, overwrite=overwrite)
-    libraries()
+    import_libraries()
     facts = report_facts(path, check=check, progress_of=progress_of)
-    page = page_of(facts)
+    page = render_page(facts)
     with new_file(file, overwrite=replaces) as target:
         target.write(page)
     return facts
 
 
 def check_target(file: str | os.PathLike[str], *, overwrite: bool) -> bool:
-    """Return True if a page may replace `file`. ValueError for a folder or a link.
+    """Return True if a page may replace `file`.
 
-    ExistsError for another file without `overwrite`, NotFoundError without a folder for it.
+    Raises ValueError for a folder or a link, ExistsError for a file that is not a report, unless
+    `overwrite`, and NotFoundError if its folder does not exist.
     """
     text = os.fspath(file)
     if os.path.islink(text) or (os.path.exists(text) and not os.path.isfile(text)):
@@ -110,19 +111,19 @@ def check_target(file: str | os.PathLike[str], *, overwrite: bool) -> bool:
     return replaces
 
 
-# The start of each page: only such a file is replaced without `overwrite`.
+# Each page begins with this. Only such a file is replaced without `overwrite`.
 MARKER = "made by dist-ckpt report"
 START = f"<!doctype html>\n<!-- {MARKER} -->".encode()
 
-NEEDS = 'it needs plotly and jinja2: pip install "dist-ckpt[report]"'
+INSTALL_HINT = 'a report needs plotly and jinja2: pip install "dist-ckpt[report]"'
 
 
-def page_of(facts: Mapping[str, Json]) -> bytes:
-    """Return the page. ModuleNotFoundError, with what to install, without plotly or jinja2."""
-    jinja2, get_plotlyjs = libraries()
-    plotly, charts = _script(get_plotlyjs()), _script(_file("charts.js"))
+def render_page(facts: Mapping[str, Json]) -> bytes:
+    """Return the page. ModuleNotFoundError if plotly or jinja2 is not installed."""
+    jinja2, get_plotlyjs = import_libraries()
+    plotly, charts = _check_script(get_plotlyjs()), _check_script(_read_file("charts.js"))
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_file),
+        loader=jinja2.FunctionLoader(_read_file),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -130,45 +131,48 @@ def page_of(facts: Mapping[str, Json]) -> bytes:
     environment.filters |= _FILTERS
     text: str = environment.get_template(f"{facts['about']}.html.jinja").render(
         facts=facts,
-        json=_data(facts),
-        css=_file("page.css"),
+        json=_escape_json(facts),
+        css=_read_file("page.css"),
         plotly=plotly,
         charts=charts,
         marker=MARKER,
-        policy=_policy(plotly, charts),
+        policy=_content_policy(plotly, charts),
     )
     return text.encode()
 
 
-def libraries() -> tuple[Any, Callable[[], str]]:
-    """Return jinja2, and the function that returns plotly.js. ModuleNotFoundError."""
+def import_libraries() -> tuple[Any, Callable[[], str]]:
+    """Return jinja2, and the function that returns plotly.js.
+
+    Raises ModuleNotFoundError with the command that installs them.
+    """
     try:
         import jinja2  # noqa: PLC0415  (only a page needs the extra)
         from plotly.offline import get_plotlyjs  # noqa: PLC0415  (only a page needs the extra)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed: {NEEDS}") from error
+        raise ModuleNotFoundError(f"{error.name} is not installed: {INSTALL_HINT}") from error
     return jinja2, get_plotlyjs
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return resources.files("dist_ckpt.tools.report").joinpath(name).read_text("utf-8")
 
 
-def _script(text: str) -> str:
-    """Return a script as a browser sees it when it computes the digest."""
+def _check_script(text: str) -> str:
+    """Return a script with the line ends that a browser uses when it computes the digest."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if "</script" in text.lower() or "<!--" in text:
         raise ValueError("a script of the page has an end tag or a comment in its text")
     return text
 
 
-def _data(facts: Mapping[str, Json]) -> str:
-    """Return JSON that cannot end an element: in ASCII, without special characters of HTML."""
+def _escape_json(facts: Mapping[str, Json]) -> str:
+    """Return JSON that cannot end an HTML element: ASCII without special characters of HTML."""
     text = json.dumps(facts, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
-def _policy(*scripts: str) -> str:
+def _content_policy(*scripts: str) -> str:
     digests = (b64encode(sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     # plotly.js sets styles, and inserts heat maps as images.
@@ -203,7 +207,7 @@ _NOTES = {
 
 
 def _notes(row: Mapping[str, Any]) -> list[str]:
-    """Return the notes on a checkpoint of a run, as texts."""
+    """Return the notes about a checkpoint of a run, as texts."""
     notes = [text for flag, text in _NOTES.items() if row[flag]]
     has_problem = row["why"] and (row["has_failed"] or row["state"] != "committed")
     return [*notes, *row["protected_by"], *([row["why"]] if has_problem else [])]
@@ -215,7 +219,7 @@ def _newest(checkpoints: list[Mapping[str, Json]]) -> Mapping[str, Json] | None:
 
 
 _FILTERS = {
-    "bounded": bounded,
+    "clip": clip,
     "clock": lambda at: time.strftime("%H:%M:%S UTC", time.gmtime(at)),
     "counted": lambda number, noun: f"{number:,} {noun}{'s' * (number != 1)}",
     "day": lambda at: time.strftime("%Y-%m-%d", time.gmtime(at)),

@@ -1,4 +1,4 @@
-"""`dc.copy` and `dc.backup`: write a second copy of a checkpoint, linked or checked."""
+"""`dc.copy` and `dc.backup`: write a second copy of a checkpoint, by hard links or by bytes."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def copy(
     link: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Copy the checkpoint at `source` to `target`, which becomes the checkpoint's own folder.
+    """Copy the checkpoint at `source` to `target`, the path of the new checkpoint.
 
-    Every byte is checked. The copy is committed like a save: durable and complete on return, and
-    no checkpoint before. It has the id and the world size of the source. If the folder above
-    `target` is a run, the metrics are copied too; pins, tags and leases are not. With `link`, files
-    are hard links where the storage supports them. A linked file is neither read nor checked, and
-    later damage to it damages both checkpoints. One process calls this.
+    Every byte is checked. The copy is committed like a save: on return it is durable and complete,
+    and it does not exist before. It has the id and the world size of the source. If the folder
+    above `target` is a run, the metrics are copied too, but not pins, tags and leases. With `link`,
+    files are hard links where the storage supports them. A linked file is neither read nor checked,
+    and later damage to it damages both checkpoints. One process calls this.
 
     `progress` may be called from other threads, one call at a time. Raises NotFoundError if the
     checkpoint does not exist, IncompatibleError for files of another system, ExistsError if
-    something is at `target` (unless `overwrite`), CorruptError for a damaged source, StorageError
-    without enough space. After any error nothing of the copy is left.
+    something is at `target` (unless `overwrite`), CorruptError for a damaged source, and
+    StorageError if there is not enough space. After an error, no part of the copy remains.
     """
     return plan_copy(source, target, overwrite=overwrite, link=link).run(progress=progress)
 
@@ -94,27 +94,27 @@ def plan_copy(
         return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
     replaces = paths_to_replace(storage, path, overwrite=overwrite)
-    return WritePlan(path, execute, partial(_sizes, opened.index), replaces)
+    return WritePlan(path, execute, partial(_file_sizes, opened.index), replaces)
 
 
 def _copy_metrics(source: OpenCheckpoint, path: str, attempt: Attempt) -> None:
-    """Write the metrics of the source for its copy, if both are in folders of runs."""
+    """Copy the metrics of the source to its copy, if both are in folders of runs."""
     roots = [checkpoint.rpartition("/")[0] or "/" for checkpoint in (source.path, path)]
     step = source.index.step
     if step is None or not all(can_keep_records(source.storage, root) for root in roots):
         return
-    if metrics := _metrics_of(source.storage, roots[0], (step, source.attempt), with_old=True):
+    if metrics := _read_metrics(source.storage, roots[0], (step, source.attempt), with_old=True):
         put_metrics(source.storage, roots[1], (step, attempt), metrics)
 
 
-def _metrics_of(
+def _read_metrics(
     storage: Storage, root: str, where: CheckpointKey, *, with_old: bool = False
 ) -> Mapping[str, float]:
     annotations = read_annotations_of(storage, root, *where, with_old=with_old)
     return metrics_by_checkpoint(annotations).get(where, {})
 
 
-def _sizes(index: Index) -> dict[str, int]:
+def _file_sizes(index: Index) -> dict[str, int]:
     return {name: record.nbytes for name, record in index.all_files.items()}
 
 
@@ -150,21 +150,21 @@ def backup(
 ) -> str:
     """Write a second copy of the checkpoint at `path` into the folder `backup` next to it.
 
-    Returns the path of the backup. `runs/a/step-100`, or `runs/a@latest` if that is the latest,
-    becomes `runs/a/backup/step-100`: a separate checkpoint, durable on return, with the metrics.
-    Listing or pruning `runs/a` does not look there. Files are hard links where the storage supports
-    them, otherwise checked copies. A link takes no space, but later damage to the file damages both
-    checkpoints. If the same save is there already, nothing is written. One process calls this.
-    `progress` may be called from other threads, one call at a time.
+    Returns the path of the backup. The backup of `runs/a/step-100` is `runs/a/backup/step-100`: a
+    separate checkpoint, durable on return, with the metrics. Listings and prunes of `runs/a` ignore
+    it. Files are hard links where the storage supports them, otherwise checked copies. A link takes
+    no space, but later damage to the file damages both checkpoints. If the same save is there
+    already, nothing is written. One process calls this. `progress` may be called from other
+    threads, one call at a time.
 
     Raises NotFoundError if the checkpoint does not exist, ExistsError if another save is at the
-    backup's path (unless `overwrite`), CorruptError if a file that is read is damaged.
+    path of the backup (unless `overwrite`), and CorruptError if a file that is read is damaged.
     """
     return plan_backup(path, overwrite=overwrite).run(progress=progress)
 
 
 def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> WritePlan[str]:
-    """Return the plan of `backup`: no files if the same save is there already.
+    """Return the plan of `backup`. It has no files if the backup of the same save exists.
 
     Raises the errors that `backup` raises before it writes.
     """
@@ -174,7 +174,7 @@ def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wri
 
 
 def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan[str]:
-    """Return the plan of `backup` for a checkpoint at a storage's path, which has no links."""
+    """Return the plan of `backup` for a checkpoint at a real path of a storage."""
     above, _, name = path.rpartition("/")
     root, folder = above or "/", f"{above}/{BACKUP}"
     target = f"{folder}/{name}"
@@ -188,7 +188,7 @@ def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan
 
     def execute(progress: Progress | None) -> str:
         with leased(storage, path, source.attempt, index):
-            attempt = _backup_attempt(storage, target, index)
+            attempt = _find_same_backup(storage, target, index)
             if attempt is None:
                 transaction, decision, _ = _write(
                     source, target, "backup", progress, overwrite=overwrite, links=True
@@ -196,28 +196,28 @@ def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan
                 attempt = transaction.attempt
                 text = "%s: backup is %s: linked %d of %d files"
                 _log.info(text, path, target, decision.num_linked, index.num_files)
-            # The process that made an existing backup may have died before it synced.
+            # A process that made this backup earlier may have died before it synced.
             for made in (f"{target}/{attempt}", target, folder, root):
                 storage.sync(made)
             if index.step is not None:
-                metrics = _metrics_of(storage, root, (index.step, source.attempt))
+                metrics = _read_metrics(storage, root, (index.step, source.attempt))
                 where = (index.step, attempt)
-                if metrics and metrics != _metrics_of(storage, folder, where):
+                if metrics and metrics != _read_metrics(storage, folder, where):
                     put_metrics(storage, folder, where, metrics)
         return target
 
-    if _backup_attempt(storage, target, index) is not None:
+    if _find_same_backup(storage, target, index) is not None:
         return WritePlan(target, execute, dict)
     replaces = paths_to_replace(storage, target, overwrite=overwrite)
-    return WritePlan(target, execute, partial(_sizes, index), replaces)
+    return WritePlan(target, execute, partial(_file_sizes, index), replaces)
 
 
-def _backup_attempt(storage: Storage, target: str, index: Index) -> Attempt | None:
-    """Return the attempt at `target` that has the same save, or None."""
+def _find_same_backup(storage: Storage, target: str, index: Index) -> Attempt | None:
+    """Return the attempt of an existing backup at `target` with the same save, or None."""
     try:
         attempt, backup_index = attempts.find_checkpoint(storage, target)
     except (NotFoundError, CorruptError, IncompatibleError):
-        return None  # the claim decides if it may be replaced
-    # An index from before saves had ids is recognised by the digests of its files.
+        return None  # the claim decides whether it may be replaced
+    # Old indexes have no save id: compare the digests of the files.
     is_same = (backup_index.save, backup_index.files) == (index.save, index.files)
     return attempt if is_same or (index.save and backup_index.save == index.save) else None

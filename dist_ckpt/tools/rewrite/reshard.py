@@ -1,7 +1,7 @@
-"""`dc.reshard`: rewrite a whole checkpoint for another layout, in one process, without torch.
+"""`dc.reshard`: rewrite a checkpoint for another layout, in one process, without torch.
 
-The target is planned and written like a save by its number of ranks. But the bytes come from the
-source checkpoint instead of memory, one window at a time.
+The target is planned and written like a save by the ranks of the new layout. But the bytes come
+from the source checkpoint instead of memory, one window at a time.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ def reshard(
     exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Write the checkpoint at `source` again at `target`, laid out for other ranks.
+    """Rewrite the checkpoint at `source` for other ranks, as a new checkpoint at `target`.
 
     Give `sharding`, or `world_size` to split every tensor evenly along dimension 0. One process
-    does it, without torch or a GPU. It takes about `max_memory` bytes for tensors, besides all
-    plain data and per-rank values. Every byte that is read is checked. Plain data and per-rank
-    values are copied; the keys of per-rank values are assigned to the new ranks in turn.
+    calls this, without torch or a GPU. It takes about `max_memory` bytes for tensors, and memory
+    for all plain data and per-rank values. Every byte that is read is checked. Plain data and
+    per-rank values are copied. The keys of per-rank values are assigned to the new ranks in turn.
 
-    `include` and `exclude` are globs on the names in the checkpoint, as of `dc.save`. They select
+    `include` and `exclude` are globs on the names in the checkpoint, as for `dc.save`. They select
     the part that is written. `source` may be a selector, such as "runs/a@latest", or files of
-    another system that `dc.load` reads; those have no digests to check.
-    On return the target is complete and durable. `overwrite` replaces the checkpoint at `target`,
-    which may be the source itself, once the new one is durable. Raises ExistsError if the
-    target exists; otherwise the errors of a load from `source` and a save to `target`, such as
+    another system that `dc.load` reads. Those have no digests to check.
+    On return the target is complete and durable. `overwrite` replaces the checkpoint at `target`
+    once the new one is durable. The target may be the source itself. Raises ExistsError if the
+    target exists. Also raises the errors of a load from `source` and a save to `target`, such as
     NotFoundError if the source was replaced or deleted meanwhile.
     """
-    config = sharding_of(sharding, world_size, max_memory)
+    config = resolve_sharding(sharding, world_size, max_memory)
     selection = parse_selection(include, exclude)
     plan = plan_rewrite(
         OPENER.find(source),
@@ -85,14 +85,14 @@ def reshard(
     return plan.run(progress=progress)
 
 
-def sharding_of(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
-    """Return the sharding of the options of `reshard`. ValueError or TypeError for bad ones."""
+def resolve_sharding(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:
+    """Return the sharding that the options of `reshard` give. ValueError or TypeError if bad."""
     if type(max_memory) is not int or max_memory < MIN_MEMORY:
         raise ValueError(f"max_memory={max_memory!r}: give {MIN_MEMORY} bytes or more")
     if (sharding is None) == (world_size is None):
         raise ValueError("give either sharding= or world_size=")
     if sharding is None:
-        return even(world_size)
+        return even_sharding(world_size)
     if not isinstance(sharding, ShardingConfig):
         raise TypeError(f"sharding is a {type(sharding).__name__}: give a ShardingConfig")
     return sharding
@@ -111,7 +111,7 @@ def plan_rewrite(
     """Return the plan to reshard the checkpoint at a path of an open storage.
 
     Raises the errors that `reshard` raises before it writes. The data of tensors is not read yet.
-    `step` is the step of a checkpoint without digests, by default the one in its files.
+    `step` is for files of another system. By default the step in these files is used.
     """
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r}: give True or False")
@@ -127,7 +127,7 @@ def plan_rewrite(
         raise ValueError(f"the target {path} is inside the source: give another target")
     opened = OpenCheckpoint.at(CountingStorage(source_storage), source_path)
     index, catalog, main = opened.index, opened.catalog, opened.merged_objects()
-    # Unless it is a whole checkpoint with digests, it gets a new save id.
+    # Files of another system, or a part of a checkpoint, get a new save id.
     if not index.has_digests:
         step = index.step if step is None else step
         index = replace(index, save=secrets.token_hex(16), step=step)
@@ -150,7 +150,7 @@ def plan_rewrite(
 
 
 def _values_by_rank(opened: OpenCheckpoint, catalog: Catalog) -> _ValuesByRank:
-    """Read the per-rank values; return them by the ranks that store them in a catalog."""
+    """Read the per-rank values. Return them by the rank that stores them in `catalog`."""
     by_rank: _ValuesByRank = {}
     for fqn, keys in catalog.per_rank.items():
         for key, rank in keys:
@@ -159,8 +159,8 @@ def _values_by_rank(opened: OpenCheckpoint, catalog: Catalog) -> _ValuesByRank:
     return by_rank
 
 
-def even(world_size: object) -> ShardingConfig:
-    """Return the config that splits every tensor evenly. ValueError for a bad number of ranks."""
+def even_sharding(world_size: object) -> ShardingConfig:
+    """Return the config that splits every tensor evenly. ValueError for a bad world size."""
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(
             f"world_size={world_size!r}: give the number of ranks, from 1 to {MAX_WORLD_SIZE}"
@@ -170,9 +170,10 @@ def even(world_size: object) -> ShardingConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Reshard:
-    """Writes the files of all ranks of a new catalog into a new attempt, and commits it.
+    """Writes the files of all ranks of `catalog` into a new attempt, and commits it.
 
-    `index` is that of the source, and `main` its global objects file, with the values of all ranks.
+    `index` is the index of the source. `main` is its global objects file, with the values of all
+    ranks.
     """
 
     source: OpenCheckpoint
@@ -189,11 +190,11 @@ class _Reshard:
         sizes: dict[str, int] = {}
         for rank, plans in enumerate(plan_all_files(self.catalog)):
             sizes |= {plan.name: plan.nbytes for plan in plans}
-            sizes |= {name: len(data) for name, data in self._documents(rank).items()}
+            sizes |= {name: len(data) for name, data in self._encode_documents(rank).items()}
         return sizes
 
     def run(self, progress: Progress | None, *, overwrite: bool) -> SaveReport:
-        """Write and commit."""
+        """Write the checkpoint and commit it."""
         phases = Phases("reshard", self.path, quiet=False)
         with self.source, Transaction(SingleProcessChannel(), label="reshard") as transaction:
             attempt = transaction.claim(self.storage, self.path, overwrite=overwrite)
@@ -227,15 +228,15 @@ class _Reshard:
                 step=self.index.step,
                 plans=files,
                 sources=Windows(files, filled).sources,
-                objects=self._documents(rank),
+                objects=self._encode_documents(rank),
             )
-            # One thread: a window is read at a time, and its blocks are written in its order.
+            # One thread, because one window is read at a time, and blocks are written in its order.
             done = write_all(self.storage, folder, content, threads=1)
             receipts.append(Receipt(done, (), time.monotonic() - start))
         return receipts
 
-    def _documents(self, rank: int) -> dict[str, bytes]:
-        """Return the files of a rank that are not shards. All values are in rank 0's."""
+    def _encode_documents(self, rank: int) -> dict[str, bytes]:
+        """Return the contents of a rank's files that are not shard files. Rank 0 has all values."""
         documents = {}
         if rank == 0:
             documents[filenames.OBJECTS] = objects_file.encode(self.main)
@@ -255,8 +256,8 @@ def select_part(
 ) -> tuple[Catalog, ObjectsFile]:
     """Return the selected part of a catalog, and of the objects file with all its values.
 
-    ValueError for a pattern that matches nothing, if nothing is left, for a tied tensor without the
-    tensor that has its data, and for a list that would lose some of its items.
+    Raises ValueError if a pattern matches nothing, if nothing is left, if a tied tensor would lose
+    its data, or if a list would lose some of its items.
     """
     names = names_of(catalog)
     if problems := selection.unmatched(names):
@@ -272,7 +273,7 @@ def select_part(
                 f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as later "
                 f"items would move: leave all of {node.fqn!r} out"
             )
-    # The same as carrying the names over into an empty checkpoint.
+    # This is the same as to carry the names over into an empty checkpoint.
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
     part = carried_names(catalog, chosen, nothing, ())
     if tied := [f"{name} (of {data})" for name, data in part.tensors.items() if name != data]:

@@ -1,4 +1,4 @@
-"""`dc.strip`: drop components from a checkpoint, such as an old optimizer, without torch.
+"""`dc.strip`: remove components from a checkpoint, such as an old optimizer, without torch.
 
 A committed attempt is never modified. The remaining files are linked into a new attempt, which
 replaces the old one like a save that overwrites.
@@ -52,21 +52,21 @@ def strip(
     force: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Drop components, top-level keys of the state, from the checkpoint at `path`, for good.
+    """Remove components (top-level keys of the state) from the checkpoint at `path`, for good.
 
-    The rest becomes a new attempt with a new save id, as its content differs from the save. Shard
-    files are hard links where the storage supports them, otherwise checked copies. The new attempt
-    gets the metrics, the pin and the tags, but not the verifications and leases. On return it is
-    durable, and the old attempt is removed. If this raises, the checkpoint is unchanged, unless the
-    error says otherwise. One process calls this. After an interrupt or a crash call it again: that
-    also moves a remaining pin and tags. `progress` counts copied bytes; it may be called from other
-    threads, one call at a time.
+    The remaining components become a new attempt with a new save id, because the content differs
+    from the save. Shard files are hard links where the storage supports them, otherwise checked
+    copies. The new attempt gets the metrics, the pin and the tags, but not the verifications and
+    leases. On return it is durable, and the old attempt is removed. If this raises, the checkpoint
+    is unchanged, unless the error says otherwise. After an interrupt or a crash call it again: that
+    also moves a remaining pin and tags. One process calls this. `progress` counts copied bytes. It
+    may be called from other threads, one call at a time.
 
     Raises ConflictError if the checkpoint is pinned, tagged or leased, unless `force`. With `force`
-    a leased attempt stays next to the new one; `dist-ckpt gc` removes it when the lease has ended.
-    Raises ValueError for a component that does not exist, shares its files with others, or has the
-    data of a tied tensor that would stay. Raises NotFoundError, CorruptError and StorageError as
-    `dc.reshard` does.
+    a leased attempt stays next to the new one. `dist-ckpt gc` removes it when the lease has ended.
+    Raises ValueError if a component does not exist, shares its files with other components, or has
+    the data of a tied tensor that would stay. Raises NotFoundError, CorruptError and StorageError
+    as `dc.reshard` does.
     """
     if type(force) is not bool:
         raise TypeError(f"force={force!r}: give True or False")
@@ -84,18 +84,18 @@ def strip_at(
     force: bool = False,
     progress: Progress | None = None,
 ) -> SaveReport:
-    """Strip a checkpoint at a storage's path, which has no links."""
+    """Strip the checkpoint at a real path of a storage."""
     counting = CountingStorage(storage)
     check_upgraded(counting, os.path.dirname(path))
     phases = Phases("strip", path, quiet=False)
     opened = OpenCheckpoint.at(counting, path)
-    _finish_former(counting, path, opened.attempt, opened.index)
+    _finish_earlier_strip(counting, path, opened.attempt, opened.index)
     remaining = _Remaining.of(opened, names)
     if not force:
         _check_unprotected(counting, path, opened.attempt, read_storage_clock)
     with Transaction(SingleProcessChannel(), label="strip") as transaction, ExitStack() as lease:
         attempt = transaction.claim(counting, path, overwrite=True, force=force)
-        # After the claim: the claim replaces the attempt that was committed before it.
+        # After the claim, because the claim replaces the attempt that was committed before it.
         source = lease.enter_context(leased_source(counting, path))
         if source != (opened.attempt, opened.index):
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
@@ -109,19 +109,19 @@ def strip_at(
                 before=partial(_copy_annotations, counting, path, opened.index, attempt),
             )
         try:
-            # At once: after a crash before this, only the next strip moves them.
+            # Right after the commit. After a crash in between, only the next strip moves them.
             _move_protections(counting, path, opened.index, attempt)
         except CheckpointError as error:
             raise StorageError(
                 f"{path} is stripped, but {opened.attempt}, which is not removed, may still have "
-                f"tags: {error}. Strip it again, which moves them"
+                f"tags: {error}. Strip it again to move them"
             ) from error
         lease.close()
         transaction.supersede()
     return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
 
-def remaining_after(
+def count_remaining(
     storage: Storage, path: str, names: frozenset[str], *, force: bool = False
 ) -> tuple[int, int]:
     """Return the number of tensors that a strip leaves, and the bytes of their files.
@@ -131,7 +131,7 @@ def remaining_after(
     check_upgraded(storage, os.path.dirname(path))
     opened = OpenCheckpoint.at(storage, path)
     index = _Remaining.of(opened, names).index
-    if not force:  # by this host's clock: reading the storage's clock needs a write
+    if not force:  # by the clock of this host: to read the clock of the storage needs a write
         _check_unprotected(storage, path, opened.attempt, lambda *_: time.time())
     return len(index.catalog.tensors), sum(file.nbytes for file in index.files)
 
@@ -148,7 +148,7 @@ def _check_unprotected(
 
 @dataclass(frozen=True, slots=True)
 class _Remaining:
-    """The rest of a checkpoint: its index, and its objects files that are not empty."""
+    """The remaining part of a checkpoint: its index, and its objects files that are not empty."""
 
     source: OpenCheckpoint
     index: Index
@@ -156,7 +156,7 @@ class _Remaining:
 
     @staticmethod
     def of(source: OpenCheckpoint, names: frozenset[str]) -> _Remaining:
-        """Read the objects files and drop the components. ValueError for a bad component."""
+        """Read the objects files and remove the components. ValueError for a bad component."""
         files = source.all_objects()
         roots = (node for file in files.values() for node in file.tree if not node.fqn)
         keys = {str(key): None for root in roots for key in root.keys}
@@ -172,7 +172,7 @@ class _Remaining:
     def write(
         self, target: str, progress: Progress | None
     ) -> tuple[tuple[ObjectsFileRecord, ...], IoCount]:
-        """Write the objects files and link the others; return records and the count of linked."""
+        """Write the objects files and link the shard files. Return records, and what was linked."""
         records = []
         for name, file in sorted(self.objects.items()):
             encoded = objects_file.encode(file)
@@ -184,7 +184,7 @@ class _Remaining:
         return tuple(records), self.source.link_or_copy(target, files, progress=progress)
 
     def new_index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
-        """Return the index of the rest, with a new save id."""
+        """Return the index of the remaining part, with a new save id."""
         saved_by = {"stripped_by": f"dist_ckpt {__version__}", _STRIPPED_FROM: self.index.attempt}
         return replace(
             self.index,
@@ -196,7 +196,7 @@ class _Remaining:
 
 
 def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attempt) -> None:
-    """Give the new attempt the metrics and the pin of its source, before it is committed."""
+    """Copy the metrics and the pin of the source to the new attempt, before its commit."""
     if (refs := _annotated_refs(storage, path, source, attempt)) is not None:
         old, new = refs
         annotations = read_annotations(storage, new.root)
@@ -206,8 +206,8 @@ def _copy_annotations(storage: Storage, path: str, source: Index, attempt: Attem
             new.put(PIN, {"pinned": True, "why": reason})
 
 
-def _finish_former(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
-    """Finish a strip that died right after its commit."""
+def _finish_earlier_strip(storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
+    """Finish an earlier strip that died right after its commit."""
     former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
     if former is not None and attempts.has_folder(storage, path, former):
         _move_protections(storage, path, replace(index, attempt=former.name), attempt)
@@ -229,7 +229,7 @@ def _move_protections(storage: Storage, path: str, source: Index, target: Attemp
 def _annotated_refs(
     storage: Storage, path: str, source: Index, target: Attempt
 ) -> tuple[CheckpointKey, CheckpointRef] | None:
-    """Return the references of the source and of the new attempt; None without annotations."""
+    """Return the references of the source and of the new attempt. None outside of a run."""
     root = path.rpartition("/")[0] or "/"
     attempt = filenames.parse_attempt(source.attempt)
     if source.step is None or attempt is None or not can_keep_records(storage, root):
@@ -238,14 +238,14 @@ def _annotated_refs(
     return (source.step, attempt), new
 
 
-# --- the index that remains. Pure -------------------------------------------------------------
+# --- the remaining index. Pure -----------------------------------------------------------------
 
 
 def drop_from_index(index: Index, names: Collection[str], keys: Collection[str]) -> Index:
-    """Return the rest without the top-level keys `names`; `keys` are all top-level keys. Pure.
+    """Return the index without the top-level keys `names`. `keys` are all top-level keys.
 
-    The names of its files do not change. ValueError for an unknown name, for tensors that share
-    files with tensors that stay, and for a tied tensor that stays while its data is dropped.
+    The names of the files do not change. Raises ValueError for an unknown name, for tensors that
+    share files with tensors that stay, and for a tied tensor that would lose its data.
     """
     catalog = index.catalog
     if unknown := [name for name in names if name not in keys]:
@@ -257,7 +257,7 @@ def drop_from_index(index: Index, names: Collection[str], keys: Collection[str])
             f"{listed(sorted(names))} are all components, so nothing would remain: delete the "
             f"checkpoint instead (dc.delete, on the command line `dist-ckpt rm`)"
         )
-    dropped = {fqn for fqn in catalog.tensors if owner_of(fqn, keys) in names}
+    dropped = {fqn for fqn in catalog.tensors if top_level_key(fqn, keys) in names}
     numbers = {catalog.tensors[fqn].component for fqn in dropped}
     for fqn, record in catalog.tensors.items():
         if record.component in numbers and fqn not in dropped:
@@ -265,20 +265,20 @@ def drop_from_index(index: Index, names: Collection[str], keys: Collection[str])
                 f"{fqn} is stored in the same files as tensors of {listed(sorted(names))}, because "
                 f"the state has many top-level keys. Load the part that you want, and save it"
             )
-    aliases = {f: to for f, to in catalog.aliases.items() if owner_of(f, keys) not in names}
+    aliases = {f: to for f, to in catalog.aliases.items() if top_level_key(f, keys) not in names}
     if tied := sorted(fqn for fqn, to in aliases.items() if to in dropped):
         raise ValueError(
             f"{listed(tied)} would lose their data, which is stored as "
             f"{listed(sorted({aliases[fqn] for fqn in tied}))}: strip both, or neither"
         )
-    values = {f: rank for f, rank in catalog.values.items() if owner_of(f, keys) not in names}
-    per_rank = {f: ks for f, ks in catalog.per_rank.items() if owner_of(f, keys) not in names}
+    values = {f: rank for f, rank in catalog.values.items() if top_level_key(f, keys) not in names}
+    per_rank = {f: ks for f, ks in catalog.per_rank.items() if top_level_key(f, keys) not in names}
     rest = replace(catalog, aliases=aliases, values=values, per_rank=per_rank)
     return _drop_tensors(replace(index, catalog=rest), dropped, numbers)
 
 
 def _drop_tensors(index: Index, dropped: Collection[str], numbers: Collection[int]) -> Index:
-    """Drop tensors, and the components of these `numbers` with their files."""
+    """Return the index without some tensors, and without the components of these `numbers`."""
     catalog = index.catalog
     tensors = {fqn: record for fqn, record in catalog.tensors.items() if fqn not in dropped}
     components = [n for n in range(len(catalog.components)) if n not in numbers]
@@ -313,7 +313,7 @@ def _drop_from_objects(
     file: ObjectsFile, names: Collection[str], keys: Collection[str]
 ) -> ObjectsFile:
     def stays(fqn: str) -> bool:
-        return owner_of(fqn, keys) not in names
+        return top_level_key(fqn, keys) not in names
 
     return replace(
         file,
@@ -330,8 +330,8 @@ def _drop_from_objects(
     )
 
 
-def owner_of(fqn: str, keys: Collection[str]) -> str | None:
-    """Return the top-level key above a name; if several match, the longest."""
+def top_level_key(fqn: str, keys: Collection[str]) -> str | None:
+    """Return the top-level key above a name. If several match, return the longest."""
     while fqn not in keys:
         if "." not in fqn:
             return None

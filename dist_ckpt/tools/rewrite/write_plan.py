@@ -1,4 +1,4 @@
-"""The plan of a new checkpoint or an export: checked, and not written yet."""
+"""The plan of a new checkpoint or an export. It is checked, but not written yet."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class WritePlan(Generic[Result]):
-    """A write that is checked; nothing has changed. Run it once.
+    """A write that passed its checks. Nothing is written until `run`. Call `run` once.
 
     `path` is the target, and `replaces` are the paths that the write removes there. `sources`
-    describe the checkpoints that are read, if there are several.
+    describes the checkpoints that are read, if there are several.
     """
 
     path: str
@@ -34,7 +34,7 @@ class WritePlan(Generic[Result]):
         return self.list_files()
 
     def run(self, *, progress: Progress | None = None) -> Result:
-        """Write. Check again what may have changed since: the target, and the source's removal."""
+        """Check again that the source exists and the target may be written, then write."""
         return self.execute(progress)
 
 
@@ -44,9 +44,9 @@ def paths_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[s
     return tuple(f"{path}/{attempt}" for attempt in there)
 
 
-def plan_of_file(
+def plan_file_export(
     path: str, execute: Callable[[Progress | None], int], nbytes: int
 ) -> WritePlan[int]:
-    """Return the plan of an export to one file, which replaces the file at `path`."""
+    """Return the plan of an export to one file. It replaces a file at `path`."""
     replaces = (path,) * os.path.lexists(path)
     return WritePlan(path, execute, lambda: {os.path.basename(path): nbytes}, replaces)

@@ -398,7 +398,7 @@ def test_nothing_there_is_an_error_and_no_page(tmp_path: Path) -> None:
 
 def test_a_script_that_would_end_in_its_middle_is_refused() -> None:
     with pytest.raises(ValueError, match="has an end tag or a comment"):
-        written._script("var a = '</SCRIPT>'")
+        written._check_script("var a = '</SCRIPT>'")
 
 
 def test_of_a_hundred_thousand_tensors_the_page_stays_small(
@@ -411,4 +411,4 @@ def test_of_a_hundred_thousand_tensors_the_page_stays_small(
     facts = written.report_facts(saved)
     assert len(json.dumps(facts)) < 1_000_000
     assert facts["num_tensors"] == 100_000
-    assert "And 99,975 more tensors" in written.page_of(facts).decode()
+    assert "And 99,975 more tensors" in written.render_page(facts).decode()
