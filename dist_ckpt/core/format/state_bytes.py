@@ -1,7 +1,7 @@
-"""The bytes of a state: the files of a small checkpoint as one safetensors file.
+"""The bytes of a state (`dc.to_bytes`): the files of a small checkpoint in one safetensors file.
 
-The index and the objects files are fields of `__metadata__` in the header. The rest of the file is
-a shard file: see `docs/format.md`.
+The file is the shard file, with more fields in the `__metadata__` of its header: the index and the
+objects files. See `docs/format.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_ckpt.core.format.shard_file import ALIGNMENT, MAX_HEADER_NBYTES
 from dist_ckpt.core.format.strict_json import check_version, corrupt_error
 from dist_ckpt.errors import IncompatibleError
 
-# The name of the attempt, which has no folder.
+# The name of the attempt. It has no folder.
 ATTEMPT = "a1-0000000000000000"
 
 # The component of all tensors, and the stem of its file.
@@ -31,7 +31,7 @@ _INDEX, _OBJECTS, _PER_RANK = "dist_ckpt_index", "dist_ckpt_objects", "dist_ckpt
 # The rest of the header of a state without tensors, which has no shard file.
 _NO_SHARDS = '"format":"pt"}}'
 
-# How an index begins: each of these fields is in it once.
+# The start of each index. Each of these fields is in an index once.
 _INDEX_START = (
     '{"format":{"version":1,"requires":[]},"state":"committed",'
     f'"attempt":"{ATTEMPT}","step":null,"world_size":1,'
@@ -43,15 +43,15 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class EncodedDocuments:
-    """The encoded documents of a checkpoint by one rank. `header` is b"" without a shard file."""
+    """The encoded documents of a checkpoint. `header` is that of the shard file, or b""."""
 
     index: bytes
     objects: dict[str, bytes]
     header: bytes
 
 
-def encode_header(documents: EncodedDocuments) -> bytes:
-    """Return all before the tensors' data. ValueError if it is longer than safetensors reads."""
+def encode_documents(documents: EncodedDocuments) -> bytes:
+    """Return all bytes before the data. ValueError if safetensors cannot read so long a header."""
     index = json.dumps(documents.index.decode("utf-8"), ensure_ascii=False)
     fields = [f'"{_INDEX}":{index}']
     for key, name in _OBJECTS_FILES.items():
@@ -59,34 +59,34 @@ def encode_header(documents: EncodedDocuments) -> bytes:
         fields.append(f'"{key}":"{encoded}"')
     rest = documents.header[8:].rstrip(b" ").decode("utf-8").removeprefix(_START) or _NO_SHARDS
     text = ",".join([_START + fields[0], *fields[1:], rest]).encode("utf-8")
-    room = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
-    if room > MAX_HEADER_NBYTES:
+    text_nbytes = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+    if text_nbytes > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"names, plain data and per-rank values need a header of {room} bytes, more than the "
-            f"{MAX_HEADER_NBYTES} that safetensors reads: store large data as tensors, or use "
+            f"names, plain data and per-rank values need a header of {text_nbytes} bytes, more than "
+            f"the {MAX_HEADER_NBYTES} that safetensors reads: store large data as tensors, or use "
             "dist_ckpt.save"
         )
-    return room.to_bytes(8, "little") + text.ljust(room)
+    return text_nbytes.to_bytes(8, "little") + text.ljust(text_nbytes)
 
 
 def decode_documents(data: memoryview) -> tuple[EncodedDocuments, int]:
     """Return the documents in the bytes of a state, and the offset of the tensors' data.
 
-    CorruptError unless `encode_header` wrote them, IncompatibleError for other formats or newer
-    versions. The index is valid on return; objects and header are not checked against it.
+    CorruptError unless `encode_documents` wrote them, IncompatibleError for other formats or newer
+    versions. The index is valid on return. Objects and header are not compared with it.
     """
-    header = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < 8 or header > min(len(data), 8 + MAX_HEADER_NBYTES):
+    start = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or start > min(len(data), 8 + MAX_HEADER_NBYTES):
         raise corrupt_error(LABEL, f"{len(data)} bytes are too few for a header")
-    raw = bytes(data[:header])
+    raw = bytes(data[:start])
     try:
         documents = _documents(raw[8:].decode("utf-8").rstrip(" "))
     except (ValueError, Error, RecursionError) as error:
         raise corrupt_error(LABEL, f"its header is not as dist_ckpt writes it: {error}") from None
-    # Each header has exactly one form, so it cannot contain anything that is not checked.
-    if encode_header(documents) != raw:
+    # These documents have only one encoding, so the header contains nothing that is not checked.
+    if encode_documents(documents) != raw:
         raise corrupt_error(LABEL, "its header is not as dist_ckpt writes it")
-    return documents, header
+    return documents, start
 
 
 def _documents(text: str) -> EncodedDocuments:
@@ -107,7 +107,7 @@ def _documents(text: str) -> EncodedDocuments:
             objects[name] = encoded
         at = stop + 1
     index = index_text.encode("utf-8")
-    # A few bytes can list a million ranks: check the start before anything is built.
+    # A few bytes can list a million ranks: check the start before the index is decoded.
     if not index_text.startswith(_INDEX_START):
         check_version(strict_json.parse(index, f"{LABEL}, index"), f"{LABEL}, index")
         raise ValueError("its index is not that of one rank")
@@ -119,8 +119,10 @@ def _documents(text: str) -> EncodedDocuments:
             raise ValueError("it has shards that the index does not list")
         return EncodedDocuments(index, objects, b"")
     # If the index has a wrong size, the header's digest detects it.
-    room = decoded.files[0].header_nbytes - 8
+    text_nbytes = decoded.files[0].header_nbytes - 8
     inner = f"{_START}{rest}".encode()
-    if not len(inner) <= room <= len(inner) + 2 * ALIGNMENT:
-        raise ValueError(f"{len(inner)} bytes where the index says {room}")
-    return EncodedDocuments(index, objects, room.to_bytes(8, "little") + inner.ljust(room))
+    if not len(inner) <= text_nbytes <= len(inner) + 2 * ALIGNMENT:
+        raise ValueError(f"the header has {len(inner)} bytes, the index says {text_nbytes}")
+    return EncodedDocuments(
+        index, objects, text_nbytes.to_bytes(8, "little") + inner.ljust(text_nbytes)
+    )

@@ -1,4 +1,4 @@
-"""`dc.build`: make a model from the stored configuration, by the caller's table, and fill it."""
+"""`dc.build`: make a model from its stored configuration, and fill it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _BuildRequest(Message, frozen=True):
 class _Description(Message, frozen=True):
     """The checkpoint that rank 0 has resolved, its kind and its encoded configuration.
 
-    `num_parameters` counts those of the component. It is None if it is not known.
+    `num_parameters` is the number of parameters of the component, or None if it is unknown.
     """
 
     path: str
@@ -118,7 +118,7 @@ def _make_model(
 def _check(table: object, component: object) -> None:
     """Raise TypeError for arguments that are not valid."""
     if not isinstance(table, Mapping) or not all(type(kind) is str for kind in table):
-        raise TypeError('table: give a dict of what makes each kind, such as {"ddl": Ddl}')
+        raise TypeError('table: give a dict from each kind to a function, such as {"ddl": Ddl}')
     if bad := [kind for kind, maker in table.items() if not callable(maker)]:
         raise TypeError(f"table[{bad[0]!r}] cannot be called: give a class, or a function")
     if type(component) is not str or not component or not is_text(component):
@@ -158,7 +158,7 @@ def _describe(
 def _counts(description: _Description, model: nn.Module, component: str) -> str:
     num_here = sum(parameter.numel() for parameter in model.parameters())
     num_stored = description.num_parameters
-    stored = "not known" if num_stored is None else str(num_stored)
+    stored = "unknown" if num_stored is None else str(num_stored)
     return (
         f"The model that table[{description.kind!r}] made has {num_here} parameters on this rank; "
         f"those of {component!r} in the checkpoint: {stored}"

@@ -1,4 +1,4 @@
-"""The work of one rank before it reads: its arguments, then the check of the checkpoints."""
+"""Prepare a load on one rank: check its arguments, then the checkpoints. Nothing is read yet."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class LoadCall:
 
 @dataclass(frozen=True, slots=True)
 class LoadArguments:
-    """The checked arguments of a rank: its `request`, its template and its sources.
+    """The checked arguments of one rank.
 
-    `storages` are those of each path, which serve files from memory, over `counting`.
-    `source_uses` has the use of each source, and `selection` the names to load.
+    `storages` has one storage for each path. It serves the files that are in memory; a storage of
+    `counting` reads and counts the others. `selection` has the names to load.
     """
 
     request: LoadRequest
@@ -76,7 +76,7 @@ class LoadArguments:
         return replace(self, request=structs.replace(self.request, path=path))
 
     def resolve_selection(self, sources: ResolvedSources) -> Selection | Scopes:
-        """Return the selection, with resolved paths instead of selectors."""
+        """Return the selection with resolved paths instead of selectors."""
         if not isinstance(self.selection, Scopes):
             return self.selection
         paths = [checkpoint.path for checkpoint in sources.checkpoints]
@@ -88,7 +88,7 @@ class LoadArguments:
 
 
 def read_arguments(call: LoadCall) -> LoadArguments:
-    """Check the arguments, and read the template. Raises ValueError or TypeError."""
+    """Check the arguments, and read the template of the state. Raises ValueError or TypeError."""
     options, session = call.options, call.session
     options.check()
     paths, source_uses = parse_sources(call.path)
@@ -110,7 +110,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         keys=tuple(template.keys.items()),
         connection_epoch=session.collective.epoch,
     )
-    # Data that is read twice, or by several ranks, comes from the page cache the second time.
+    # Blocks that are read twice, or by several ranks, come from the page cache the second time.
     direct_reads = options.read_once != "off" and not options.check_first
     counting = tuple(
         CountingStorage(call.storage or call.opener.open(path, direct_reads=direct_reads)[0])
@@ -126,8 +126,10 @@ def _selection(
     options: LoadOptions, source_uses: Sequence[SourceUse], template: Template
 ) -> Selection | Scopes:
     """Return the selection of names. Raises TypeError or ValueError for bad patterns."""
-    of_load = without_frozen(options.selection(), template.root)
-    of_sources = [parse_selection(use.source.include, use.source.exclude) for use in source_uses]
+    load_selection = without_frozen(options.selection(), template.root)
+    source_selections = [
+        parse_selection(use.source.include, use.source.exclude) for use in source_uses
+    ]
     for use in source_uses:
         rename_of(use.source.rename)
         if options.rename is not None and (len(source_uses) > 1 or use.source.rename is not None):
@@ -135,21 +137,25 @@ def _selection(
                 "rename is given to a load from several sources, or twice: give each dc.Source "
                 "its own"
             )
-    if len(source_uses) == 1 and not source_uses[0].key and SELECT_ALL in (of_load, *of_sources):
-        return of_sources[0] if of_load == SELECT_ALL else of_load
+    if (
+        len(source_uses) == 1
+        and not source_uses[0].key
+        and SELECT_ALL in (load_selection, *source_selections)
+    ):
+        return source_selections[0] if load_selection == SELECT_ALL else load_selection
     scopes = (
         Scope(str(use.source.path), use.key, selection)
-        for use, selection in zip(source_uses, of_sources, strict=True)
+        for use, selection in zip(source_uses, source_selections, strict=True)
     )
-    return Scopes(of_load, tuple(scopes))
+    return Scopes(load_selection, tuple(scopes))
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
     """Checkpoints that fit this rank's state: the binding, and the open files.
 
-    `targets` are None until new tensors are allocated. `encoded_requests` are this rank's encoded
-    block requests, and `links` lets other ranks connect; b"" and None if the ranks can share
+    `targets` is None until new tensors are allocated. Other ranks connect to `links`, and
+    `encoded_requests` has this rank's block requests. They are None and b"" if the ranks can share
     nothing.
     """
 
@@ -162,7 +168,7 @@ class PreparedLoad:
     encoded_requests: bytes
 
     def state_names(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Return the names in the state of tensors of the index."""
+        """Return the names in the state for names in the index."""
         names: dict[str, list[str]] = {}
         for name in self.binding.restored:
             if (tensor := self.saved.tensor(name)) is not None:
@@ -170,7 +176,7 @@ class PreparedLoad:
         return tuple(name for fqn in fqns for name in names.get(fqn, [fqn]))
 
     def loaded_sources(self) -> tuple[LoadedSource, ...]:
-        """Return each checkpoint, with the names that it has filled."""
+        """Return each checkpoint with the names that it fills."""
         restored: list[list[str]] = [[] for _ in self.resolved.checkpoints]
         for name in self.binding.restored:
             restored[self.saved.number_of(name)].append(name)
@@ -183,9 +189,9 @@ class PreparedLoad:
 def check_load(
     call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
 ) -> tuple[PreparedLoad | None, CheckFindings]:
-    """Bind, plan, and open the files. Nothing of the state changes.
+    """Bind the state, plan the reads, and open the files. Nothing of the state changes.
 
-    Returns None if there are problems. `stack` closes the files after the load.
+    If there are problems, no load is prepared. `stack` closes the files after the load.
     """
     options, session = call.options, call.session
     from_memory = False
@@ -243,7 +249,7 @@ _ObjectsReader = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
 def _description_problems(
     options: LoadOptions, sources: ResolvedSources, contents: Sequence[_ObjectsReader]
 ) -> Iterator[str]:
-    """Yield the differences in `kind` and `config` between the checkpoints and the options."""
+    """Yield the differences of `kind` and `config` between the checkpoints and the options."""
     for checkpoint, (main, _) in zip(sources.checkpoints, contents, strict=True):
         prefix = f"{checkpoint.path}, " if len(contents) > 1 else ""
         for problem in problems_of_description(main.metadata, options.config, options.kind):
@@ -257,7 +263,7 @@ def _saved_tree(
     sources: ResolvedSources,
     contents: Sequence[_ObjectsReader],
 ) -> SavedTree:
-    """Return the contents of the checkpoints, under the names of the state."""
+    """Return the contents of the checkpoints under the names of the state."""
     with paused_collector():
         trees = [
             saved_tree_of(
@@ -279,7 +285,7 @@ def _saved_tree(
 
 
 def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
-    """Return all saved names, as `Binding.unclaimed` has them."""
+    """Return all saved names, in the form that `Binding.unclaimed` uses."""
     if not saved.origins:
         return sources.names
     numbered = enumerate(sources.checkpoints)
@@ -287,7 +293,7 @@ def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
 
 
 def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
-    """Return the requests for each checkpoint, under its own names."""
+    """Return the requests for each checkpoint, with the names that it uses."""
     if not saved.origins:
         return [[*wanted]]
     requests: list[list[TensorRequest]] = [[] for _ in saved.origins]
@@ -305,19 +311,19 @@ def plan_and_open(
     threads: int,
     stack: ExitStack,
 ) -> OpenFiles:
-    """Plan the reads and open the files, which `stack` closes. Raises the errors of `open_files`.
+    """Plan the reads, and open the files, which `stack` closes. Raises the errors of `open_files`.
 
-    The files of several checkpoints are numbered one after another, the same on all ranks. Their
-    tensors have the names of `saved`.
+    The files of several checkpoints are numbered one after another, equally on all ranks. Their
+    tensors have the names that `saved` uses.
     """
     all_plans: dict[int, tuple[ReadItem, ...]] = {}
     all_files: dict[int, OpenFile] = {}
-    first, most = 0, MAX_OPEN // len(checkpoints)
+    first, max_open = 0, MAX_OPEN // len(checkpoints)
     for number, (checkpoint, requests) in enumerate(zip(checkpoints, wanted, strict=True)):
         storage, folder, index = checkpoint.storage, checkpoint.folder, checkpoint.index
         with paused_collector():
             plan = plan_load(index, requests)
-        opened = open_files(storage, folder, index, plan, threads=threads, most_open=most)
+        opened = open_files(storage, folder, index, plan, threads=threads, max_open=max_open)
         stack.callback(opened.close)
         if not saved.origins:
             return opened

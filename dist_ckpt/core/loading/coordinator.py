@@ -1,4 +1,4 @@
-"""The decisions of the coordinator of a load: which checkpoints, whether they fit, the totals."""
+"""The coordinator of a load: resolve the checkpoints, decide if they fit, add up the reads."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def resolve_checkpoints(
     """Resolve the checkpoints, each on its storage. Coordinator only.
 
     Returns the answer, the checkpoints, and their encoded indexes if there are other ranks.
-    `leases` gets a lease on each checkpoint that a selector names. If several are missing, the
-    error has all of them.
+    `leases` gets a lease on each checkpoint that a selector names. If several checkpoints are
+    missing, the error names all of them.
     """
     check_equal_on_all_ranks("load", requests, _COMPARED)
     checkpoints: list[OpenCheckpoint] = []
@@ -80,7 +80,7 @@ def resolve_checkpoints(
 def decide_load(
     request: LoadRequest, sources: ResolvedSources, findings: Sequence[CheckFindings]
 ) -> LoadDecision:
-    """Return the decision of a check. IncompatibleError lists every problem of every rank."""
+    """Return the decision after a check. IncompatibleError lists all problems of all ranks."""
     checkpoints = sources.checkpoints
     if gone := [rank for rank, result in enumerate(findings) if result.is_gone]:
         if all(attempts.has_folder(c.storage, c.path, c.attempt) for c in checkpoints):
@@ -113,7 +113,10 @@ def _check_fits(
     findings: Sequence[CheckFindings],
     unexpected: Sequence[tuple[OpenCheckpoint, Sequence[str]]],
 ) -> None:
-    """Raise IncompatibleError if any rank has a problem, or under `strict` a name is left over."""
+    """Raise IncompatibleError if a rank has a problem.
+
+    With `strict`, unexpected names and patterns that match nothing are problems too.
+    """
     problems = _merge_problems([result.problems for result in findings])
     unmatched = unmatched_on_all(result.unmatched for result in findings)
     if request.strict:
@@ -150,12 +153,12 @@ def _merge_keys(requests: Sequence[LoadRequest]) -> dict[str, tuple[Key, ...]]:
 
 
 def _merge_problems(problems_by_rank: Sequence[Sequence[str]]) -> list[str]:
-    """Return each problem once, with its ranks if it is not on all of them."""
-    ranks_of: dict[str, list[int]] = {}
+    """Return each problem once, with its ranks unless all ranks have it."""
+    ranks_by_problem: dict[str, list[int]] = {}
     for rank, problems in enumerate(problems_by_rank):
         for problem in problems:
-            ranks_of.setdefault(problem, []).append(rank)
+            ranks_by_problem.setdefault(problem, []).append(rank)
     return [
         problem if len(ranks) == len(problems_by_rank) else f"{problem} ({ranks_text(ranks)})"
-        for problem, ranks in ranks_of.items()
+        for problem, ranks in ranks_by_problem.items()
     ]

@@ -58,9 +58,10 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
 ) -> LoadReport:
     """Fill a state from bytes of `dc.to_bytes`, as `dc.load` does.
 
-    Modules, optimizers and tensors are filled in place, in any layout. In a job each rank calls it
-    by itself, and takes its part of a DTensor. Options and errors are those of `dc.load`: nothing
-    is changed before the check of everything but the tensor data. `data` is as for `dc.from_bytes`.
+    Modules, optimizers and tensors are filled in place, in any layout. Not collective: each rank
+    calls it alone, and takes its part of a DTensor. Options and errors are those of `dc.load`.
+    Everything but the tensor data is checked before the state changes. `data` is as for
+    `dc.from_bytes`.
     """
     try:
         view = memoryview(data).cast("B")
@@ -78,10 +79,12 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         record_verified=False,
     )
     with view:
-        return load_together(single_process_session(), state, _PATH, options, _files_in(view))
+        return load_together(
+            single_process_session(), state, _PATH, options, _checkpoint_files(view)
+        )
 
 
-def _files_in(view: memoryview) -> ReadOnlyFiles:
+def _checkpoint_files(view: memoryview) -> ReadOnlyFiles:
     documents, start = decode_documents(view)
     files: dict[str, Callable[[], ReadableFile]] = {
         name: partial(FileOfBytes, data) for name, data in documents.objects.items()

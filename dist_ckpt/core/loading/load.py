@@ -1,11 +1,10 @@
 """`dc.load`: open, check, read, place, load objects.
 
-"Read" writes checked blocks into the memory of tensors, which is the state's own where it has some.
-"Place" assigns plain values and new tensors to the state.
+"Read" writes checked blocks into the tensors of the state, or into new tensors. "Place" assigns
+plain values and new tensors to the state.
 
 Nothing of the state changes before the check has passed on all ranks. Then each step begins when
-the one before has succeeded on all ranks. A step without work on any rank is left out: the check
-finds these.
+the previous step has succeeded on all ranks. A step without work on any rank is left out.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ def load(
     Face folder of them: they load as the state of a model, `{"model": model}`, and have no digests.
 
     `path` may also be several sources. A list: a name is taken from the first source that has it. A
-    mapping from keys of the state, or dotted names below them, to a source or a list; state outside
-    of its keys is missing. A source may be a `dc.Source`, with its own patterns and rename.
+    mapping from keys of the state, or dotted names below them, to a source or a list: all other
+    names count as missing. A source may be a `dc.Source`, with its own patterns and rename.
 
     Any layout loads into any other. All ranks agree on names, shapes, dtypes, coverage, file sizes
     and headers before anything is changed. Every block is checked as it is read. If one is damaged,
@@ -107,8 +106,9 @@ def load(
     rank reads its own blocks through the page cache. "host" and "job" bypass the page cache for
     data that is not in it. `DIST_CKPT_HOST` renames a host.
 
-    `strict`: missing and unexpected names are errors; wrong shapes, dtypes and coverage always are.
-    `include` and `exclude` are globs on both sides, and each must match a name. `rename` maps saved
+    With `strict`, missing and unexpected names are errors. Wrong shapes, dtypes and coverage always
+    are. `include` and `exclude` are globs on saved names and on names in the state. Each must match
+    a name. `rename` maps saved
     names to names in the state; `*` matches any text, `{name}` text without dots. With
     `include_frozen=False` parameters that require no gradient stay unchanged. An empty mapping or
     None in the state is replaced by the saved values.
@@ -153,7 +153,7 @@ def load_together(
     *,
     opener: Opener = NATIVE,
 ) -> LoadReport:
-    """Load over a given session. Collective: every rank of the session calls this.
+    """Load as `load` does. Collective: every rank of the session calls this.
 
     `opener` resolves selectors, and opens the paths unless `storage` is given. Files that `memory`
     has are not read from the storage. If they are damaged, everything is read from the storage.
@@ -168,9 +168,9 @@ def load_together(
 
 
 class _DamagedInMemoryError(Exception):
-    """Data from memory is damaged; the storage has it too. The cause has the details.
+    """Data from memory is damaged, but the storage has it too. The cause has the details.
 
-    All ranks raise it: they know from the check whether any rank reads from memory.
+    All ranks raise it: after the check all of them know if any rank reads from memory.
     """
 
 
@@ -235,7 +235,7 @@ def _report(
 def _open_and_check(
     call: LoadCall, phases: Phases, leases: ExitStack, stack: ExitStack
 ) -> tuple[LoadArguments, PreparedLoad, LoadDecision]:
-    """Open and check the checkpoints, again if one is replaced by an overwrite meanwhile."""
+    """Open and check the checkpoints. Try again if an overwrite replaces one meanwhile."""
     arguments: LoadArguments | None = None
     for number in range(1, MAX_TRIES + 1):
         suffix = "" if number == 1 else f" {number}"  # exchanges have different names
@@ -275,7 +275,7 @@ def _open(
     session.collective.renew(opened.connection_epoch)
     if opened.indexes is not None:
         encoded = opened.indexes
-    else:  # they are too long for the answer
+    else:  # too long for the answer
         with session.channel.exchange(f"index{suffix}"):
             own = typed_msgpack.encode(encoded) if checkpoints else None
             sent = session.collective.broadcast(own)
@@ -300,17 +300,15 @@ def _check(
 def _fill(
     call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, phases: Phases, stack: ExitStack
 ) -> tuple[RankTotals, JobTotals]:
-    """Read, place and load objects. A step begins when the one before has succeeded everywhere."""
+    """Read, place and load objects. A step begins when all ranks have done the step before."""
     channel, options, binding = call.session.channel, call.options, prepared.binding
+    slots = call.session.scratch_buffers
     with phases.phase("read"):
         targets, group = _allocate_and_link(call, prepared, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reader = BlockReader(
-                    prepared.files, None, verify=True, slots=call.session.scratch_buffers
-                )
+                reader = BlockReader(prepared.files, None, verify=True, slots=slots)
                 check_blocks_first(call.session, group, reader)
-        slots = call.session.scratch_buffers
         reader = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
@@ -337,9 +335,9 @@ def _fill(
 def _allocate_and_link(
     call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, stack: ExitStack
 ) -> tuple[CellTargets, SharedReadGroup | None]:
-    """Allocate new tensors, and link the ranks that share blocks, before anything is read.
+    """Allocate new tensors, and link the ranks that share blocks.
 
-    The group is None if this rank reads alone.
+    The group is None if this rank shares nothing.
     """
     targets, group = prepared.targets, None
     if decision.makes_memory or decision.ranks_share_blocks:
@@ -366,7 +364,7 @@ def _allocate_and_link(
 def _read(
     session: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reader: BlockReader
 ) -> RankTotals:
-    """Fill the targets. Raises CorruptError, whose `touched` are names of the state."""
+    """Fill the targets. Raises CorruptError, whose `touched` has names in the state."""
     start = time.monotonic()
     try:
         nbytes_read, nbytes_received = read_blocks(session, group, reader)

@@ -19,9 +19,9 @@ from dist_ckpt.core.storage import Storage
 class LoadRequest(Message, frozen=True):
     """The request of one rank. The fields up to `read_once` must be equal on all ranks.
 
-    `path` has all paths if there are several sources. `sources` are the key and the path of each,
-    in order. `keys` are those of the rank's per-rank templates; `connection_epoch` numbers the bulk
-    connections.
+    `path` has all paths if there are several. `sources` has the key and the path of each source, in
+    order. `keys` has the names and keys of `PerRank` values in this rank's template.
+    `connection_epoch` numbers the bulk connections.
     """
 
     path: str | tuple[str, ...]
@@ -42,9 +42,9 @@ class LoadRequest(Message, frozen=True):
 class OpenedMessage(Message, frozen=True):
     """The checkpoints that all ranks load: the path and the attempt of each.
 
-    `indexes` are their encoded indexes, or None if a broadcast sends them. `keys` are the keys of
-    the per-rank templates of all ranks. `shared_read_id` names the shared read of this load; it is
-    "" if the ranks can share nothing.
+    `indexes` has their encoded indexes, or is None if a broadcast sends them. `keys` has, by name,
+    the keys of `PerRank` values on all ranks. `shared_read_id` identifies the shared read of this
+    load; it is "" if the ranks can share nothing.
     """
 
     attempts: tuple[tuple[str, Attempt], ...]
@@ -64,13 +64,13 @@ class ResolvedSources:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All saved names, those of several checkpoints one after another."""
+        """All saved names, one checkpoint after another."""
         return tuple(name for checkpoint in self.checkpoints for name in checkpoint.names)
 
     def names_from_bitmap(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
-        """Decode a bitmap over `names` into the names of each checkpoint."""
+        """Return the names of each checkpoint whose bits are set in a bitmap over `names`."""
         digits = map(int, f"{bits:0{len(self.names)}b}")
-        # Each list takes as many digits as its checkpoint has names.
+        # Each `compress` consumes as many digits as its checkpoint has names.
         return [(source, [*compress(source.names, digits)]) for source in self.checkpoints]
 
 
@@ -78,11 +78,11 @@ class CheckFindings(Message, frozen=True):
     """The result of one rank's check.
 
     `unclaimed` is a bitmap of the saved names that this rank does not request (`encode_bitmap`).
-    `unmatched` are the problems of patterns that match nothing here. `makes_memory`,
+    `unmatched` has the problems of patterns that match no name on this rank. `makes_memory`,
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
-    `encoded_requests` are its encoded block requests: b"" if the ranks can share nothing, None if
-    they are too long for this exchange. `from_memory`: it reads some files from memory. `is_gone`:
-    the checkpoint was removed.
+    `encoded_requests` has its block requests: b"" if the ranks can share nothing, None if they are
+    too long for this exchange. `from_memory` is True if the rank reads files from memory, `is_gone`
+    if the checkpoint was removed.
     """
 
     problems: tuple[str, ...] = ()
@@ -100,10 +100,10 @@ class LoadDecision(Message, frozen=True):
     """The decision of the coordinator after a check in which no rank has a problem.
 
     `unexpected` are the saved names that no rank requests. `makes_memory`, `assigns_values`,
-    `loads_objects` and `from_memory` are True if they are on any rank; a step without work is left
-    out. `ranks_share_blocks` is True if ranks may have requests in common. Then `encoded_requests`
-    are those of all ranks; it is empty if they are still to be gathered. `is_gone`: the checkpoint
-    was replaced, and the other fields have no meaning.
+    `loads_objects` and `from_memory` are True if they are True on any rank. A step without work is
+    left out. `ranks_share_blocks` is True if ranks may need the same blocks. Then
+    `encoded_requests` has the requests of all ranks; if it is empty, a collective gathers them. If
+    `is_gone`, the checkpoint was replaced, and the other fields have no meaning.
     """
 
     unexpected: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class LoadDecision(Message, frozen=True):
 
 
 class RankTotals(Message, frozen=True):
-    """The totals of reading on one rank; `nbytes_received` are from other ranks."""
+    """The bytes and the time of the reads on one rank. Other ranks sent `nbytes_received`."""
 
     nbytes_read: int
     nbytes_received: int
@@ -126,7 +126,7 @@ class RankTotals(Message, frozen=True):
 
 
 class JobTotals(Message, frozen=True):
-    """The totals of reading over all ranks, as in `LoadReport`."""
+    """The bytes and the time of the reads on all ranks, as in `LoadReport`."""
 
     job_nbytes_read: int
     job_nbytes_placed: int
@@ -140,7 +140,7 @@ def open_sources(
     encoded: Sequence[bytes],
     storages: Sequence[Storage],
 ) -> ResolvedSources:
-    """Return the coordinator's `checkpoints`, or on other ranks those of the encoded indexes."""
+    """Return the sources: the coordinator has `checkpoints`, other ranks decode the indexes."""
     if not checkpoints:
         parts = zip(storages, opened.attempts, encoded, strict=True)
         checkpoints = tuple(
@@ -157,9 +157,9 @@ def _decode_index(encoded: bytes) -> Index:
 
 
 def encode_bitmap(selected: Sequence[str], names: Sequence[str]) -> bytes:
-    """Return a bitmap over `names`: which of them are selected.
+    """Return a bitmap over `names`, with a 1 for each selected name.
 
-    Lists of names would grow with the tensors times the ranks.
+    The messages of all ranks together stay small. Lists of names would not.
     """
     chosen = set(selected)
     bits = "".join("1" if name in chosen else "0" for name in names)

@@ -13,15 +13,15 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.sources.rename import rename_of
 from dist_ckpt.core.storage import open_storage
 
-# Blocks that several ranks need are read once: on each host, or in the whole job.
+# Blocks that several ranks need are read once on each host, once in the job, or by all.
 ReadOnce = Literal["host", "job", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of `load`. Call `check` when an error can reach all ranks.
+    """The options of `load`. Call `check` inside an exchange: its errors reach all ranks.
 
-    `record_verified` is internal: if the load checks the whole checkpoint, record that in its run.
+    `record_verified` is internal: a load of the whole checkpoint records that it is verified.
     """
 
     sharding: ShardingConfig | None = None
@@ -84,9 +84,9 @@ Sources = AnySource | Sequence[AnySource] | Mapping[str, AnySource | Sequence[An
 
 @dataclass(frozen=True, slots=True)
 class SourceUse:
-    """A source, and the part of the state that it fills: `key` and all below it, or all if "".
+    """A source, and the part of the state that it fills: the names at and below `key`.
 
-    `number` is the number of its path among the paths of the load.
+    With `key` "" it fills the whole state. `number` is the number of its path in the load.
     """
 
     number: int
@@ -95,13 +95,13 @@ class SourceUse:
 
 
 def parse_sources(sources: object) -> tuple[tuple[str, ...], tuple[SourceUse, ...]]:
-    """Return the paths, each once, and the sources of each key in their order of preference.
+    """Return the distinct paths, and the sources of each key in the order of preference.
 
     No file is opened. Raises TypeError or ValueError for sources that are not valid.
     """
     numbers: dict[str, int] = {}
     source_uses: list[SourceUse] = []
-    for key, value in _by_key(sources):
+    for key, value in _items_by_key(sources):
         items = value if isinstance(value, list | tuple) else [value]
         if not items:
             at_key = f" for {key!r}" if key else ""
@@ -124,12 +124,12 @@ def sources_text(sources: object) -> str:
     """Return the paths of the sources for messages and logs. Never raises for invalid sources."""
     values = sources.values() if isinstance(sources, Mapping) else [sources]
     lists = (value if isinstance(value, list | tuple) else [value] for value in values)
-    # One level only, however deep an invalid value may be nested.
+    # Look at one level only: an invalid value may be nested deeply.
     paths = (item.path if isinstance(item, Source) else item for items in lists for item in items)
     return ", ".join(dict.fromkeys(map(str, paths)))
 
 
-def _by_key(sources: object) -> Iterable[tuple[str, object]]:
+def _items_by_key(sources: object) -> Iterable[tuple[str, object]]:
     if not isinstance(sources, Mapping):
         return [("", sources)]
     if not sources:

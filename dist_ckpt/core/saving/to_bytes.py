@@ -1,4 +1,4 @@
-"""`dc.to_bytes`: the whole state of one rank as bytes (`core/format/state_bytes.py`)."""
+"""`dc.to_bytes`: the whole state of one rank as bytes. Their format: `format/state_bytes.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dist_ckpt.core.commit.receipts import build_file_tables
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, EncodedDocuments, encode_header
+from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, EncodedDocuments, encode_documents
 from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
@@ -33,9 +33,9 @@ def to_bytes(state: State) -> bytes:
     checksums, and depend only on the state. `dc.from_bytes` and `dc.load_bytes` read them. They are
     also a safetensors file, from which any such library reads the tensors by name.
 
-    Not collective: each rank has separate bytes, in which a `PerRank` without a key is that of rank
-    0. ValueError names tensors that are sharded over several ranks. Raises ValueError or TypeError
-    for a state that cannot be saved. The bytes are in memory once.
+    Not collective: each rank gets the bytes of its own state. In them a `PerRank` without a key is
+    that of rank 0. ValueError names tensors that are sharded over several ranks. Raises ValueError
+    or TypeError for a state that cannot be saved. The bytes are in memory only once.
     """
     group = ranks_on_this_host()
     with paused_collector():
@@ -45,7 +45,7 @@ def to_bytes(state: State) -> bytes:
         plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
     local.synchronize()
     files, objects = plan_rank_files(plan, 0), objects_files(plan, local, 0, {})
-    # The length of digests and headers does not depend on the data, so it is computed first.
+    # The length of the header does not depend on the data, so it is computed first.
     blank = {}
     for file in files:
         digests = "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS)
@@ -55,10 +55,10 @@ def to_bytes(state: State) -> bytes:
         nbytes = start + sum(file.nbytes - file.header.nbytes for file in files)
         out.seek(nbytes - 1)
         out.write(b"\0")
-        writing = _DataWriter(out, start, {file.name: file for file in files})
+        writer = _DataWriter(out, start, {file.name: file for file in files})
         content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
-        write_all(writing, "", content, threads=1)
-        header = _header(plan, files, objects, writing.headers)
+        write_all(writer, "", content, threads=1)
+        header = _header(plan, files, objects, writer.headers)
         assert len(header) == start, "no digest changes the length of the header"
         out.seek(0)
         out.write(header)
@@ -67,14 +67,14 @@ def to_bytes(state: State) -> bytes:
 
 def _single_rank_inventory(inventory: Inventory) -> Inventory:
     """Return the inventory of a job with only this rank. ValueError names sharded tensors."""
-    parts = []
+    sharded = []
     for entry in inventory.tensors:
         cells = compute_cells(inventory.views[entry.view], 0, entry.shape)
         if (cells[0].numel if len(cells) == 1 else 0) != prod(entry.shape):
-            parts.append(entry.fqn)
-    if parts:
+            sharded.append(entry.fqn)
+    if sharded:
         raise ValueError(
-            f"{listed(parts)}: this rank has only a part of it, and the bytes of a state are one "
+            f"{listed(sharded)}: this rank has only a part of it, and the bytes of a state are one "
             "rank's whole state. Use dist_ckpt.save, or gather it first: a DTensor by "
             "full_tensor(), a model by torch.distributed.checkpoint.state_dict with full_state_dict"
         )
@@ -117,13 +117,12 @@ def _header(
         saved_at=0.0,
     )
     header = b"".join(headers[file.name] for file in files)
-    documents = EncodedDocuments(index_json.encode(index), objects, header)
-    return encode_header(documents)
+    return encode_documents(EncodedDocuments(index_json.encode(index), objects, header))
 
 
 @dataclass(slots=True)
 class _DataWriter:
-    """A storage for the one shard file: writes its data to `out`, and returns its header."""
+    """A storage for the shard file. Writes the data to `out`, and the header to `headers`."""
 
     out: BytesIO
     start: int
@@ -134,7 +133,7 @@ class _DataWriter:
     _nbytes: int = 0
 
     def create(self, path: str, nbytes: int) -> _DataWriter:
-        """Return this object: there is only one file."""
+        """Return this object as the file: there is only one file."""
         self._name = path.rpartition("/")[2]
         self._nbytes = nbytes
         return self
@@ -156,4 +155,4 @@ class _DataWriter:
         """Do nothing: the caller drops the whole buffer."""
 
     def sync(self, folder: str) -> None:
-        """Do nothing: it is memory."""
+        """Do nothing: memory needs no sync."""

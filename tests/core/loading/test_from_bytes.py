@@ -290,7 +290,7 @@ def packed(corpus: BytesCorpus, index: bytes, objects: bytes | None = None) -> b
     documents, start = state_bytes.decode_documents(memoryview(corpus.data))
     held = {**documents.objects, **({} if objects is None else {"objects.msgpack": objects})}
     made = state_bytes.EncodedDocuments(with_digest(index), held, documents.header)
-    return state_bytes.encode_header(made) + corpus.data[start:]
+    return state_bytes.encode_documents(made) + corpus.data[start:]
 
 
 LYING: dict[str, dict[str, Any]] = {
@@ -319,7 +319,7 @@ def test_objects_that_nobody_can_have_saved_are_refused(name: str) -> None:
         with_digest(index.replace(before, after)), held, documents.header
     )
     with pytest.raises((CorruptError, IncompatibleError)):
-        dc.from_bytes(state_bytes.encode_header(made) + data[start:])
+        dc.from_bytes(state_bytes.encode_documents(made) + data[start:])
 
 
 def test_hostile_bytes_take_no_more_time_and_memory_than_their_size_allows() -> None:

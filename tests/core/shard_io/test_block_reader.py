@@ -49,11 +49,11 @@ class Counting(MemoryStorage):
         super().__init__(tree or {FOLDER: None})
         self.reads: list[tuple[str, int, int]] = []
         self.num_open = 0
-        self.most_open = 0
+        self.max_open = 0
 
     def open(self, path: str) -> ReadableFile:
         self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
+        self.max_open = max(self.max_open, self.num_open)
         return CountingFile(self, path, super().open(path))
 
 
@@ -640,7 +640,7 @@ def test_beyond_a_bound_files_are_opened_again_when_they_are_read(
     shape = (24, 2)
     saved = {"model.w": random_tensor(shape, rows(shape, *range(2, 24, 2)))}
     _, storage = round_trip(saved, [want(saved, "model.w")], world_size=12)
-    assert storage.most_open <= 3 + 2 + 2
+    assert storage.max_open <= 3 + 2 + 2
 
 
 def test_an_objects_file_that_is_too_large_is_not_read_into_memory(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class BytesCorpus:
             documents = state_bytes.EncodedDocuments(
                 files.pop("index.json"), files, shards[:header]
             )
-            return state_bytes.encode_header(documents) + shards[header:]
+            return state_bytes.encode_documents(documents) + shards[header:]
         except UnicodeDecodeError:
             return mutate_bytes(self.data, rand)
 

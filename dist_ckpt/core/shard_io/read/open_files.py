@@ -111,16 +111,16 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
     plan: LoadPlan,
     *,
     threads: int,
-    most_open: int | None = None,
+    max_open: int | None = None,
     opened: Mapping[int, OpenFile] = MappingProxyType({}),
 ) -> OpenFiles:
     """Open the files that a plan reads, and check sizes, headers and every shard it needs.
 
-    `opened` has files that are open already; `most_open` limits how many more stay open. Raises
+    `opened` has files that are open already; `max_open` limits how many more stay open. Raises
     CorruptError with every file that is missing or damaged, its rank and tensors, and
     IncompatibleError if a newer dist_ckpt wrote it.
     """
-    bound = MAX_OPEN if most_open is None else most_open
+    bound = MAX_OPEN if max_open is None else max_open
     new_files: dict[int, OpenFile] = {}
     problems: list[str] = []
 
