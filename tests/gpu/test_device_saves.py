@@ -303,7 +303,7 @@ def test_a_save_while_a_graph_is_captured_is_refused_and_a_replay_can_be_fenced(
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         with torch.no_grad():
             model.weight.add_(1)
-        with pytest.raises(ValueError, match="a CUDA graph is captured here"):
+        with pytest.raises(ValueError, match="a CUDA graph is being captured"):
             saver.save(state, tmp_path / "a")
         saver.fence()
     for step in range(NUM_SAVES):

@@ -34,9 +34,9 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
     READ_NBYTES,
     BlockRead,
+    all_blocks,
     damage_error,
     digest_problem,
-    every_block,
     group_into_reads,
     rows_of_block,
 )
@@ -258,7 +258,7 @@ class _Verifying:
             if (checked := self._check_header(record, expected)) is None:
                 continue
             file, end = checked
-            needed = every_block(file.header.shards, file.header.block_nbytes)
+            needed = all_blocks(file.header.shards, file.header.block_nbytes)
             for read in group_into_reads(block for block in needed if block.stop <= end):
                 yield partial(self._check_blocks, file, read)
 

@@ -51,7 +51,7 @@ class EncodedDocuments:
 
 
 def encode_documents(documents: EncodedDocuments) -> bytes:
-    """Return all bytes before the data. ValueError if safetensors cannot read so long a header."""
+    """Return all bytes before the data. ValueError if the header is too long for safetensors."""
     index = json.dumps(documents.index.decode("utf-8"), ensure_ascii=False)
     fields = [f'"{_INDEX}":{index}']
     for key, name in _OBJECTS_FILES.items():
@@ -62,9 +62,9 @@ def encode_documents(documents: EncodedDocuments) -> bytes:
     text_nbytes = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     if text_nbytes > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"names, plain data and per-rank values need a header of {text_nbytes} bytes, more than "
-            f"the {MAX_HEADER_NBYTES} that safetensors reads: store large data as tensors, or use "
-            "dist_ckpt.save"
+            f"names, plain data and per-rank values need a header of {text_nbytes} bytes, more "
+            f"than the {MAX_HEADER_NBYTES} that safetensors reads: store large data as tensors, or "
+            "use dist_ckpt.save"
         )
     return text_nbytes.to_bytes(8, "little") + text.ljust(text_nbytes)
 

@@ -67,8 +67,8 @@ def build(
     name. Then the model is filled from `component`, the key that it had in the saved state. All of
     the component is loaded and nothing else, with the checks of `dc.load`.
 
-    Raises IncompatibleError if the checkpoint was saved without `kind=` or `config=`, if the table
-    lacks the kind, or if the model does not fit; then the message has the counts of parameters.
+    Raises IncompatibleError if the checkpoint was saved without `kind=` or `config=`, or if the
+    table lacks the kind. If the model does not fit, the message has the counts of parameters.
     Otherwise raises the errors of `dc.load` and of the function.
     """
     session = session_of(group)

@@ -25,7 +25,7 @@ from dist_ckpt.core.loading.load_messages import (
     ResolvedSources,
 )
 from dist_ckpt.core.loading.shared_read.block_requests import find_shared_requests
-from dist_ckpt.core.planning.selection import unmatched_on_all
+from dist_ckpt.core.planning.selection import find_unmatched_on_all
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage
@@ -118,7 +118,7 @@ def _check_fits(
     With `strict`, unexpected names and patterns that match nothing are problems too.
     """
     problems = _merge_problems([result.problems for result in findings])
-    unmatched = unmatched_on_all(result.unmatched for result in findings)
+    unmatched = find_unmatched_on_all(result.unmatched for result in findings)
     if request.strict:
         label = "the checkpoint" if len(unexpected) == 1 else None
         problems += [

@@ -87,18 +87,19 @@ def load(
     `path` names a checkpoint, or a selector such as "runs/a@latest" or "runs/a@min:val/loss". Rank
     0 resolves a selector for all ranks, and takes a lease on the checkpoint if its root is the
     folder of a run. A plain path is not leased. `path` may also be a safetensors file, or a Hugging
-    Face folder of them: they load as the state of a model, `{"model": model}`, and have no digests.
+    Face folder of them. They load as the state of a model, `{"model": model}`. They have no
+    digests.
 
     `path` may also be several sources. A list: a name is taken from the first source that has it. A
     mapping from keys of the state, or dotted names below them, to a source or a list: all other
     names count as missing. A source may be a `dc.Source`, with its own patterns and rename.
 
     Any layout loads into any other. All ranks agree on names, shapes, dtypes, coverage, file sizes
-    and headers before anything is changed. Every block is checked as it is read. If one is damaged,
-    all ranks raise the same CorruptError, and its `touched` names the tensors that may hold partial
-    data; no object's `load_state_dict` has run. Tensors of the state that share memory are filled
-    if their saved values agree; otherwise IncompatibleError names two of them after the read. With
-    `check_first` all blocks are read twice, and checked before anything is changed.
+    and headers before anything is changed. Every block is checked as it is read. If a block is
+    damaged, all ranks raise the same CorruptError. Its `touched` names the tensors that may hold
+    partial data. No object's `load_state_dict` has run. Tensors of the state that share memory are
+    filled if their saved values agree; otherwise IncompatibleError names two of them after the
+    read. With `check_first` all blocks are read twice, and checked before anything is changed.
 
     `read_once`: one rank reads and checks the blocks that several ranks need, and sends them to the
     others. "host" does this on each host, through shared memory. "job" does it for all ranks, over
@@ -121,9 +122,9 @@ def load(
     `config` and `kind` are compared with those of the save before anything is changed.
     IncompatibleError lists each difference, also if the save had none.
 
-    If background saves have left this checkpoint in the memory of a host, it is read from there
-    and checked in the same way, unless another process still trains on it. `opener` turns paths
-    into checkpoints; the default one supports all of the above.
+    A background save may have left this checkpoint in the memory of a host. Then the load reads
+    and checks that memory, unless another process still trains on it. `opener` turns paths into
+    checkpoints. The default one supports all of the above.
     """
     options = LoadOptions(
         sharding=sharding,

@@ -2,7 +2,7 @@
 
 - A kind of parallelism: a view in `plan.py`, its cells in `mesh.py`, and a branch in
   `merge_ownership` of `save/layouts.py`.
-- The rank that stores a replica: `save/balance.py`. What the ranks must agree on:
+- The rank that stores a replica: `save/balance.py`. Differences between the states of the ranks:
   `save/inventories.py`.
 - Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.
 - `include`, `exclude`, `cast`: `selection.py`. `dc.ShardingConfig`: `sharding_config.py`, and

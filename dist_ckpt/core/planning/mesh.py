@@ -1,13 +1,13 @@
 """Compute the cells of a tensor that each rank of a mesh holds.
 
-Placements apply from left to right: each cuts the indices of its dimension that the placements
-before it have left. A rank holds the product of the remaining indices of all dimensions. The
-indices are ascending ranges, so that a strided shard is a few ranges.
+Placements apply from left to right. Each placement cuts the indices of its dimension that remain
+after the placements before. A rank holds the product of the remaining indices of all dimensions.
+Indices are ascending ranges, so a strided shard is a few ranges.
 
-torch defines `_StridedShard` axis by axis, like that. FSDP2 over TP, for which it was made, cuts in
-the other order: TP first, then FSDP. Both give the same cells if sizes divide evenly. If not,
-torch's placements still describe the first order while the memory has the second. Only the shape of
-the local tensor shows which.
+torch defines `_StridedShard` in the same way, axis by axis. FSDP2 over TP, for which it was made,
+cuts in the other order: TP first, then FSDP. Both orders give the same cells if sizes divide
+evenly. If not, the placements describe the first order, but the memory has the second. Only the
+shape of the local tensor shows which order was used.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ IndexRanges = tuple[range, ...]
 def compute_cells(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
     """Return the cells of a tensor of global `shape` that a rank holds, in the order of its memory.
 
-    A strided shard is several boxes in row-major order, as the local tensor is their product. The
-    result is empty outside the mesh and for an empty local shard. An empty tensor is one empty cell
-    on every rank of its mesh. For `RuleSharded` views only the plan has the cells.
+    A strided shard is several boxes in row-major order. The result is empty outside the mesh, and
+    for an empty local shard. An empty tensor is one empty cell on every rank of its mesh. A
+    `RuleSharded` view raises ValueError: only the plan has its cells.
     """
     match view:
         case Whole():
@@ -60,9 +60,9 @@ def compute_cells(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
         case Parts():
             return view.cells
         case MeshPlaced():
-            return _placed_cells(view, rank, shape)
+            return _compute_mesh_cells(view, rank, shape)
         case Flattened():
-            return _flat_cells(view.mesh, rank, shape)
+            return _compute_flat_cells(view.mesh, rank, shape)
         case RuleSharded():
             raise ValueError("under a ShardingConfig, only the plan has the cells of a rank")
 
@@ -99,7 +99,7 @@ def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
 
 
 def find_cutting_axes(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each dimension the mesh axes that cut it, in the order of the cuts."""
+    """Return the mesh axes that cut each dimension, in the order of the cuts."""
     axes: list[list[int]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate):
@@ -107,9 +107,9 @@ def find_cutting_axes(placements: tuple[Placement, ...], ndim: int) -> tuple[tup
     return tuple(map(tuple, axes))
 
 
-# Tensors repeat, and one cut costs as much as the mesh has ranks.
+# Many tensors have the same view and shape, and one cut costs time for each rank of the mesh.
 @lru_cache(maxsize=4096)
-def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]:
+def _compute_mesh_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]:
     mesh = view.mesh
     if rank not in mesh.ranks:
         return ()
@@ -130,12 +130,12 @@ def _placed_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell, ...]
 
 
 def _split(ranges: IndexRanges, placement: Placement, count: int) -> list[IndexRanges]:
-    """Return the part of the indices that each of `count` ranks along a mesh axis has."""
+    """Return the indices that each of `count` ranks along a mesh axis has."""
     if isinstance(placement, Shard):
         return _chunk(ranges, count)
     assert isinstance(placement, StridedShard), placement
-    # As torch does: cut into `split_factor` chunks, as if another axis came first, and give each
-    # rank its part of every chunk.
+    # Like torch, cut into `split_factor` chunks, as if another axis came first. Each rank gets its
+    # part of every chunk.
     chunks = [_chunk(chunk, count) for chunk in _chunk(ranges, placement.split_factor) if chunk]
     return [
         tuple(join_ranges(indices for chunk in chunks for indices in chunk[n]))
@@ -160,7 +160,7 @@ def _chunk(ranges: IndexRanges, count: int) -> list[IndexRanges]:
 
 
 def mesh_positions(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:
-    """Return the positions in a mesh's ranks of all coordinates on these axes; others are 0."""
+    """Return the positions in `Mesh.ranks` of all coordinates on some axes, with 0 on others."""
     steps = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in axes]
     return [sum(step) for step in product(*steps)]
 
@@ -168,14 +168,14 @@ def mesh_positions(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[in
 def cell_holders(
     ranks: Shape, positions: Sequence[Sequence[int]], replicas: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the holders of each cell; `positions[d][i]` is the position of dimension d's cut i."""
+    """Return the holders of each cell. `positions[d][i]` belongs to part i of dimension d."""
     cells = map(sum, product(*positions))
     if len(replicas) == 1:
         return tuple((ranks[cell],) for cell in cells)
     return tuple(tuple(sorted([ranks[cell + n] for n in replicas])) for cell in cells)
 
 
-def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
+def _compute_flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
     if rank not in mesh.ranks:
         return ()
     if (numel := prod(shape)) == 0:
@@ -190,9 +190,9 @@ def _flat_cells(mesh: Mesh, rank: int, shape: Shape) -> tuple[Cell, ...]:
 def possible_views(
     view: MeshPlaced, shape: Shape, *, as_defined: bool = True
 ) -> tuple[MeshPlaced, ...]:
-    """Return the views that these placements may mean: FSDP2's, then the one that torch defines.
+    """Return the views that these placements may mean: the view of FSDP2, then that of torch.
 
-    Unless uneven strided shards are cut `as_defined`, there is only FSDP2's, or none.
+    With `as_defined=False`, uneven strided shards have only the view of FSDP2, or none.
     """
     if _is_even(view, shape) or not _is_strided(view):
         return (view,)
@@ -207,10 +207,10 @@ def possible_views(
 
 
 def reorder_axes(view: MeshPlaced) -> MeshPlaced | None:
-    """Return the placements with the mesh axes in the order of their cuts, or None.
+    """Return the view with its mesh axes in the order of their cuts, without strided shards.
 
-    `split_factor` is the number of cuts that later axes made before. So each strided axis comes
-    right after the axes whose sizes multiply to it. None if nothing is strided or no order fits.
+    A `split_factor` is the product of the sizes of the axes that cut before. So each strided axis
+    comes right after these axes. Return None if no axis is strided, or if no order fits.
     """
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(view.placements))):

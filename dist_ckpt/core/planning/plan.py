@@ -1,6 +1,6 @@
 """The values that planners take and return: views of tensors, inventories, plans, receipts.
 
-An `Inventory` names mesh and placements instead of boxes, so that ranks with the same view of the
+An `Inventory` has meshes and placements instead of boxes, so that ranks with the same view of the
 state send the same bytes.
 """
 
@@ -23,10 +23,11 @@ from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
-# A replica group's id, with the digest of each member by name.
+# The id of a replica group, and the digest of each of its members, with the name.
 ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
-# (name, nbytes, header_nbytes, digest). An objects file has no header: 0, and a digest of all.
+# (name, nbytes, header_nbytes, digest). The digest is that of the header. An objects file has no
+# header: its header_nbytes is 0, and its digest is that of the file.
 FileReceipt = tuple[str, int, int, str]
 
 
@@ -34,7 +35,7 @@ FileReceipt = tuple[str, int, int, str]
 
 
 class Mesh(Message, frozen=True, cache_hash=True):
-    """Ranks in a row-major box; `names` are its axes, "" if they have none."""
+    """Ranks in a row-major array. `names` has the names of its axes, "" for an axis without one."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -62,7 +63,7 @@ Placement = Replicate | Shard | StridedShard
 
 
 class Whole(Message, frozen=True, tag=True):
-    """A tensor that the rank holds whole, as a replica."""
+    """A tensor of which each rank holds a whole replica."""
 
 
 class MeshPlaced(Message, frozen=True, tag=True):
@@ -105,7 +106,7 @@ class TensorEntry(Message, frozen=True):
 
 
 class NameList(Message, frozen=True):
-    """A list of names whose parts are on different ranks, such as an optimizer group's."""
+    """A list of names with parts on different ranks, such as the names of an optimizer group."""
 
     fqn: str
     names: tuple[str, ...]
@@ -120,7 +121,8 @@ class Inventory(Message, frozen=True):
     tensors: tuple[TensorEntry, ...]
     aliases: tuple[tuple[str, str], ...]  # (fqn, fqn of the tied tensor)
     values: tuple[str, ...]  # fqns
-    # (fqn, key). None means the rank itself, so that similar ranks send the same bytes.
+    # (fqn, key). The key None means the number of the rank, so that similar ranks send the same
+    # bytes.
     per_rank: tuple[tuple[str, Key | None], ...]
     tree: tuple[Node, ...]
     name_lists: tuple[NameList, ...]
@@ -134,10 +136,12 @@ class Inventory(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The rank that stores each cell and value. `plan_rank_files` derives the part of one rank."""
+    """The ranks that store each cell and value. `plan_rank_files` returns the files of one rank."""
 
     catalog: Catalog
-    unsplit_layouts: Mapping[str, Layout]  # on the ranks, of tensors that are split to be stored
+    unsplit_layouts: Mapping[
+        str, Layout
+    ]  # of tensors that the save splits: their layouts on the ranks
     value_holders: Mapping[str, tuple[int, ...]]
     per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
     tree: tuple[Node, ...]
@@ -173,12 +177,12 @@ class FilePlan:
     items: tuple[StoredShard, ...]
     block_nbytes: int
     batches: tuple[Batch, ...]
-    is_linkable: bool = False  # later saves can link it, so it contains no step
+    is_linkable: bool = False  # later saves can link the file, so it contains no step
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Tensors and values, per-rank ones too, that the same ranks hold; all must be equal."""
+    """Tensors and values, also per-rank values, that must be equal on the ranks that have them."""
 
     ranks: tuple[int, ...]
     cells: tuple[tuple[str, Cell], ...]
@@ -208,7 +212,7 @@ class TensorRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CellOverlap:
-    """The common box of a stored cell and a requested one, for all tensors with equal cuts.
+    """The common box of a stored cell and a requested cell. Tensors with equal cuts share it.
 
     Both pieces are row-major. `contiguous` is None unless the box is contiguous in both memories.
     """
@@ -220,7 +224,7 @@ class CellOverlap:
     common: Region
     contiguous: ElementRange | None  # the box in the stored cell's memory
     shift: int  # from there to the requested cell's memory
-    is_whole: bool  # the cells are equal, and this is all of them
+    is_whole: bool  # the cells are equal, and the box is the whole cell
 
     @staticmethod
     def of(
@@ -231,7 +235,7 @@ class CellOverlap:
         target: RegionPiece,
         common: Region,
     ) -> CellOverlap:
-        """Return the overlap of pieces of a stored cell and of a requested one."""
+        """Return the overlap of a piece of a stored cell and a piece of a requested cell."""
         contiguous, target_range = (
             contiguous_range(common, source),
             contiguous_range(common, target),
@@ -249,7 +253,7 @@ class CellOverlap:
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """Copy an overlap from a stored cell of `tensor`, which `fqn` may be an alias of."""
+    """The copy of an overlap from a stored cell of `tensor`. `fqn` is `tensor` or its alias."""
 
     fqn: str
     tensor: str
@@ -257,5 +261,5 @@ class ReadItem:
     match: CellOverlap
 
 
-# One rank's reads: the items of each shard file, by the file's number in the index, ascending.
+# The reads of one rank: the items of each shard file, by the ascending number of the file.
 LoadPlan = Mapping[int, tuple[ReadItem, ...]]

@@ -1,4 +1,4 @@
-"""Select the names of a state, or of a checkpoint, for a save or a load. Pure."""
+"""Select names of a state or of a checkpoint (`include`, `exclude`), for a save or a load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
 
-# Matches of longer names are not cached: the cache of all names above would grow as the square.
+# The matches of longer names are not cached: with the names above, they would take memory that
+# grows with the square of the length.
 _MAX_CACHED_CHARS = 256
 
 
@@ -18,8 +19,8 @@ class Selection:
 
     A pattern selects a name if it matches the name or a name above it. `model` and `model.*` select
     all of the model, `*.bias` every bias and its optimizer state. A `*` also matches dots, and `**`
-    is the same. `include=None` selects everything. Names in `frozen`, and all below them, are
-    excluded: parameters that require no gradient, unless `include_frozen`.
+    is the same. `include=None` selects everything. Names in `frozen`, and all names below them, are
+    excluded: without `include_frozen` these are the parameters that require no gradient.
     """
 
     include: tuple[str, ...] | None = None
@@ -27,7 +28,7 @@ class Selection:
     include_frozen: bool = True
     frozen: frozenset[str] = frozenset()
     has_parameters: bool = True
-    # By name, so that a name above many is matched once.
+    # The patterns that match each name: a name above many names is matched once.
     _matches: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -36,7 +37,7 @@ class Selection:
         return self.include is None and not self.exclude and self.include_frozen
 
     def __str__(self) -> str:
-        """Return the selection as options of a call; "" if nothing is excluded."""
+        """Return the selection as options of a call, or "" if nothing is excluded."""
         options = [f"include={[*self.include]}"] if self.include is not None else []
         options += [f"exclude={[*self.exclude]}"] if self.exclude else []
         return ", ".join(options + ["include_frozen=False"] * (not self.include_frozen))
@@ -49,7 +50,7 @@ class Selection:
         return not self.frozen or self.frozen.isdisjoint(names_above(name))
 
     def can_reach(self, name: str) -> bool:
-        """Return False if `include` certainly selects neither this name nor one below."""
+        """Return False if `include` certainly selects neither this name nor a name below it."""
         starts = (re.split(r"[*?[]", pattern)[0] for pattern in self.include or ())
         below = f"{name}."
         return any(below.startswith(start) or start.startswith(below) for start in starts)
@@ -67,7 +68,7 @@ class Selection:
         return matches
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return a problem for each option (pattern, `include_frozen`) that applies to no name."""
+        """Return a problem for each pattern that matches no name, and for unknown frozen names."""
         unmatched, names = dict.fromkeys(self._patterns), [*names]
         for name in names if unmatched else ():
             for pattern in self.matches(name):
@@ -96,29 +97,29 @@ SELECT_ALL = Selection()
 
 
 def _hint(pattern: str, names: Sequence[str]) -> str:
-    """Return a hint if a pattern only lacks the component's name."""
+    """Return a hint if a pattern lacks only the name of the component."""
     selection = Selection((pattern,))
     for name in names:
         top, _, below = name.partition(".")
         if below in selection:
-            return f", but {f'{escaped(top)}.{pattern}'!r} does"
+            return f", but {f'{escape_pattern(top)}.{pattern}'!r} does"
     return ""
 
 
-def escaped(name: str) -> str:
-    """Return the pattern that matches exactly this name, without wildcards."""
+def escape_pattern(name: str) -> str:
+    """Return a pattern without wildcards, which matches only this name."""
     return re.sub(r"[*?[]", r"[\g<0>]", name)
 
 
 def excluded_names(name: str) -> str:
-    """Return the option that excludes exactly this name, for Python and the command line."""
-    pattern = escaped(name)
+    """Return the option that excludes only this name, for Python and for the command line."""
+    pattern = escape_pattern(name)
     quoted = pattern.replace("'", "'\"'\"'")
     word = pattern if re.fullmatch(r"[\w./-]+", pattern) else f"'{quoted}'"
     return f"exclude={pattern!r}, on the command line --exclude {word}"
 
 
-# The names that a load may convert into another dtype: all, or those that match patterns.
+# The tensors that a load may convert into another dtype: all, or those that match patterns.
 Cast = bool | str | Sequence[str] | None
 
 
@@ -139,7 +140,7 @@ def parse_selection(
 
 
 def parse_cast(cast: Cast) -> Selection | None:
-    """Check a load's `cast`, and return None for no cast. Raises TypeError or ValueError."""
+    """Check `cast` of a load, and return its selection. Raises TypeError or ValueError."""
     if cast is None or cast is False:
         return None
     if cast is True:
@@ -149,8 +150,8 @@ def parse_cast(cast: Cast) -> Selection | None:
     return Selection(parse_patterns(cast, "cast"))
 
 
-def unmatched_on_all(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
-    """Return the problems of `Selection.unmatched` on every rank: names differ between ranks."""
+def find_unmatched_on_all(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
+    """Return the problems that `Selection.unmatched` has on every rank: ranks have other names."""
     first, *other_ranks = map(dict.fromkeys, problems_by_rank)
     return [problem for problem in first if all(problem in other for other in other_ranks)]
 
@@ -167,7 +168,7 @@ def names_above(name: str) -> Iterator[str]:
 
 def parse_patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
     """Return the patterns of an option, one or several. Raises TypeError or ValueError."""
-    # An iterator can be used only once.
+    # An iterator is refused: it can be used only once.
     if not isinstance(value, Iterable) or isinstance(value, Iterator):
         raise TypeError(f"{option}={value!r}: give names or patterns as strings, or a list of them")
     result = (value,) if isinstance(value, str) else tuple(value)

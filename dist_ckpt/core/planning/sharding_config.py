@@ -1,7 +1,7 @@
-"""Rules on names that make plain local tensors parts of global ones, without DTensors.
+"""`dc.ShardingConfig`: rules that make plain local tensors parts of global tensors. No DTensors.
 
-A save uses a config to turn local tensors into views of global ones. A load and `dc.reshard` find
-each rank's part of a global tensor. Every rank passes the same config; it needs no torch.
+A save uses a config to find the global tensor of a local one. A load and `dc.reshard` use it to
+find the part of each rank. Every rank passes the same config. It needs no torch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ShardingConfig:
     shapes: Mapping[str, Shape] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        mesh = _numbers("mesh", self.mesh)
+        mesh = _check_numbers("mesh", self.mesh)
         if not mesh:
             raise ValueError("a ShardingConfig needs a mesh, such as {'dp': 2, 'tp': 4}")
         for axis, size in mesh.items():
@@ -80,11 +80,11 @@ class ShardingConfig:
                 raise ValueError(f"mesh axis {axis!r} of size {size}: give a name and at least 1")
         if not isinstance(self.rules, Mapping):
             raise TypeError(f"rules are a {type(self.rules).__name__}: map patterns to axes")
-        rules = {pattern: _rule(pattern, rule, mesh) for pattern, rule in self.rules.items()}
+        rules = {pattern: _check_rule(pattern, rule, mesh) for pattern, rule in self.rules.items()}
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "default", _rule("default", self.default, mesh))
-        object.__setattr__(self, "shapes", _shapes(self.shapes))
+        object.__setattr__(self, "default", _check_rule("default", self.default, mesh))
+        object.__setattr__(self, "shapes", _check_shapes(self.shapes))
         self._check_zero()
 
     def _check_zero(self) -> None:
@@ -147,7 +147,7 @@ class ShardingConfig:
     def from_json(cls, text: str) -> ShardingConfig:
         """Return the config of a JSON document. Raises ValueError or TypeError."""
         try:
-            document = json.loads(text, object_pairs_hook=_unique)
+            document = json.loads(text, object_pairs_hook=_check_unique_keys)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error}") from error
         return cls._from_document(document)
@@ -197,11 +197,11 @@ class ShardingConfig:
         return prod(self.mesh.values())
 
     def ranks(self) -> Mesh:
-        """Return the mesh for planners."""
-        return _mesh_of(tuple(self.mesh.items()))
+        """Return the ranks as a mesh, for planners."""
+        return _build_mesh(tuple(self.mesh.items()))
 
     def axes_for(self, name: str, ndim: int) -> Axes:
-        """Return for each dimension of a parameter the numbers of the mesh axes that cut it.
+        """Return the numbers of the mesh axes that cut each dimension of a parameter.
 
         `name` has no component. Raises ValueError if rules that match it differ, or cut a dimension
         that it lacks. A tensor without dimensions is never cut.
@@ -236,7 +236,7 @@ class ShardingConfig:
 
 
 def strip_component(fqn: str, component: str) -> str:
-    """Return the name for patterns: without the component."""
+    """Return the name that patterns match: without the component."""
     return fqn.removeprefix(f"{component}.")
 
 
@@ -255,7 +255,7 @@ def find_parameter(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] 
 def find_axes(
     config: ShardingConfig, name: str, shape: Shape, parameter: tuple[str, Shape] | None
 ) -> Axes:
-    """Return the axes that cut a tensor, which may belong to a parameter (name and shape)."""
+    """Return the axes that cut a tensor. `parameter` is the name and shape of its parameter."""
     if parameter is None:
         return config.axes_for(name, len(shape))
     if parameter[1] != shape:
@@ -263,14 +263,14 @@ def find_axes(
     return config.axes_for(parameter[0], len(shape))
 
 
-# One mesh for all tensors: it has as many entries as the job has ranks.
+# All tensors share one mesh: it has an entry for each rank of the job.
 @lru_cache(maxsize=16)
-def _mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:
+def _build_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     sizes = tuple(size for _, size in axes)
     return Mesh(tuple(name for name, _ in axes), sizes, tuple(range(prod(sizes))))
 
 
-def _numbers(label: str, value: object) -> dict[str, int]:
+def _check_numbers(label: str, value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{label} is a {type(value).__name__}: map axis names to numbers")
     for axis, number in value.items():
@@ -279,16 +279,16 @@ def _numbers(label: str, value: object) -> dict[str, int]:
     return dict(value)
 
 
-def _rule(pattern: object, value: object, mesh: Mapping[str, int]) -> dict[str, int]:
+def _check_rule(pattern: object, value: object, mesh: Mapping[str, int]) -> dict[str, int]:
     if type(pattern) is not str:
         raise TypeError(f"rules have {pattern!r}: give a pattern on names")
-    rule = _numbers(f"the rule {pattern!r}", value)
+    rule = _check_numbers(f"the rule {pattern!r}", value)
     if unknown := [axis for axis in rule if axis not in mesh]:
         raise ValueError(f"the rule {pattern!r} names {unknown}: the mesh has {list(mesh)}")
     return rule
 
 
-def _shapes(value: object) -> dict[str, Shape]:
+def _check_shapes(value: object) -> dict[str, Shape]:
     if not isinstance(value, Mapping):
         raise TypeError(f"shapes are a {type(value).__name__}: map names to shapes")
     for name, shape in value.items():
@@ -298,7 +298,7 @@ def _shapes(value: object) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in value.items()}
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
         raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")
@@ -318,8 +318,8 @@ def target_view(
 ) -> View:
     """Return the view of a tensor of global `shape` after a load or reshard.
 
-    `parameter` is the name and shape of the one that it belongs to. `owner` is the rank that gets
-    it if ranks own whole parameters; None means any rank that has it.
+    `parameter` is the name and shape of the parameter that the tensor belongs to. `owner` is the
+    rank that gets the tensor if ranks own whole parameters. With None, any rank may have it.
     """
     if _is_partitioned(config, parameter):
         if config.flat and shape and (parameter is None or parameter[1] == shape):
@@ -333,7 +333,7 @@ def target_view(
 
 
 def chunked_view(view: RuleSharded) -> MeshPlaced:
-    """Return the same cuts, with the parts that `torch.chunk` makes."""
+    """Return the view with the same cuts, in parts as `torch.chunk` makes them."""
     dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
     placements = (
         Shard(dims[axis]) if axis in dims else Replicate() for axis in range(len(view.mesh.shape))
@@ -348,7 +348,7 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
     shapes: dict[str, Shape] = {}
     for fqn, record in catalog.tensors.items():
         names[fqn] = strip_component(fqn, catalog.components[record.component].name)
-        # An optimizer over several modules also prefixes its parameters with the modules' names.
+        # An optimizer over several modules prefixes its parameters with the names of the modules.
         for name in (names[fqn], fqn):
             shapes.setdefault(name, record.shape)
             rule_names.setdefault(name, names[fqn])
@@ -373,7 +373,7 @@ def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
 def plan_reshard(
     catalog: Catalog, config: ShardingConfig, tree: tuple[Node, ...], numpy: tuple[str, ...]
 ) -> SavePlan:
-    """Return the plan of a save of a checkpoint's content by the ranks of `config`."""
+    """Return the plan by which the ranks of `config` save the content of a checkpoint."""
     components = tuple(component.name for component in catalog.components)
     views: dict[View, int] = {}
     tensors = []
@@ -395,8 +395,8 @@ def plan_reshard(
         parameters=parameter_ranges((entry.fqn for entry in tensors), catalog.parameters),
     )
     plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
-    # Per-rank keys keep their meaning for the ranks that saved, and so does the mesh. Values are
-    # distributed over the ranks: an objects file has a size limit.
+    # Per-rank keys and the mesh still describe the ranks that saved. The values are distributed
+    # over the new ranks: an objects file has a size limit.
     per_rank = {
         fqn: tuple((key, number % config.world_size) for number, (key, _) in enumerate(keys))
         for fqn, keys in catalog.per_rank.items()

@@ -13,7 +13,7 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save import save_planner
-from dist_ckpt.core.planning.selection import Selection, unmatched_on_all
+from dist_ckpt.core.planning.selection import Selection, find_unmatched_on_all
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -237,7 +237,7 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
             f"{groups}. Every rank must pass the same."
         )
     _check_attached(arguments_by_rank)
-    if problems := unmatched_on_all(proposal.unmatched for proposal in proposals):
+    if problems := find_unmatched_on_all(proposal.unmatched for proposal in proposals):
         raise ValueError(f"{arguments_by_rank[0].path}: {listed(problems, '; ')}")
     names = {proposal.cached for proposal in proposals}
     return len(names) == 1 and "" not in names

@@ -33,8 +33,8 @@ def to_bytes(state: State) -> bytes:
     checksums, and depend only on the state. `dc.from_bytes` and `dc.load_bytes` read them. They are
     also a safetensors file, from which any such library reads the tensors by name.
 
-    Not collective: each rank gets the bytes of its own state. In them a `PerRank` without a key is
-    that of rank 0. ValueError names tensors that are sharded over several ranks. Raises ValueError
+    Not collective: each rank gets separate bytes. In them a `PerRank` without a key is that of rank
+    0. ValueError names tensors that are sharded over several ranks. Raises ValueError
     or TypeError for a state that cannot be saved. The bytes are in memory only once.
     """
     group = ranks_on_this_host()

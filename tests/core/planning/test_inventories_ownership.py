@@ -141,11 +141,11 @@ def test_a_stage_of_a_pipeline_holds_its_tensors_alone() -> None:
         (parts((8,), None, None), "the states of ranks 0-1 name it, but no rank holds a part"),
         (
             [share(MeshPlaced(line(0, 1, 2), (Shard(0),)), (6,), 0, 2)],
-            r"by the mesh, \[2:4\] is on rank 1\. But only the state of ranks 0, 2 has",
+            r"in the mesh, \[2:4\] is on rank 1\. But only the state of ranks 0, 2 has",
         ),
         (
             [share(Flattened(line(0, 1)), (6,), 0), share(Whole(), (6,), 1)],
-            r"by the mesh, \[flat 3:6\] is on rank 1",
+            r"in the mesh, \[flat 3:6\] is on rank 1",
         ),
         (
             [share(RuleSharded(line(0, 1), ((0,),)), (6,), 0), share(Whole(), (6,), 1)],

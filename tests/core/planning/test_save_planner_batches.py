@@ -6,7 +6,7 @@ import pytest
 
 from dist_ckpt.core.planning.plan import Batch
 from dist_ckpt.core.planning.save import save_planner
-from dist_ckpt.core.planning.save.save_planner import batches_of
+from dist_ckpt.core.planning.save.save_planner import plan_batches
 
 
 def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
@@ -15,7 +15,7 @@ def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
     monkeypatch.setattr(save_planner, "SMALL_NBYTES", 40)
     names = ["a", "b", "empty", "c", "d", "e", "f", "g", "h"]
     sizes = [130, 10, 0, 30, 39, 21, 5, 64, 5]
-    found = batches_of(sizes, 64)
+    found = plan_batches(sizes, 64)
     assert [[(names[part.item], part.start) for part in batch.parts] for batch in found] == [
         [("a", 0)],
         [("a", 64)],
@@ -31,4 +31,4 @@ def test_small_blocks_that_adjoin_are_written_together_and_large_ones_alone(
 
 
 def test_a_file_without_data_is_one_empty_batch() -> None:
-    assert batches_of([0, 0], 64) == batches_of([], 64) == (Batch(0, 0, ()),)
+    assert plan_batches([0, 0], 64) == plan_batches([], 64) == (Batch(0, 0, ()),)

@@ -247,7 +247,7 @@ def test_while_a_graph_is_captured_no_save_begins(
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(ValueError, match="a CUDA graph is captured here: save after"):
+        with pytest.raises(ValueError, match="a CUDA graph is being captured: save after"):
             saver.save(state, tmp_path / "a")
     assert before >= {save.snapshot for save in writer.saves}
     saver.save(state, tmp_path / "a").result(30)

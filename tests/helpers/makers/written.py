@@ -45,7 +45,7 @@ from dist_ckpt.core.planning.plan import (
     ReadItem,
     TensorRequest,
 )
-from dist_ckpt.core.planning.save.save_planner import batches_of
+from dist_ckpt.core.planning.save.save_planner import plan_batches
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -202,7 +202,7 @@ def file_plans(catalog: Catalog, rank: int, block_nbytes: int) -> Iterator[FileP
         )
         name = f"{component.stem}-{rank:05d}.safetensors"
         nbytes = header.nbytes + shards[-1].span.stop
-        batches = batches_of((shard.span.nbytes for shard in shards), block_nbytes)
+        batches = plan_batches((shard.span.nbytes for shard in shards), block_nbytes)
         yield FilePlan(name, header, nbytes, shards, block_nbytes, batches)
 
 

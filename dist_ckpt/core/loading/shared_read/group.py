@@ -33,9 +33,9 @@ def slot_nbytes(files: OpenFiles) -> int:
 
 def num_slots(*, between_hosts: bool) -> int:
     """Return the number of slots for ranges that a rank reads, and for those that it receives."""
-    # On one host, a second slot made a load of replicas 15 % slower, and no faster from a cold
-    # cache: the slots of all ranks then exceed a processor's cache. Between hosts, a rank sends one
-    # range while it reads the next: both take equally long.
+    # On one host, a second slot made a load of replicas 15 % slower: the slots of all ranks then
+    # exceed a processor's cache. From a cold page cache, loads were equally fast. Between hosts, a
+    # rank sends one range while it reads the next: both take equally long.
     return 2 if between_hosts else 1
 
 

@@ -7,7 +7,7 @@ again when all these ranks have copied the range. Reading, checking, sending and
 
 Threads: one thread of each rank decides and copies (`SharedReader._decide`). Other threads read,
 send and receive. The deciding thread and the reading threads never wait for another rank. The
-threads that send and receive do wait, but without a deadlock: all ranks process the ranges in one
+threads that send and receive do wait, but they cannot deadlock. All ranks process the ranges in one
 order, and have separate slots for received ranges. So the fetcher and the receivers of the first
 incomplete range always have a free slot for it. The calling thread watches the deciding thread,
 which watches all other threads. If a thread hangs, all ranks get an error.

@@ -1,8 +1,8 @@
-"""Plan a load: the index and the cells that a rank requests -> reads. Resharding is only here.
+"""Plan a load: the index and the cells that a rank requests -> reads. All resharding is here.
 
-Stored and requested cells are cut into boxes; each overlap of two boxes is one item. A bisection of
-the layout's cuts, or a tree of its boxes, finds the candidates. Tensors with the same layout and
-requested cells share the result.
+Stored and requested cells are cut into boxes. Each overlap of two boxes is one item. A bisection of
+the cuts of a layout, or a tree of its boxes, finds the boxes that may overlap. Tensors with the
+same layout and the same requested cells share the result.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.plan import CellOverlap, LoadPlan, ReadItem, TensorRequest
 from dist_ckpt.errors import CorruptError
 
-# The numbers, ascending, of the cells of a layout that a box may overlap.
+# Returns the numbers, ascending, of the cells of a layout that a box may overlap.
 _Candidates = Callable[[Region], Iterable[int]]
 
 
 def find_request_problems(catalog: Catalog, wanted: Iterable[TensorRequest]) -> tuple[str, ...]:
-    """Return all reasons why the tensors cannot be loaded: names, shapes, dtypes, cells."""
+    """Return all reasons why tensors cannot be loaded: wrong names, shapes, dtypes, cells."""
     problems = []
     checked: set[tuple[tuple[Cell, ...], Shape]] = set()
     for request in wanted:
@@ -70,9 +70,9 @@ def find_request_problems(catalog: Catalog, wanted: Iterable[TensorRequest]) -> 
 
 
 def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
-    """Return the reads that fill the requested cells, file by file, without superfluous reads.
+    """Return the reads that fill the requested cells, file by file, and no other reads.
 
-    `find_request_problems` must be empty. Raises CorruptError if the index lacks a needed file.
+    `find_request_problems` must have found none. Raises CorruptError if the index lacks a file.
     """
     catalog = index.catalog
     files = {(file.component, file.rank): number for number, file in enumerate(index.files)}
@@ -87,8 +87,8 @@ def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
         matches = overlaps.get(key)
         if matches is None:
             if key[:2] not in candidates:
-                candidates[key[:2]] = _candidates(layout.cut, record.shape)
-            computed = _matches(layout.cut, record.shape, request.cells, candidates[key[:2]])
+                candidates[key[:2]] = _build_candidates(layout.cut, record.shape)
+            computed = _match_cells(layout.cut, record.shape, request.cells, candidates[key[:2]])
             matches = overlaps[key] = tuple(computed)
         for number, match in matches:
             holder = layout.holder(number, record.rotation)
@@ -103,7 +103,7 @@ def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
     return {file: tuple(items[file]) for file in sorted(items)}
 
 
-def _matches(
+def _match_cells(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
 ) -> Iterator[tuple[int, CellOverlap]]:
     sources: dict[int, tuple[RegionPiece, ...]] = {}
@@ -117,7 +117,7 @@ def _matches(
                 stored = cut.cell(number)
                 for source in sources[number]:
                     common: Region | None = source.region
-                    # Most cells are requested whole: then later code needs only an identity check.
+                    # Most cells are requested whole. The same object makes later checks fast.
                     if source.region != target.region:
                         common = source.region.intersect(target.region)
                     if common is not None:
@@ -127,17 +127,17 @@ def _matches(
                         )
 
 
-def _candidates(cut: Cut, shape: Shape) -> _Candidates:
+def _build_candidates(cut: Cut, shape: Shape) -> _Candidates:
     match cut:
         case Grid(cuts):
-            return partial(_in_grid, cuts, row_major_strides(tuple(len(c) - 1 for c in cuts)))
+            return partial(_find_in_grid, cuts, row_major_strides(tuple(len(c) - 1 for c in cuts)))
         case Flat(cuts):
-            return partial(_in_flat, cuts, row_major_strides(shape))
+            return partial(_find_in_flat, cuts, row_major_strides(shape))
         case Regions(regions):
             return BoxTree(regions).find_overlapping
 
 
-def _in_grid(cuts: Sequence[Sequence[int]], strides: Shape, box: Region) -> Iterator[int]:
+def _find_in_grid(cuts: Sequence[Sequence[int]], strides: Shape, box: Region) -> Iterator[int]:
     ranges = [
         range(bisect_right(cut, start) - 1, bisect_left(cut, stop))
         for cut, start, stop in zip(cuts, box.offset, box.stop, strict=True)
@@ -146,7 +146,7 @@ def _in_grid(cuts: Sequence[Sequence[int]], strides: Shape, box: Region) -> Iter
         yield sum(map(mul, position, strides))
 
 
-def _in_flat(cuts: Sequence[int], strides: Shape, box: Region) -> Iterable[int]:
+def _find_in_flat(cuts: Sequence[int], strides: Shape, box: Region) -> Iterable[int]:
     first = sum(map(mul, box.offset, strides))
     last = first + sum((n - 1) * stride for n, stride in zip(box.shape, strides, strict=True))
     return range(bisect_right(cuts, first) - 1, bisect_right(cuts, last))

@@ -1,8 +1,8 @@
 """Choose the holder that stores each replica, so that all ranks write about as many bytes.
 
-Cell c of a tensor is stored by replica number `(c + rotation) mod replicas`: one small number for
-each tensor. This rule of the format is in `Layout.holder`; code that lists all cells repeats it.
-Large replicas are cut into one part for each holder, so that all ranks write few large tensors.
+Replica number `(c + rotation) mod replicas` stores cell c of a tensor, so a tensor needs only one
+small number. `Layout.holder` has this rule of the format. Large replicas are cut into one part for
+each holder: then all ranks write, even if there are few large tensors.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dist_ckpt.core.format.geometry import (
 )
 from dist_ckpt.core.planning.save.layouts import layout_of_cells
 
-# A larger replica is split among its holders, into parts of at least the second size.
+# A larger replica is split among its holders, into parts of at least `MIN_PART_NBYTES`.
 SPLIT_NBYTES = 64 << 20
 MIN_PART_NBYTES = 16 << 20
 
 # Loads are even if they differ by at most this fraction of the largest one.
 _EVEN_FRACTION = 1024
 
-# A dimension is cut if each part has at least this many rows, so that parts differ by at most 1/16.
+# A part has at least this many rows of the cut dimension, so parts differ by at most 1/16.
 _EVEN_ROWS = 16
 
 
@@ -58,8 +58,8 @@ class _Measure:
 def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tuple[Layout, int]]:
     """Return the layout in which each tensor is stored, and its rotation. Equal on every rank.
 
-    Each `Layout` object costs work once: share it. Data with one holder is assigned first, then the
-    largest replicas.
+    Tensors with the same `Layout` object share its work. Data with one holder is assigned first,
+    then the largest replicas.
     """
     measures = _measure_layouts(tensors)
     split = _split_large(tensors, measures)
@@ -131,7 +131,7 @@ def _add_loads(loads: list[int], stored: Iterable[tuple[TensorOwnership, int]]) 
 
 
 def assign_evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Assign one of `count` numbers to each name, so that all get about as many bytes."""
+    """Assign one of `count` numbers to each name, so that each number gets about equal bytes."""
     heap = [(0, number) for number in range(count)]
     assigned = {}
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
@@ -144,14 +144,14 @@ def assign_evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
 def _least_loaded(
     tensors: Iterable[TensorOwnership], loads: list[int], measures: Mapping[int, _Measure]
 ) -> list[tuple[TensorOwnership, int]]:
-    """Assign each tensor, the largest first, to its holder with the least to store.
+    """Assign each tensor, the largest first, to the holder with the least to store.
 
-    The next ones go to the same holder while it stores hardly more than the busiest rank. So a load
-    of thousands of small tensors opens a few files, not one for each tensor.
+    The next tensors go to the same holder while it stores hardly more than the busiest rank. So a
+    load of thousands of small tensors opens few files.
     """
     most = max(loads)
     heaps: dict[int, list[tuple[int, int]]] = {}
-    filling: dict[int, tuple[int, int]] = {}  # a holder's number, and the limit of its load
+    filling: dict[int, tuple[int, int]] = {}  # the number of a holder, and the limit of its load
     assigned = []
     sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
     for nbytes, tensor in sorted(sized, key=lambda pair: (-pair[0], pair[1].fqn)):
@@ -163,7 +163,7 @@ def _least_loaded(
                 heaps[group] = [(loads[rank], index) for index, rank in enumerate(holders)]
                 heapify(heaps[group])
             heap = heaps[group]
-            # A rank's load may have grown since its entry; it never shrinks.
+            # The load of a rank may have grown since it was pushed. It never shrinks.
             while heap[0][0] != loads[holders[heap[0][1]]]:
                 index = heap[0][1]
                 heapreplace(heap, (loads[holders[index]], index))
@@ -181,7 +181,7 @@ def _least_loaded(
 def _split_large(
     tensors: Iterable[TensorOwnership], measures: Mapping[int, _Measure]
 ) -> dict[str, Layout]:
-    """Return the finer layout, with one holder for each cell, of each tensor that is split."""
+    """Return the finer layout of each tensor that is split. Each of its cells has one holder."""
     layouts: dict[tuple[int, int, int], Layout] = {}
     shifts: dict[int, int] = {}
     split = {}
@@ -202,11 +202,11 @@ def _split_large(
 
 
 def _split_layout(layout: Layout, num_parts: int, shift: int) -> Layout:
-    """Cut each cell into parts and assign the parts to the cell's holders in turn."""
+    """Cut each cell into parts, and assign the parts to the holders of the cell in turn."""
     cells: list[Cell] = [layout.cell(number) for number in range(layout.cut.num_cells)]
     boxes = [cell for cell in cells if isinstance(cell, Region)]
     sizes = [min(lengths) for lengths in zip(*(box.shape for box in boxes), strict=True)]
-    # The first dimension with even parts, else the largest one.
+    # The first dimension that gives nearly even parts, else the largest dimension.
     even = (dim for dim, size in enumerate(sizes) if size >= num_parts * _EVEN_ROWS)
     dim = next(even, max(range(len(sizes)), key=sizes.__getitem__, default=0))
     holders: dict[Cell, tuple[int, ...]] = {}
@@ -217,7 +217,7 @@ def _split_layout(layout: Layout, num_parts: int, shift: int) -> Layout:
 
 
 def _cut_cell(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:
-    """Cut a cell along a dimension into parts that differ by at most one row; none is empty."""
+    """Cut a cell along a dimension into parts, none empty, that differ by at most one row."""
     size = cell.numel if isinstance(cell, ElementRange) else cell.shape[dim]
     cuts = sorted({size * n // num_parts for n in range(num_parts + 1)})
     for start, stop in pairwise(cuts):

@@ -1,7 +1,7 @@
 """Merge the inventories of all ranks.
 
-A body is an inventory with the ranks that sent it. Bodies are in the order of their lowest ranks:
-the first rank with an entry decides its position.
+Ranks with equal inventories share a body: the inventory, and the ranks that sent it. Bodies are in
+the order of their lowest ranks, so the lowest rank with a tensor decides its position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dist_ckpt.core.planning.plan import Inventory, NameList
 from dist_ckpt.core.planning.save.layouts import difference_text
 from dist_ckpt.errors import ranks_text
 
-# With more, all tensors are stored as one component.
+# With more components, all tensors are stored as one.
 MAX_COMPONENTS = 16
 ONLY_COMPONENT = "state"
 
@@ -34,7 +34,7 @@ class InventoryBody:
 def sort_inventories(
     inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
 ) -> list[InventoryBody]:
-    """Return the bodies in order. Every rank must have sent exactly one."""
+    """Return the bodies in order. Every rank must have sent exactly one inventory."""
     bodies = [InventoryBody(inventory, tuple(sorted(ranks))) for inventory, ranks in inventories]
     bodies.sort(key=lambda body: body.ranks)
     sent = sorted(rank for body in bodies for rank in body.ranks)
@@ -44,7 +44,10 @@ def sort_inventories(
 
 
 def merge_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody], dict[str, str]]:
-    """Return the aliases that are equal on all ranks, and the bodies with others as tensors."""
+    """Return the bodies without aliases that differ between ranks, and the common aliases.
+
+    An alias that is not common becomes a tensor.
+    """
     tensors = {entry.fqn for body in bodies for entry in body.inventory.tensors}
     tied: dict[str, set[str]] = {}
     for body in bodies:
@@ -72,22 +75,22 @@ def merge_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody],
 
 
 def find_kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
-    """Return the names that are of different kinds on different ranks, as problems."""
+    """Return a problem for each name that has different kinds on different ranks."""
     kinds: dict[str, str] = {}
     mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for body in bodies:
-        for kind, names in _names(body.inventory).items():
+        for kind, names in _names_by_kind(body.inventory).items():
             for fqn in names:
                 if kinds.setdefault(fqn, kind) != kind:
                     mixed[fqn] = []
     for body in bodies if mixed else ():
-        for kind, names in _names(body.inventory).items():
+        for kind, names in _names_by_kind(body.inventory).items():
             for fqn in mixed.keys() & set(names):
                 mixed[fqn].append((kind, body.ranks))
     return [f"{fqn or 'the state'}: {difference_text(sorted(mixed[fqn]))}" for fqn in sorted(mixed)]
 
 
-def _names(inventory: Inventory) -> dict[str, list[str]]:
+def _names_by_kind(inventory: Inventory) -> dict[str, list[str]]:
     tensors = [entry.fqn for entry in inventory.tensors]
     return {
         "a tensor": tensors + [fqn for fqn, _ in inventory.aliases],
@@ -99,12 +102,12 @@ def _names(inventory: Inventory) -> dict[str, list[str]]:
 
 
 def find_value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]:
-    """Return the ranks, ascending, that hold each value."""
+    """Return the ranks, ascending, that have each value."""
     holders: dict[str, list[InventoryBody]] = {}
     for body in bodies:
         for fqn in body.inventory.values:
             holders.setdefault(fqn, []).append(body)
-    # One tuple for each set of bodies, however many values they hold.
+    # One tuple for each set of bodies: they may have many values.
     merged: dict[tuple[int, ...], tuple[int, ...]] = {}
     value_ranks = {}
     for fqn, holding in holders.items():
@@ -118,7 +121,7 @@ def find_value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, 
 def find_key_holders(
     bodies: Sequence[InventoryBody],
 ) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
-    """Return for each per-rank value its keys, and the ranks, ascending, that hold each."""
+    """Return the keys of each per-rank value, and the ranks, ascending, that have each key."""
     holders: dict[str, dict[Key, list[int]]] = {}
     for body in bodies:
         for fqn, key in body.inventory.per_rank:
@@ -134,7 +137,7 @@ def find_key_holders(
 
 
 def merge_trees(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[Node, ...]:
-    """Return the containers of all ranks; a shared one has the keys of all of them."""
+    """Return the containers of all ranks, each with the keys of all ranks. Add problems."""
     kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     keys: dict[str, dict[str, str | int]] = {}
     for body in bodies:
@@ -169,7 +172,7 @@ def merge_name_lists(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
 
 
 def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
-    """Return the tensors that are parameters on some rank, and True if any rank trains them."""
+    """Return True for each parameter that any rank trains, and False for other parameters."""
     trainable: dict[str, bool] = {}
     for body in bodies:
         inventory = body.inventory
@@ -177,7 +180,7 @@ def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
             for entry in inventory.tensors[first : first + length]:
                 trainable[entry.fqn] = is_trained or trainable.get(entry.fqn, False)
         for fqn, canonical in inventory.aliases if inventory.parameters else ():
-            if canonical in trainable:  # other ranks may store it separately
+            if canonical in trainable:  # other ranks may store the alias separately
                 trainable[fqn] = trainable[canonical] or trainable.get(fqn, False)
     return trainable
 
@@ -197,18 +200,21 @@ def merge_components(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
 def split_off_linkable(
     components: tuple[Component, ...], records: dict[str, TensorRecord], linkable: frozenset[str]
 ) -> tuple[tuple[Component, ...], frozenset[int]]:
-    """Move linkable tensors, in `records` too, to new components; return all, and the linkable."""
+    """Move linkable tensors to separate components, and change `records` accordingly.
+
+    Return all components, and the numbers of the linkable components.
+    """
     fqns = [fqn for fqn in records if fqn in linkable]
     whole = {records[fqn].component for fqn in fqns} - {
         record.component for fqn, record in records.items() if fqn not in linkable
     }
     split = sorted({records[fqn].component for fqn in fqns} - whole)
     new_numbers = {old: len(components) + n for n, old in enumerate(split)}
-    alike: dict[TensorRecord, TensorRecord] = {}
+    equal_records: dict[TensorRecord, TensorRecord] = {}
     for fqn in fqns:
         if (number := new_numbers.get(records[fqn].component)) is not None:
             record = replace(records[fqn], component=number)
-            records[fqn] = alike.setdefault(record, record)
+            records[fqn] = equal_records.setdefault(record, record)
     used = {component.stem for component in components}
     free = (stem for n in count() if (stem := f"r{n:02d}") not in used)
     added = (Component(components[old].name, next(free)) for old in split)

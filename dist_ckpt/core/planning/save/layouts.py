@@ -32,26 +32,26 @@ _MAX_PAIRS = 3
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """A view of a tensor that some ranks share; `shape` is that of their entries."""
+    """The view of a tensor that `ranks` have. `shape` is the shape in their entries."""
 
     ranks: tuple[int, ...]
     view: View
     shape: Shape
 
 
-def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
-    """Return the global shape of a tensor and the layout in which the ranks hold it.
+def merge_ownership(rank_views: Sequence[RankView]) -> tuple[Shape, Layout]:
+    """Return the global shape of a tensor, and the layout in which the ranks hold it.
 
-    Raises ValueError, with the ranks, unless the views agree in shape and cells tile the tensor.
+    Raises ValueError, with the ranks, if the shapes differ or the cells do not tile the tensor.
     """
-    # A rank outside the mesh of a tensor may report that it holds none of it.
-    holding = [share for share in shares if share.view != Parts(())]
+    # A rank outside the mesh of a tensor may report that it holds no part of it.
+    holding = [rank_view for rank_view in rank_views if rank_view.view != Parts(())]
     if not holding:
-        everyone = ranks_text(rank for share in shares for rank in share.ranks)
-        raise ValueError(f"the states of {everyone} name it, but no rank holds a part of it")
+        all_ranks = ranks_text(rank for rank_view in rank_views for rank in rank_view.ranks)
+        raise ValueError(f"the states of {all_ranks} name it, but no rank holds a part of it")
     views: dict[View, list[int]] = {}
-    for share in holding:
-        views.setdefault(share.view, []).extend(share.ranks)
+    for rank_view in holding:
+        views.setdefault(rank_view.view, []).extend(rank_view.ranks)
     rules = [view for view in views if isinstance(view, RuleSharded)]
     if rules and len(views) > 1:
         ways = {True: "by a rule of the ShardingConfig", False: "in another way"}
@@ -59,11 +59,14 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         raise ValueError("held " + difference_text(kinds))
     if rules:
         return _merge_rule_sharded(rules[0], holding)
-    shape = shares[0].shape
-    if any(share.shape != shape for share in shares):
-        raise ValueError("shape " + difference_text((share.shape, share.ranks) for share in shares))
+    shape = rank_views[0].shape
+    if any(rank_view.shape != shape for rank_view in rank_views):
+        raise ValueError(
+            "shape "
+            + difference_text((rank_view.shape, rank_view.ranks) for rank_view in rank_views)
+        )
     layouts = [
-        _drop_absent(compute_layout(view, shape), view.mesh, ranks)
+        _drop_absent_ranks(compute_layout(view, shape), view.mesh, ranks)
         if isinstance(view, MeshPlaced | Flattened)
         else whole_layout(shape, ranks)
         for view, ranks in views.items()
@@ -76,18 +79,18 @@ def merge_ownership(shares: Sequence[RankView]) -> tuple[Shape, Layout]:
         holders = tuple(tuple(sorted({*chain.from_iterable(column)})) for column in columns)
         return shape, Layout(layouts[0].cut, holders)
     parts = {view: ranks for view, ranks in views.items() if isinstance(view, Parts)}
-    return shape, _combine_cells(_holders_of_cells(layouts, parts), shape)
+    return shape, _combine_cells(_find_cell_holders(layouts, parts), shape)
 
 
 def difference_text(values: Iterable[tuple[object, Iterable[int]]]) -> str:
-    """Return a text with each value and its ranks, for values that should be equal."""
+    """Return a text with the ranks of each value, for values that should be equal."""
     ranks: dict[object, list[int]] = {}
     for value, with_value in values:
         ranks.setdefault(value, []).extend(with_value)
     return ", ".join(f"{value} on {ranks_text(with_value)}" for value, with_value in ranks.items())
 
 
-def _drop_absent(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
+def _drop_absent_ranks(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
     """Return the layout without the ranks whose state lacks the tensor."""
     present = frozenset(ranks)
     if present.issuperset(mesh.ranks):
@@ -97,19 +100,19 @@ def _drop_absent(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> Layout:
         remaining = tuple(rank for rank in on_mesh if rank in present)
         if not remaining:
             raise ValueError(
-                f"by the mesh, [{layout.cell(number)}] is on {ranks_text(on_mesh)}. But only the "
+                f"in the mesh, [{layout.cell(number)}] is on {ranks_text(on_mesh)}. But only the "
                 f"state of {ranks_text(present)} has the tensor"
             )
         holders.append(remaining)
     return Layout(layout.cut, tuple(holders))
 
 
-# --- parts that ranks name themselves --------------------------------------------------------
+# --- explicit cells (`Parts`) -----------------------------------------------------------------
 
 _RanksByCell = Mapping[Cell, tuple[int, ...]]
 
 
-def _holders_of_cells(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _RanksByCell:
+def _find_cell_holders(layouts: Sequence[Layout], parts: Mapping[Parts, list[int]]) -> _RanksByCell:
     holders: dict[Cell, set[int]] = {}
     for layout in layouts:
         for number, cell_ranks in enumerate(layout.holders):
@@ -132,33 +135,33 @@ def _combine_cells(cells: _RanksByCell, shape: Shape) -> Layout:
     boxes = sorted(cell for cell in cells if isinstance(cell, Region) and cell.numel)
     if flat and boxes:
         raise ValueError(
-            f"ranges of elements on {_all_ranks(flat, cells)} and boxes on "
-            f"{_all_ranks(boxes, cells)}; use one kind for one tensor"
+            f"ranges of elements on {_holders_text(flat, cells)} and boxes on "
+            f"{_holders_text(boxes, cells)}; use one kind for one tensor"
         )
     if flat:
         _check_flat(flat, cells, prod(shape))
     elif boxes:
         _check_boxes(boxes, cells, shape)
     else:
-        raise ValueError(f"its parts on {_all_ranks(cells, cells)} are all empty")
+        raise ValueError(f"its parts on {_holders_text(cells, cells)} are all empty")
     return layout_of_cells({cell: cells[cell] for cell in flat or boxes})
 
 
-def _all_ranks(cells: Iterable[Cell], holders: _RanksByCell) -> str:
+def _holders_text(cells: Iterable[Cell], holders: _RanksByCell) -> str:
     return ranks_text(rank for cell in cells for rank in holders[cell])
 
 
 def layout_of_cells(holders: _RanksByCell) -> Layout:
-    """Return the layout of cells that tile a tensor: flat, a grid, or else a list of regions."""
+    """Return the layout of cells that tile a tensor: flat, a grid, or a list of regions."""
     if flat := sorted(cell for cell in holders if isinstance(cell, ElementRange)):
         cuts = (*(cell.start for cell in flat), flat[-1].stop)
         return Layout(Flat(cuts), tuple(holders[cell] for cell in flat))
     boxes = sorted(cell for cell in holders if isinstance(cell, Region))
-    cut = _grid(boxes) or Regions(tuple(boxes))
+    cut = _find_grid(boxes) or Regions(tuple(boxes))
     return Layout(cut, tuple(holders[cell] for cell in boxes))
 
 
-def _grid(ordered: Sequence[Region]) -> Grid | None:
+def _find_grid(ordered: Sequence[Region]) -> Grid | None:
     dims = range(len(ordered[0].shape))
     starts = [sorted({region.offset[d] for region in ordered}) for d in dims]
     if prod(map(len, starts)) != len(ordered):
@@ -172,11 +175,11 @@ def _grid(ordered: Sequence[Region]) -> Grid | None:
 def _check_flat(ordered: Sequence[ElementRange], holders: _RanksByCell, numel: int) -> None:
     for before, after in pairwise([ElementRange(0, 0), *ordered, ElementRange(numel, numel)]):
         if before.stop > after.start:
-            raise ValueError(_overlap(before, after, holders))
+            raise ValueError(_overlap_text(before, after, holders))
         if before.stop < after.start:
             raise ValueError(
                 f"no rank holds the elements {before.stop}:{after.start} of {numel}; "
-                f"parts of it are on {_all_ranks(ordered, holders)}"
+                f"parts of it are on {_holders_text(ordered, holders)}"
             )
 
 
@@ -186,18 +189,18 @@ def _check_boxes(ordered: Sequence[Region], holders: _RanksByCell, shape: Shape)
     except ValueError as error:
         tree = BoxTree(ordered)
         overlaps = (
-            _overlap(ordered[other], region, holders)
+            _overlap_text(ordered[other], region, holders)
             for number, region in enumerate(ordered)
             for other in tree.find_overlapping(region)
             if other < number
         )
         raise ValueError(
             "; ".join(islice(overlaps, _MAX_PAIRS))
-            or f"{error}; parts of it are on {_all_ranks(ordered, holders)}"
+            or f"{error}; parts of it are on {_holders_text(ordered, holders)}"
         ) from error
 
 
-def _overlap(cell: Cell, other: Cell, holders: _RanksByCell) -> str:
+def _overlap_text(cell: Cell, other: Cell, holders: _RanksByCell) -> str:
     ranks, other_ranks = ranks_text(holders[cell]), ranks_text(holders[other])
     return f"[{cell}] on {ranks} overlaps [{other}] on {other_ranks}"
 
@@ -205,19 +208,22 @@ def _overlap(cell: Cell, other: Cell, holders: _RanksByCell) -> str:
 # --- parts under a ShardingConfig ------------------------------------------------------------
 
 
-def _merge_rule_sharded(view: RuleSharded, shares: Sequence[RankView]) -> tuple[Shape, Layout]:
-    """Combine the local tensors along the mesh axes that cut each dimension."""
+def _merge_rule_sharded(view: RuleSharded, rank_views: Sequence[RankView]) -> tuple[Shape, Layout]:
+    """Combine the local tensors along the mesh axes that cut each dimension.
+
+    The size of a dimension is the sum of its parts.
+    """
     mesh, strides = view.mesh, row_major_strides(view.mesh.shape)
-    if {len(share.shape) for share in shares} != {len(view.axes)}:
-        raise ValueError("local shape " + difference_text((s.shape, s.ranks) for s in shares))
-    shapes = {rank: share.shape for share in shares for rank in share.ranks}
+    if {len(rank_view.shape) for rank_view in rank_views} != {len(view.axes)}:
+        raise ValueError("local shape " + difference_text((s.shape, s.ranks) for s in rank_views))
+    shapes = {rank: rank_view.shape for rank_view in rank_views for rank in rank_view.ranks}
     ranks_of_mesh = {rank: position for position, rank in enumerate(mesh.ranks)}
-    if strangers := shapes.keys() - ranks_of_mesh.keys():
-        raise ValueError(f"{ranks_text(strangers)} is outside the ShardingConfig's mesh")
+    if ranks_outside := shapes.keys() - ranks_of_mesh.keys():
+        raise ValueError(f"{ranks_text(ranks_outside)} is outside the ShardingConfig's mesh")
     starts, positions, shape = [], [], []
     for dim, axes in enumerate(view.axes):
         offsets = mesh_positions(axes, mesh.shape, strides)
-        sizes = _sizes(dim, offsets, shapes, [(axis, strides[axis]) for axis in axes], view)
+        sizes = _merge_sizes(dim, offsets, shapes, [(axis, strides[axis]) for axis in axes], view)
         ends = list(accumulate(sizes, initial=0))
         filled = [n for n, size in enumerate(sizes) if size]
         starts.append(tuple(ends[n] for n in filled))
@@ -229,17 +235,20 @@ def _merge_rule_sharded(view: RuleSharded, shares: Sequence[RankView]) -> tuple[
     used = {axis for axes in view.axes for axis in axes}
     free = [axis for axis in range(len(mesh.shape)) if axis not in used]
     holders = cell_holders(mesh.ranks, positions, mesh_positions(free, mesh.shape, strides))
-    return tuple(shape), _drop_absent(Layout(cut, holders), mesh, list(shapes))
+    return tuple(shape), _drop_absent_ranks(Layout(cut, holders), mesh, list(shapes))
 
 
-def _sizes(
+def _merge_sizes(
     dim: int,
     positions: Sequence[int],
     shapes: Mapping[int, Shape],
     strides: Sequence[tuple[int, int]],
     view: RuleSharded,
 ) -> list[int]:
-    """Return the sizes of the parts of a dimension, in the order of the axes that cut it."""
+    """Return the sizes of the parts of a dimension, in the order of the axes that cut it.
+
+    Raises ValueError if ranks with the same part differ in size, or if no rank has a part.
+    """
     mesh = view.mesh
     sizes: dict[int, tuple[int, int]] = {}
     for mesh_index, rank in enumerate(mesh.ranks):
@@ -250,7 +259,7 @@ def _sizes(
         if size != shapes[rank][dim]:
             raise ValueError(
                 f"dimension {dim} is {size} on rank {first} and {shapes[rank][dim]} on rank "
-                f"{rank}, but by the ShardingConfig both hold the same part of it"
+                f"{rank}, but in the ShardingConfig both hold the same part"
             )
     for position in positions:
         if position not in sizes:

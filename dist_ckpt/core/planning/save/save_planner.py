@@ -1,7 +1,7 @@
 """Plan a save: inventories of all ranks -> one plan for all, and each rank's part of it.
 
-All functions are pure, so ranks with the same inventories make the same plan without a message.
-Work is done once for each distinct layout, not for each tensor on each rank.
+All functions are pure: ranks with the same inventories make the same plan without a message. Each
+distinct layout costs work once, not once for each tensor on each rank.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from dist_ckpt.core.planning.save.inventories import (
 from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_ownership
 from dist_ckpt.errors import remedy_of_parts
 
-# Smaller blocks are gathered and written together: copying costs less than a system call.
+# Smaller blocks are copied together for one write: a copy costs less than a system call.
 SMALL_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of all ranks; `layout` is the one in which they hold it."""
+    """One tensor of all ranks, and the layout in which they hold it."""
 
     dtype: str
     shape: Shape
@@ -64,14 +64,14 @@ class _Tensor:
 def plan_save(
     inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
 ) -> SavePlan:
-    """Return the plan of a save, from each distinct inventory with the ranks that sent it.
+    """Return the plan of a save from the distinct inventories, each with the ranks that sent it.
 
-    Raises ValueError, with every problem, unless the ranks' states make one checkpoint.
+    Raises ValueError, with every problem, if the states of the ranks do not make one checkpoint.
     """
     bodies, aliases = merge_aliases(sort_inventories(inventories, world_size))
     problems = find_kind_problems(bodies)
     tree = merge_trees(bodies, problems)
-    tensors = _tensors(bodies, problems)
+    tensors = _merge_tensors(bodies, problems)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         remedy = remedy_of_parts(problems, "wrap values that differ by design in dc.PerRank")
@@ -87,15 +87,15 @@ def plan_save(
     numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
     records: dict[str, TensorRecord] = {}
-    # Equal tensors, which most are, share a record.
-    alike: dict[TensorRecord, TensorRecord] = {}
+    # Equal tensors share a record: most tensors have equals.
+    equal_records: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
         layout, rotation = stored[fqn]
         number, _ = layouts.setdefault(id(layout), (len(layouts), layout))
         component = numbers.get(tensor.component, 0)
         record = TensorRecord(tensor.dtype, tensor.shape, number, rotation, component)
-        records[fqn] = alike.setdefault(record, record)
-    # A tensor that some rank has in `linkable` goes to a separate file, to be linked later.
+        records[fqn] = equal_records.setdefault(record, record)
+    # A tensor that is linkable on any rank goes to a separate file, which later saves can link.
     fqns = frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
     components, linkable = split_off_linkable(components, records, fqns)
     values, keys = find_value_holders(bodies), find_key_holders(bodies)
@@ -120,7 +120,7 @@ def plan_save(
 def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     """Return the shard files that a rank writes, by component; empty if it stores nothing."""
     catalog = plan.catalog
-    local_cells = [_cells_on(layout, rank) for layout in catalog.layouts]
+    local_cells = [_find_cells(layout, rank) for layout in catalog.layouts]
     cells: _StoredCells = {}
     for fqn, record in catalog.tensors.items():
         for number, cell in local_cells[record.layout].items():
@@ -128,15 +128,15 @@ def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
     return tuple(
-        _file_plan(catalog, number, rank, cells[number], is_linkable=number in plan.linkable)
+        _plan_file(catalog, number, rank, cells[number], is_linkable=number in plan.linkable)
         for number in sorted(cells)
     )
 
 
 def plan_all_files(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
-    """Yield `plan_rank_files` for each rank. To call that for every rank would be quadratic."""
+    """Yield `plan_rank_files` for each rank, without the quadratic cost of separate calls."""
     for rank, cells in enumerate(stored_cells_by_rank(catalog)):
-        yield tuple(_file_plan(catalog, number, rank, cells[number]) for number in sorted(cells))
+        yield tuple(_plan_file(catalog, number, rank, cells[number]) for number in sorted(cells))
 
 
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
@@ -147,7 +147,7 @@ _FilesKey = tuple[int, int, int]
 
 
 def stored_cells_by_rank(catalog: Catalog) -> Iterator[_StoredCells]:
-    """Yield the cells that each rank stores, one rank after another."""
+    """Yield the cells that each rank stores, in the order of ranks."""
     tensors_by_key: dict[_FilesKey, list[tuple[str, TensorRecord]]] = {}
     for fqn, record in catalog.tensors.items():
         files_key = record.component, record.layout, record.rotation
@@ -185,7 +185,7 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
 
 
 def find_replica_groups(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
-    """Return the tensors and values that a rank shares, grouped by the ranks that hold them."""
+    """Return the tensors and values that a rank rank_views, grouped by the ranks that hold them."""
     catalog = plan.catalog
     cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
     values: dict[tuple[int, ...], list[str]] = {}
@@ -195,7 +195,7 @@ def find_replica_groups(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
         if id(layout) not in shared:
             shared[id(layout)] = [
                 (cell, cells.setdefault(layout.holders[number], []))
-                for number, cell in _cells_on(layout, rank).items()
+                for number, cell in _find_cells(layout, rank).items()
                 if len(layout.holders[number]) > 1
             ]
         for cell, group in shared[id(layout)]:
@@ -218,12 +218,13 @@ def find_local_cells(
 ) -> dict[str, tuple[Cell, ...]]:
     """Return the cells of each tensor in a rank's inventory, in the order of its local parts.
 
-    Each shard that the rank stores is in exactly one of them. A local tensor under a ShardingConfig
-    is one cell, perhaps empty. Aliases that others do not tie have the cells of their targets.
+    Each shard that the rank stores is in exactly one of these cells. A local tensor under a
+    ShardingConfig is one cell, perhaps empty. An alias that the plan stores as a tensor has the
+    cells of its target.
     """
     catalog = plan.catalog
     by_view: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
-    ruled: dict[int, tuple[Cell, ...]] = {}
+    by_rule: dict[int, tuple[Cell, ...]] = {}
     local_cells = {}
     for entry in inventory.tensors:
         view = inventory.views[entry.view]
@@ -232,14 +233,14 @@ def find_local_cells(
                 plan.unsplit_layouts.get(entry.fqn)
                 or catalog.layouts[catalog.tensors[entry.fqn].layout]
             )
-            if id(layout) not in ruled:
-                ruled[id(layout)] = tuple(_cells_on(layout, rank).values())
-            local_cells[entry.fqn] = ruled[id(layout)] or (Region.whole(entry.shape),)
+            if id(layout) not in by_rule:
+                by_rule[id(layout)] = tuple(_find_cells(layout, rank).values())
+            local_cells[entry.fqn] = by_rule[id(layout)] or (Region.whole(entry.shape),)
             continue
         key = entry.view, entry.shape
         if key not in by_view:
             cells = compute_cells(view, rank, entry.shape)
-            # An empty tensor is stored as one empty cell, however it is cut.
+            # An empty tensor is stored as one empty cell, in every layout.
             empty = (Region.whole(entry.shape),) * len(cells)
             by_view[key] = empty if 0 in entry.shape else cells
         local_cells[entry.fqn] = by_view[key]
@@ -254,7 +255,7 @@ CellNumbers = Mapping[str, Mapping[Cell, int]]
 
 
 def number_cells(local_cells: Mapping[str, tuple[Cell, ...]]) -> CellNumbers:
-    """Return the number of each cell of each tensor. Tensors with the same cells share a table."""
+    """Return the number of each cell of each tensor. Tensors with the same cells share a dict."""
     tables: dict[int, dict[Cell, int]] = {}
     for cells in local_cells.values():
         if id(cells) not in tables:
@@ -263,7 +264,7 @@ def number_cells(local_cells: Mapping[str, tuple[Cell, ...]]) -> CellNumbers:
 
 
 class Origin(NamedTuple):
-    """The source of a shard: cell `number` of the tensor here, or a `part` in that cell."""
+    """The source of a shard: cell `number` of the local tensor, or a `part` of that cell."""
 
     fqn: str
     number: int
@@ -271,7 +272,7 @@ class Origin(NamedTuple):
 
 
 def find_origin(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
-    """Find a shard among the cells that a rank holds."""
+    """Return the local cell that contains the shard `cell` of a tensor."""
     cells = local_cells.get(fqn, {})
     if (whole := cells.get(cell)) is not None:
         return Origin(fqn, whole, None)
@@ -289,32 +290,34 @@ def find_origin(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
 # --- the tensors of all ranks ----------------------------------------------------------------
 
 
-def _tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, _Tensor]:
+def _merge_tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, _Tensor]:
     views: dict[View, int] = {}
     numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
     entries_by_name: dict[str, list[tuple[int, TensorEntry]]] = {}
     for number, body in enumerate(bodies):
         for entry in body.inventory.tensors:
             entries_by_name.setdefault(entry.fqn, []).append((number, entry))
-    ways, nothing = list(views), views.get(Parts(()))
-    # The merged views for each combination of bodies, views and shapes: there are few.
+    distinct_views, nothing = list(views), views.get(Parts(()))
+    # There are few combinations of bodies, views and shapes: merge each once.
     merged: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
     layouts: dict[Layout, Layout] = {}
     tensors = {}
     for fqn, entries in entries_by_name.items():
         key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
         if key not in merged:
-            shares = [RankView(bodies[n].ranks, ways[view], shape) for n, view, shape in key]
+            rank_views = [
+                RankView(bodies[n].ranks, distinct_views[view], shape) for n, view, shape in key
+            ]
             try:
-                shape, layout = merge_ownership(shares)
+                shape, layout = merge_ownership(rank_views)
                 merged[key] = shape, layouts.setdefault(layout, layout)
             except ValueError as error:
                 merged[key] = error
         ownership = merged[key]
-        # A rank that holds nothing of a tensor does not count, not even its dtype.
+        # The dtype of a rank that holds no part of the tensor does not matter.
         holding = [e for e, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
         reports = [(bodies[n], entry) for n, entry in holding or entries]
-        disagreements = _disagreements(reports) if len(entries) > 1 else []
+        disagreements = _find_disagreements(reports) if len(entries) > 1 else []
         if isinstance(ownership, ValueError):
             disagreements.append(str(ownership))
         elif not disagreements:
@@ -330,7 +333,7 @@ def _tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, 
     return tensors
 
 
-def _disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
+def _find_disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
     dtypes = [(entry.dtype, body.ranks) for body, entry in reports]
     components = [
         (body.inventory.components[entry.component], body.ranks) for body, entry in reports
@@ -345,7 +348,7 @@ def _disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list
 # --- one rank's part -------------------------------------------------------------------------
 
 
-def _cells_on(layout: Layout, rank: int) -> dict[int, Cell]:
+def _find_cells(layout: Layout, rank: int) -> dict[int, Cell]:
     return {
         number: layout.cell(number)
         for number, ranks in enumerate(layout.holders)
@@ -358,7 +361,7 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
     return index < len(ranks) and ranks[index] == rank
 
 
-def _file_plan(
+def _plan_file(
     catalog: Catalog,
     number: int,
     rank: int,
@@ -376,12 +379,12 @@ def _file_plan(
         block_nbytes=BLOCK_NBYTES,
     )
     name, nbytes = filenames.shard_file(component.stem, rank), header.nbytes + shards[-1].span.stop
-    batches = batches_of((shard.span.nbytes for shard in shards), BLOCK_NBYTES)
+    batches = plan_batches((shard.span.nbytes for shard in shards), BLOCK_NBYTES)
     return FilePlan(name, header, nbytes, shards, BLOCK_NBYTES, batches, is_linkable)
 
 
-def batches_of(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:
-    """Return the writes of a file with items of these sizes: a large block, or small ones together.
+def plan_batches(sizes: Iterable[int], block_nbytes: int) -> tuple[Batch, ...]:
+    """Return the writes of a file with items of these sizes: one large block, or some small ones.
 
     A write has at most `block_nbytes`. A file without blocks has one empty batch.
     """

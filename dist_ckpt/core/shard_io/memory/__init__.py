@@ -1,5 +1,6 @@
 """Tensor memory as source and target of bytes: host, torch, CUDA.
 
-`protocol.py` has `CellSource` and `Target`; `torch_tensor.py` implements both, `host_array.py` the
-second. `cuda.py` copies in parallel to training, and makes optimizers wait for the copies.
+- The protocols of a source and a target: `protocol.py`.
+- Their implementations, and casts: `torch_tensor.py`; without torch: `host_array.py`.
+- Copies from CUDA devices in parallel to training: `cuda.py`.
 """

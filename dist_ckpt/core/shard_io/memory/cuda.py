@@ -1,10 +1,10 @@
 """Stage from CUDA devices in parallel to training: pinned arenas, and copies on side streams.
 
-The call of save queues all copies in the order of the files. Tensors that anything may change are
-first, and the training's streams wait for their copies (`hold_training`). Tensors that only the
-state's optimizers change (`LocalState.changed_in_steps`) are copied during the next forward and
-backward. The next optimizer step waits on the device (`Fence`). A thread waits for the copies, and
-calls nothing else of CUDA.
+A save queues all copies, in the order of the files. Tensors that any code may change come first,
+and the streams of training wait for their copies (`hold_training`). Tensors that only the
+optimizers of the state change (`LocalState.changed_in_steps`) are copied during the next forward
+and backward pass. The next optimizer step waits on the device (`Fence`). A thread waits for the
+copies, and makes no other CUDA calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
 
-# A copy waits for all work queued before on the device. A longer wait means a hang.
+# A copy waits for all work queued before it on the device. After this time it counts as hanging.
 COPY_TIMEOUT_S = 1800.0
 
 # The memory is pinned for all devices of the process (cudaHostRegisterPortable).
@@ -41,67 +41,67 @@ Event = torch.cuda.Event
 
 
 def check_no_capture() -> None:
-    """Raise ValueError during the capture of a CUDA graph: copies would not run now."""
+    """Raise ValueError during the capture of a CUDA graph: copies would be captured, not run."""
     has_begun: Callable[[], bool] = torch.cuda.is_initialized
     if has_begun() and torch.cuda.is_current_stream_capturing():
-        raise ValueError("a CUDA graph is captured here: save after the capture")
+        raise ValueError("a CUDA graph is being captured: save after the capture")
 
 
 class StreamMark:
     """A point in the work of some streams. Thread-safe."""
 
     def __init__(self, streams: Mapping[torch.device, Stream]) -> None:
-        # A blocking event sleeps until it is reached; others keep a core busy.
+        # The wait for a blocking event sleeps. The wait for another event keeps a core busy.
         self._events = {
             device: stream.record_event(Event(blocking=True)) for device, stream in streams.items()
         }
 
     def wait(self) -> None:
-        """Wait until the streams reach the mark. Raises the device's errors."""
+        """Wait until the streams reach the mark. Raises the errors of the devices."""
         for device, event in self._events.items():
-            # A new thread uses device 0: to wait there would take memory of it for this process.
+            # A new thread uses device 0: without this block, the wait would take memory there.
             with torch.cuda.device(device):
                 event.synchronize()
 
     def hold(self) -> None:
-        """Make the current streams of these devices wait for the mark, but not the host."""
+        """Make the current streams of these devices wait for the mark. The host does not wait."""
         if torch.cuda.is_current_stream_capturing():
-            return  # nothing runs now; the code that replays the graph has to fence it
+            return  # nothing runs now: the code that replays the graph has to wait
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideStreamCopies:
-    """Copies on side streams, which begin after the work now queued on the training's streams."""
+    """Copies on side streams, which begin after the work that training has queued."""
 
     _training: Mapping[torch.device, Stream]
     _own: Mapping[torch.device, Stream]
 
     def takes(self, source: CellSource) -> bool:
-        """Return True if the source is on these devices. The host has to copy others."""
+        """Return True if a source is on these devices. The host has to copy other sources."""
         return isinstance(source, TensorSource) and source.device in self._own
 
     def send(self, source: CellSource, start: int, stop: int, memory: memoryview) -> None:
-        """Queue a copy of bytes `start` to `stop`. Both memories must live until a later mark."""
+        """Queue a copy of bytes `start` to `stop`. Both memories must exist until a later mark."""
         assert isinstance(source, TensorSource)
         source.send(start, stop, memory)
 
     def mark(self) -> StreamMark:
-        """Return the point at which all copies sent until now are complete."""
+        """Return the point at which all copies that are queued now are complete."""
         return StreamMark(self._own)
 
     def hold_training(self) -> None:
-        """Make the training's streams wait for the copies sent until now, but not the host."""
+        """Make the training streams wait for the copies that are queued now. The host does not."""
         for device, stream in self._training.items():
             stream.wait_stream(self._own[device])
 
 
 class SideStreams:
-    """A stream for copies on each device, created once.
+    """One stream for copies on each device, created once.
 
-    torch has 32 streams for each device and reuses them, so new ones would soon be those of others.
-    Memory that torch allocates for a copy also stays with the stream.
+    torch has 32 streams for each device and reuses them: new streams would soon be shared with
+    other code. Memory that torch allocates for a copy also stays with the stream.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class SideStreams:
 
     @contextmanager
     def copies(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
-        """Copy in parallel to training in the block. Call `check_no_capture` first."""
+        """Yield copies that run in parallel to training. Call `check_no_capture` first."""
         training, own = {}, {}
         with ExitStack() as stack:
             for device in devices:
@@ -136,14 +136,14 @@ class Fence:
         self._hook: RemovableHandle | None = None
 
     def run(self, end: StreamMark, follow: Callable[[], None]) -> None:
-        """Forbid changes before `end`; `follow` runs in a thread and returns when all is staged.
+        """Forbid changes before `end`. A thread runs `follow`, which returns when all is staged.
 
-        From now on every optimizer waits before its step: others than the state's change weights
-        too, and some step within the backward.
+        From now on every optimizer waits before its step. Optimizers outside of the state change
+        weights too, and some of them step during the backward pass.
         """
         self.join()
         if self._hook is None:
-            # A compiler that traces a step would keep the events of one save in its code.
+            # A compiler that traces a step would store the events of one save in its code.
             wait = torch.compiler.disable(self.wait)
             self._hook = register_optimizer_step_pre_hook(
                 lambda *_: wait() if self._end is not None else None
@@ -154,19 +154,19 @@ class Fence:
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads; this one could not be joined
+        except RuntimeError:  # out of threads: this one could not be joined
             self._end = self._thread = None
             raise
 
     def wait(self) -> None:
-        """Make later work on this thread's current streams wait for the copies, not the host."""
+        """Make later work on the current streams wait for the copies. The host does not wait."""
         if (end := self._end) is not None:  # the thread may clear it meanwhile
             end.hold()
 
     def join(self) -> None:
         """Return when all is staged. CheckpointError if a device hangs."""
         thread = self._thread
-        # A dropped job may end in that thread itself: then all is staged.
+        # A dropped job may end in the staging thread itself: then all is staged.
         if thread is not None and thread is not threading.current_thread():
             thread.join(COPY_TIMEOUT_S)
             if thread.is_alive():
@@ -177,9 +177,9 @@ class Fence:
             self._thread = None
 
     def close(self) -> None:
-        """Return when all is staged, and remove the optimizer hook, which is idle after `join`.
+        """Return when all is staged, and remove the optimizer hook.
 
-        Not for a finalizer: it could run, and remove the hook, while a step runs the hooks.
+        Do not call this in a finalizer: it could remove the hook while a step runs the hooks.
         """
         try:
             self.join()
@@ -196,36 +196,36 @@ class Fence:
 
 
 class PinnedMemory:
-    """Memory that is locked for the devices, until `close`. This object keeps it mapped."""
+    """Memory that is pinned for the devices until `close`. This object keeps it mapped."""
 
     def __init__(self, view: memoryview, device: torch.device) -> None:
         self.view = view
         self._device = device
         self._runtime = torch.cuda.cudart()
         address, nbytes = address_of(view), view.nbytes
-        # CUDA's error code, 0 if it is pinned.
+        # The error code of CUDA. It is 0 if the memory is pinned.
         register = partial(self._runtime.cudaHostRegister, address, nbytes, _PORTABLE)
         self.error = int(_call_in_new_thread(device, register))
 
     def close(self) -> None:
-        """Unlock the memory. May be called again; no copy may still use it."""
+        """Unpin the memory, which no copy may still use. May be called again."""
         if self.error == 0:
             self.error = -1
-            # Python starts no threads at exit; after a hang the memory stays locked.
+            # Python starts no threads at exit. After a hang the memory stays pinned.
             with suppress(RuntimeError, CheckpointError):
                 unregister = partial(self._runtime.cudaHostUnregister, address_of(self.view))
                 _call_in_new_thread(self._device, unregister)
 
 
 class PinnedArenas:
-    """The pinned arenas of a rank, by number. An arena with new memory is pinned again."""
+    """The pinned arenas of a rank, by number."""
 
     def __init__(self) -> None:
         self._pinned: dict[int, PinnedMemory] = {}
         self._has_warned = False
 
     def pin(self, number: int, view: memoryview, device: torch.device) -> None:
-        """Pin the memory of an arena. If that fails it is used unpinned, with one warning."""
+        """Pin the memory of an arena if it is new. If that fails, it stays unpinned: warn once."""
         pinned = self._pinned.get(number)
         if pinned is None or pinned.view.obj is not view.obj:
             if pinned is not None:
@@ -242,14 +242,14 @@ class PinnedArenas:
                 )
 
     def release(self, number: int, nbytes: int) -> None:
-        """Unpin an arena that is smaller than this: its memory may be replaced."""
+        """Unpin an arena of fewer than `nbytes`: its memory may be replaced."""
         pinned = self._pinned.get(number)
         if pinned is not None and pinned.view.nbytes < nbytes:
             pinned.close()
             del self._pinned[number]
 
     def close(self) -> None:
-        """Unlock all."""
+        """Unpin all arenas."""
         for pinned in self._pinned.values():
             pinned.close()
         self._pinned.clear()
@@ -258,8 +258,8 @@ class PinnedArenas:
 def _call_in_new_thread(device: torch.device, call: Callable[[], T]) -> T:
     """Return the result of a CUDA call in a new thread. CheckpointError if it hangs.
 
-    A thread's next kernel raises its earlier CUDA error, which torch cannot clear: this thread
-    ends.
+    The next kernel of a thread raises the thread's earlier CUDA error, and torch cannot clear that
+    error. So the call gets a thread that ends.
     """
 
     def on_device() -> T:

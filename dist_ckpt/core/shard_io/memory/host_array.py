@@ -1,7 +1,4 @@
-"""Tensors in plain host memory, without torch; their elements as numbers for numpy.
-
-Memoryviews copy whole rows.
-"""
+"""Tensors in plain host memory, without torch, and their elements as numbers for numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# The codes of `struct` for our dtypes; bfloat16 and complex ones are built from them.
+# The `struct` code of each dtype. bfloat16 and complex numbers are built from these.
 _STRUCT = {
     "float64": "d",
     "float32": "f",
@@ -42,9 +39,9 @@ _NUMPY = frozenset(_STRUCT) | {"complex128", "complex64"}
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Array:
-    """A tensor as row-major, little-endian bytes, which `numpy` and `torch` share if writable.
+    """A tensor as row-major, little-endian bytes. `numpy` and `torch` share them if writable.
 
-    Arrays are equal if dtype, shape and bytes are.
+    Arrays are equal if their dtypes, shapes and bytes are equal.
     """
 
     dtype: str
@@ -68,7 +65,7 @@ class Array:
         return self.data.nbytes
 
     def numpy(self) -> np.ndarray:
-        """Return it as a numpy array. Raises TypeError for a dtype that numpy lacks."""
+        """Return the tensor as a numpy array. Raises TypeError for a dtype that numpy lacks."""
         if self.dtype not in _NUMPY:
             raise TypeError(f"numpy has no {self.dtype}: use `.torch()`, or the bytes in `.data`")
         numpy = _installed("numpy", "numpy", "Array.numpy")
@@ -77,7 +74,7 @@ class Array:
         return array
 
     def torch(self) -> torch.Tensor:
-        """Return it as a CPU tensor."""
+        """Return the tensor as a CPU tensor of torch."""
         torch = _installed("torch", '"dist-ckpt[torch]"', "Array.torch")
         dtype = getattr(torch, self.dtype, None)
         if dtype is None:
@@ -89,7 +86,7 @@ class Array:
         return flat.view(dtype).view(self.shape)  # type: ignore[no-any-return]
 
     def tolist(self) -> object:
-        """Return nested lists of Python numbers, or a number if it has no dimensions."""
+        """Return nested lists of Python numbers, or one number for a tensor without dimensions."""
         return _nested(iter(self._values()), self.shape)
 
     def _values(self) -> Sequence[object]:
@@ -140,7 +137,7 @@ class ArrayTarget:
         return self._memory
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` from `data`, bit for bit, row by row."""
+        """Copy the elements of `box` from `data`: memoryviews copy whole rows."""
         if box.numel == 0:
             return
         cell_strides = row_major_strides(piece.region.shape)
@@ -149,26 +146,26 @@ class ArrayTarget:
         factor = 2 if self._itemsize == 16 else 1
         steps = zip(box.shape, cell_strides, strides, strict=True)
         dims = _merge_dims([*((n, t * factor, s * factor) for n, t, s in steps), (factor, 1, 1)])
-        # Copy at once the last dimension, or the longest if the last is short.
+        # One slice copies the last dimension, or the longest one if the last is short.
         is_long = dims[-1][0] >= _LONG_ROW
         row = len(dims) - 1 if is_long else max(range(len(dims)), key=lambda d: dims[d][0])
         n, t_step, s_step = dims.pop(row)
         t_reach, s_reach = (n - 1) * t_step + 1, (n - 1) * s_step + 1
         target_words, source_words = (
-            _words(memory, self._itemsize // factor) for memory in (self._memory, data)
+            _view_as_words(memory, self._itemsize // factor) for memory in (self._memory, data)
         )
-        for t, s in _starts(dims, start * factor, 0):
+        for t, s in _iter_offsets(dims, start * factor, 0):
             target_words[t : t + t_reach : t_step] = source_words[s : s + s_reach : s_step]
 
 
 # --- copying boxes ---------------------------------------------------------------------------
 
-# Integers of each size, for memoryviews; an item of 16 bytes is two of 8.
+# The memoryview code of integers by size. An item of 16 bytes is two integers of 8.
 _WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
-# A row of at least this length is worth a step of the loop, however many rows there are.
+# With rows of at least this length, one step of the loop for each row is fast enough.
 _LONG_ROW = 32
 
-# A dimension: its size, and the step in the target and in the source.
+# A dimension: its size, its step in the target, and its step in the source.
 _Dim = tuple[int, int, int]
 
 
@@ -185,16 +182,16 @@ def _merge_dims(dims: Sequence[_Dim]) -> list[_Dim]:
     return merged or [(1, 1, 1)]
 
 
-def _starts(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[int, int]]:
+def _iter_offsets(dims: Sequence[_Dim], target: int, source: int) -> Iterator[tuple[int, int]]:
     if not dims:
         yield target, source
         return
     (n, t, s), rest = dims[0], dims[1:]
     for i in range(n):
-        yield from _starts(rest, target + i * t, source + i * s)
+        yield from _iter_offsets(rest, target + i * t, source + i * s)
 
 
-def _words(memory: memoryview, size: int) -> memoryview:
+def _view_as_words(memory: memoryview, size: int) -> memoryview:
     whole = memory.cast("B")
     return whole[: whole.nbytes // size * size].cast(_WORDS[size])
 
@@ -216,8 +213,8 @@ def _nested(values: Iterator[object], shape: Shape) -> object:
 
 # --- elements as numbers -----------------------------------------------------------------------
 
-# Exponent bits, mantissa bits, bias, and special codes. "ieee" has infinities; nan is all ones in
-# "fn", and the code of -0 in "fnuz".
+# Exponent bits, mantissa bits, bias, and the rule for special codes. "ieee" has infinities. In
+# "fn", nan is all ones. In "fnuz", nan has the code of -0.
 _TINY_FLOATS = {
     "float8_e4m3fn": (4, 3, 7, "fn"),
     "float8_e5m2": (5, 2, 15, "ieee"),
@@ -228,20 +225,20 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def has_numbers(dtype: str) -> bool:
-    """Return True if elements of a dtype are numbers: bits, and integers of few bits, are not."""
+    """Return True if `numbers` supports a dtype. Bits and tiny integers are unsupported."""
     converted = ("bfloat16", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
     return dtype in _NUMPY or dtype in _TINY_FLOATS or dtype in converted
 
 
 def numpy_module() -> Any:  # its types are unknown if it is not installed
-    """Return numpy. Raises ImportError with the remedy."""
+    """Return the module numpy. Raises ImportError with the remedy."""
     return _installed("numpy", "numpy", "to compute with values")
 
 
 def numbers(dtype: str, data: memoryview) -> np.ndarray:
-    """Return elements as a flat array of exact numbers; a bool is 0 or 1. May share memory.
+    """Return elements as a flat array of exact numbers, which may share memory.
 
-    TypeError for a dtype without `has_numbers`, ImportError without numpy.
+    A bool becomes 0 or 1. Raises TypeError unless `has_numbers`, and ImportError without numpy.
     """
     if not has_numbers(dtype):
         raise TypeError(f"elements of {dtype} are not numbers")
@@ -256,17 +253,17 @@ def numbers(dtype: str, data: memoryview) -> np.ndarray:
     elif dtype in _NUMPY:
         values = numpy.frombuffer(data, numpy.dtype(dtype).newbyteorder("<"))
     else:
-        values = numpy.array(_table(dtype), "<f4")[numpy.frombuffer(data, "u1")].reshape(-1)
+        values = numpy.array(_decode_table(dtype), "<f4")[numpy.frombuffer(data, "u1")].reshape(-1)
     return values
 
 
 @cache
-def _table(dtype: str) -> tuple[object, ...]:
-    """Return the number, or two of them, of each byte of a dtype."""
+def _decode_table(dtype: str) -> tuple[object, ...]:
+    """Return the number of each byte code of a dtype, or the two numbers of a packed dtype."""
     assert DTYPES[dtype].itemsize == 1
     if dtype == "float8_e8m0fnu":
         return (*(2.0 ** (code - 127) for code in range(255)), float("nan"))
-    if dtype == "float4_e2m1fn_x2":  # the lower half is the first
+    if dtype == "float4_e2m1fn_x2":  # the low half is the first number
         halves = (*_E2M1, *(-value for value in _E2M1))
         return tuple((halves[code & 15], halves[code >> 4]) for code in range(256))
     return tuple(_tiny_float(code, *_TINY_FLOATS[dtype]) for code in range(256))

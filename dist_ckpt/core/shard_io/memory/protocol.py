@@ -1,7 +1,7 @@
 """The protocols `CellSource` and `Target`: the memory on both ends of shard I/O.
 
-`torch_tensor.py` and `host_array.py` implement them. `shard_io/read/read_windows.py` and
-`async_save/writer/staged_save.py` have sources for another checkpoint and for an arena.
+`torch_tensor.py` and `host_array.py` implement them. More sources: another checkpoint in
+`shard_io/read/read_windows.py`, an arena in `async_save/writer/staged_save.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class CellSource(Protocol):
         """The size in bytes."""
 
     def address(self) -> int | None:
-        """Return the address of its bytes if they are row-major in host memory, else None.
+        """Return the address of the bytes if they are row-major in host memory, else None.
 
-        It is valid while the source lives and the tensor is not resized.
+        The address is valid while the source exists and the tensor is not resized.
         """
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
-        """Return the bytes `start` to `stop`: a view of live memory, or `scratch`, filled.
+        """Return the bytes `start` to `stop`: a view of live memory, or a copy in `scratch`.
 
         `scratch` has at least `stop - start` bytes. The bounds are multiples of the item size.
         """
@@ -35,11 +35,11 @@ class Target(Protocol):
     """The memory of one requested cell. Threads may fill different elements at once."""
 
     def memory(self) -> memoryview | None:
-        """Return the cell's bytes, writable, if they are row-major in host memory, else None."""
+        """Return the writable bytes of the cell if they are row-major in host memory, else None."""
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Copy the elements of `box` (global coordinates, inside `piece`) from `data`.
+        """Copy the elements of `box` from `data`. The box is in global coordinates, in `piece`.
 
-        `data` begins with the box's first element; `strides` are in elements. The dtype is the
-        cell's: bytes are copied, never cast.
+        `data` begins with the first element of the box. `strides` are in elements. The data has the
+        dtype of the cell.
         """

@@ -1,7 +1,7 @@
 """A local torch tensor as the source or the target of bytes. Thread-safe.
 
 Bits are copied: tensors are viewed as integers of the same size. Only `CastTarget` and `convert`
-convert values, into another dtype.
+change values: they convert them into another dtype.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
 )
 
-# Memory of any length: a type for each length would cost more than the views themselves.
+# One type for memory of any length: a type for each length costs more than the views.
 _Memory = ctypes.c_char * sys.maxsize
 
-# The bytes of a tensor that is not contiguous to send at once.
+# A tensor that is not contiguous is sent in parts of this size.
 _MAX_SEND_NBYTES = 4 << 20
 
-# An integer of each size. There is none of 16 bytes: complex128 is two of 8 in a last dimension.
+# Integers by item size. None has 16 bytes: complex128 is two integers of 8, in a last dimension.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class TensorSource:
     """The bytes of a local tensor in row-major order (`CellSource`).
 
-    A contiguous CPU tensor is read in place; others, and lazy conjugates, are copied on access.
+    A contiguous CPU tensor is read in place. Other tensors, and lazy conjugates, are copied.
     """
 
-    # A state may have very many: values that can be computed on access are not stored.
+    # A state may have very many sources: values that can be computed are not stored.
     __slots__ = ("_tensor", "_within")
 
     def __init__(self, tensor: torch.Tensor, within: ElementRange | None = None) -> None:
-        """Use a tensor, or the elements `within` it in row-major order."""
+        """Use a tensor, or only its row-major elements `within`."""
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._within = within
 
@@ -65,7 +65,7 @@ class TensorSource:
         return self._within.numel * self._tensor.itemsize
 
     def part(self, cell: Cell) -> TensorSource:
-        """Return the source of a part, in coordinates that begin at this cell's start."""
+        """Return the source of a part, in coordinates relative to this source."""
         if isinstance(cell, ElementRange):
             first = self._first
             return TensorSource(self._tensor, ElementRange(first + cell.start, first + cell.stop))
@@ -74,16 +74,16 @@ class TensorSource:
         return TensorSource(self._tensor[slices_of(cell)])
 
     def address(self) -> int | None:
-        """Return the address of a contiguous CPU tensor's bytes, else None."""
+        """Return the address of the bytes of a contiguous CPU tensor, else None."""
         tensor = self._tensor
-        if not tensor.is_cpu or not tensor.is_contiguous() or _is_typed(tensor):
+        if not tensor.is_cpu or not tensor.is_contiguous() or _is_lazy(tensor):
             return None
         return tensor.data_ptr() + self._first * tensor.itemsize
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
-        """Return the bytes `start` to `stop`: a view of the tensor, or `scratch`, filled."""
+        """Return the bytes `start` to `stop`: a view of the tensor, or a copy in `scratch`."""
         first = self._first * self._tensor.itemsize
-        memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
+        memory = None if _is_lazy(self._tensor) else host_memory(self._tensor)
         if memory is not None:
             return memory[first + start : first + stop]
         filled = scratch[: stop - start]
@@ -94,12 +94,12 @@ class TensorSource:
     def send(self, start: int, stop: int, memory: memoryview) -> None:
         """Queue a copy of the bytes `start` to `stop` into `memory` on the device's current stream.
 
-        Tensor and memory must stay unchanged until that stream has done so. If the memory is not
-        pinned, this waits for the copy and all work before it.
+        The tensor and the memory must stay unchanged until the copy is complete. If the memory is
+        not pinned, this call waits for the copy, and for all work queued before it.
         """
         itemsize, nbytes = self._tensor.itemsize, stop - start
-        # The device first makes other tensors contiguous, in new device memory.
-        is_contiguous = self._tensor.is_contiguous() and not _is_typed(self._tensor)
+        # The device copies other tensors into new device memory first, to make them contiguous.
+        is_contiguous = self._tensor.is_contiguous() and not _is_lazy(self._tensor)
         chunk_nbytes = nbytes if is_contiguous else _MAX_SEND_NBYTES // itemsize * itemsize
         for done in range(0, nbytes, max(chunk_nbytes, 1)):
             room = memory[done : min(done + chunk_nbytes, nbytes)]
@@ -107,7 +107,7 @@ class TensorSource:
 
     def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
         tensor, itemsize = self._tensor, self._tensor.itemsize
-        # One copy serves any range of a contiguous tensor.
+        # Flat, any range of a contiguous tensor is one copy.
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor
         words = _over(memory, _WORDS[itemsize])
         done = 0
@@ -120,9 +120,12 @@ class TensorSource:
 
 
 class TensorTarget:
-    """A `Target` for a local tensor of the cell's shape, or 1-d if flat, without self-overlap."""
+    """A `Target` for a local tensor: of the cell's shape, or 1-d for an element range.
 
-    # A state may have very many: values that can be computed on access are not stored.
+    The elements of the tensor must not share memory (`overlaps_itself`).
+    """
+
+    # A state may have very many sources: values that can be computed are not stored.
     __slots__ = ("_cell", "_is_counted", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell) -> None:
@@ -132,9 +135,9 @@ class TensorTarget:
 
     def memory(self) -> memoryview | None:
         """Return the tensor's bytes if they are row-major in host memory, else None."""
-        memory = None if _is_typed(self._tensor) else host_memory(self._tensor)
+        memory = None if _is_lazy(self._tensor) else host_memory(self._tensor)
         if memory is not None and not self._is_counted:
-            # Autograd counts in-place writes, but cannot see this one.
+            # Autograd counts in-place writes, but it cannot see writes through this view.
             torch.autograd.graph.increment_version(self._tensor)
             self._is_counted = True
         return memory
@@ -144,16 +147,16 @@ class TensorTarget:
         if box.numel == 0:
             return
         itemsize = self._tensor.itemsize
-        dtype = self._tensor.dtype if _is_typed(self._tensor) else _WORDS[itemsize]
+        dtype = self._tensor.dtype if _is_lazy(self._tensor) else _WORDS[itemsize]
         factor = itemsize // dtype.itemsize
         extra = (factor,) if factor > 1 else ()
         steps = (*(s * factor for s in strides), *((1,) * len(extra)))
-        values = values_in(data, dtype, (*box.shape, *extra), steps)
+        values = view_elements(data, dtype, (*box.shape, *extra), steps)
         with torch.no_grad():
             self._box(piece, box).copy_(values)
 
     def _box(self, piece: RegionPiece, box: Region) -> torch.Tensor:
-        words = self._tensor if _is_typed(self._tensor) else as_words(self._tensor)
+        words = self._tensor if _is_lazy(self._tensor) else as_words(self._tensor)
         within = box.relative_to(piece.region.offset)
         if isinstance(self._cell, Region):
             return words[slices_of(within)]
@@ -169,8 +172,8 @@ class TensorTarget:
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all work on the accelerators that have these tensors.
 
-    Sources and targets use other streams than training: call it before the first read or place, and
-    after the last place.
+    Sources and targets use other streams than training. So call this before the first read or
+    place, and after the last place.
     """
     devices = {tensor.device for tensor in tensors} - {torch.device("cpu"), torch.device("meta")}
     for device in sorted(devices, key=str):
@@ -178,9 +181,9 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def host_memory(tensor: torch.Tensor) -> memoryview | None:
-    """Return the bytes of a tensor, writable, if they are row-major in host memory, else None.
+    """Return the writable bytes of a tensor if they are row-major in host memory, else None.
 
-    The view keeps the tensor alive. Do not use it after the tensor's storage was resized.
+    The view keeps the tensor alive. Do not use the view after the tensor's storage was resized.
     """
     if not tensor.is_cpu or not tensor.is_contiguous():
         return None
@@ -193,7 +196,7 @@ def host_memory(tensor: torch.Tensor) -> memoryview | None:
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers of the item size, or pairs of them in a last dimension."""
+    """Return the same memory as integers of the item size, or pairs for items of 16 bytes."""
     if tensor.dtype == torch.complex128:
         tensor = torch.view_as_real(tensor)
     return tensor.view(_WORDS[tensor.itemsize])
@@ -205,7 +208,7 @@ def slices_of(region: Region) -> tuple[slice, ...]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True if elements may share memory, as after `expand`."""
+    """Return True if elements of a tensor may share memory, as after `expand`."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -217,50 +220,52 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def values_in(data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:
-    """Return the elements of a box that begins at the start of `data`; strides are in elements."""
+def view_elements(
+    data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape
+) -> torch.Tensor:
+    """Return a box of elements in `data`, which begins with the first. Strides are in elements."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     return _over(data[: (last + 1) * dtype.itemsize], dtype).as_strided(shape, strides)
 
 
-def _is_typed(tensor: torch.Tensor) -> bool:
-    """Return True if a view's memory is not its value, so that torch has to read or write it."""
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Return True if the memory of a view differs from its values (lazy conj or neg)."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    # frombuffer warns about read-only memory, although nothing here writes into it
+    # `frombuffer` warns about read-only memory, although nothing here writes to the tensor
     return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)
 
 
-# The bits of a whole number that each represents exactly.
+# Each dtype represents whole numbers of up to this many bits exactly.
 _PRECISION = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _PRECISION_OF_COMPLEX = {"complex128": 53, "complex64": 24}
 _PRECISIONS = {**_PRECISION, **_PRECISION_OF_COMPLEX}
-# Any wider dtype has all their values. The other direction would need a scale.
+# Each wider floating dtype has all values of these. A cast to these would need a scale.
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
-# torch converts this few elements without its threads, which wait for each other. On a busy
-# processor, 8 MiB took 23 to 39 ms with them, and 0.7 without.
-_NUM_SERIAL = 31 << 10
+# torch converts so few elements without threads. Its threads wait for each other: on a busy
+# processor, 8 MiB took 23 to 39 ms with threads, and 0.7 ms without.
+_MAX_SERIAL_NUMEL = 31 << 10
 
 _INTEGER = re.compile(r"(u?)int(8|16|32|64)")
 
 
 def can_cast(saved: str, live: str) -> bool:
-    """Return True if a load may cast: between floating dtypes, or without any loss."""
+    """Return True if a load can cast `saved` to `live`: both are floating, or nothing is lost."""
     if live in _PRECISION and (saved in _PRECISION or saved in _FLOAT8):
         return True
     if saved in _PRECISIONS:
         return live in _PRECISION_OF_COMPLEX and _PRECISIONS[saved] <= _PRECISIONS[live]
-    have, need = _whole_numbers(live), _whole_numbers(saved)
-    if have is None or need is None:
+    live_range, saved_range = _whole_numbers(live), _whole_numbers(saved)
+    if live_range is None or saved_range is None:
         return False
-    return have[0] <= need[0] and need[1] <= have[1]
+    return live_range[0] <= saved_range[0] and saved_range[1] <= live_range[1]
 
 
 def _whole_numbers(dtype: str) -> tuple[int, int] | None:
-    """Return the range in which a dtype has all whole numbers, or None."""
+    """Return the range in which a dtype represents all whole numbers, or None."""
     if dtype == "bool":
         return 0, 1
     if bits := _PRECISIONS.get(dtype):
@@ -272,9 +277,9 @@ def _whole_numbers(dtype: str) -> tuple[int, int] | None:
 
 
 class CastTarget:
-    """A `Target` whose dtype differs from the saved one: values are converted block by block.
+    """A `Target` with another dtype than the saved one: values are converted block by block.
 
-    `has_overflown`: a finite value became infinite.
+    `has_overflown` is True if a finite value became infinite.
     """
 
     __slots__ = ("_dtype", "_narrows", "_saved", "_target", "has_overflown")
@@ -286,14 +291,14 @@ class CastTarget:
         self.has_overflown = False
 
     def memory(self) -> memoryview | None:
-        """Return None: the tensor cannot have a file's bytes."""
+        """Return None: the bytes of a file have another dtype."""
         return None
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
-        """Convert the elements of `box`, which `data` has in the saved dtype."""
+        """Convert the elements of `box` from the saved dtype in `data`, and copy them."""
         if box.numel == 0:
             return
-        values = values_in(data, self._saved, box.shape, strides)
+        values = view_elements(data, self._saved, box.shape, strides)
         cast = values.to(self._dtype).contiguous()
         if self._narrows and _has_overflown(values, cast):
             self.has_overflown = True
@@ -307,7 +312,9 @@ def convert(data: memoryview, saved: str, live: str) -> memoryview | None:
     values = torch.frombuffer(data, dtype=getattr(torch, saved))
     cast = torch.empty(values.shape, dtype=getattr(torch, live))
     narrows = _narrows(values.dtype, cast.dtype)
-    for source, target in zip(values.split(_NUM_SERIAL), cast.split(_NUM_SERIAL), strict=True):
+    for source, target in zip(
+        values.split(_MAX_SERIAL_NUMEL), cast.split(_MAX_SERIAL_NUMEL), strict=True
+    ):
         target.copy_(source)
         if narrows:
             least, greatest = torch.aminmax(target)

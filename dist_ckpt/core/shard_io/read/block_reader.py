@@ -1,7 +1,8 @@
-"""Run a load plan: checked blocks of shard files into the targets' memory.
+"""Run a load plan: read blocks of shard files, check their digests, and fill the targets.
 
-Whole blocks that map to a target's memory are checked there; after an error, `touched` names these
-tensors. Other blocks are checked in a scratch buffer and then copied.
+A block that a target needs as a whole is read into the target's memory and checked there. Other
+blocks are checked in a scratch buffer and then copied. After an error, `touched` names the tensors
+that may have partial data.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     NeededBlock,
     PlannedRead,
     SmallShardsRead,
+    all_blocks,
     damage_error,
     digest_problem,
-    every_block,
     group_successive,
     split_into_work,
 )
@@ -36,19 +37,19 @@ from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError, listed
 
-# The bytes to read and digest before the next read, while a processor has them cached. Measured
-# with 1 GiB: in the page cache, 1 MiB reads as fast as 2, and 8 somewhat slower. From the disk, 2
-# MiB reads as fast as 8, and 1 half as fast: the kernel reads too little ahead.
+# The bytes to read and digest at once, while a processor has them cached. Measured with 1 GiB: from
+# the page cache, 1 MiB is as fast as 2 MiB, and 8 MiB is somewhat slower. From the disk, 2 MiB is
+# as fast as 8 MiB, and 1 MiB is half as fast: the kernel reads too little ahead.
 IO_CHUNK_NBYTES = 2 << 20
 
 _CUT_OFF = "the file ended while it was read"
 
 
 class BlockReader:
-    """Reads the blocks of one load in threads, and fills targets, if there are any.
+    """Reads the blocks of one load, and fills `targets`. Without targets it only checks blocks.
 
-    Targets are keyed by tensor and number of the requested cell. `verify` checks digests. `touched`
-    names tensors that may contain data that was read. Reused `slots` are faster than new memory.
+    With `verify` it checks digests. `touched` names the tensors that may have new data. Reused
+    `slots` are faster than new memory.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class BlockReader:
         blocks = (file.header.block_nbytes for file, _ in files)
         self._slots = (slots or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
         # Work on small shards is all Python: threads would only block each other, at twice the
-        # cost. Meanwhile the next reads are read.
+        # cost. Other threads read the next blocks meanwhile.
         self._python_lock = Lock()
 
     def read_all(self, threads: int) -> int:
-        """Fill the targets; every block is read once. Return the bytes read, without headers.
+        """Read every block once, and fill the targets. Return the bytes read, without headers.
 
-        CorruptError, with the tensors in `touched` that may have partial data, or StorageError.
+        Raises StorageError, or CorruptError whose `touched` names tensors with partial data.
         """
 
         def read_all(reads: Sequence[tuple[OpenFile, PlannedRead]]) -> int:
@@ -84,7 +85,7 @@ class BlockReader:
 
     @contextmanager
     def name_touched(self) -> Iterator[None]:
-        """Add the tensors that may have partial data to errors of the storage."""
+        """Add the tensors that may have partial data to the errors of reads."""
         try:
             yield
         except CorruptError as error:
@@ -97,11 +98,11 @@ class BlockReader:
             raise StorageError(f"{error}{partial}") from error
 
     def read(self, file: OpenFile, read: PlannedRead) -> int:
-        """Read blocks into their targets; return the bytes read."""
+        """Read blocks into their targets, and return the bytes read."""
         if isinstance(read, BlockRead) and read.is_zero_copy:
             first = read.blocks[0]
             (item,) = first.items
-            memory = self._touch(item).memory()
+            memory = self._mark_touched(item).memory()
             assert memory is not None
             start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
             self.fetch(file, read, memory[start : start + read.span.nbytes])
@@ -114,7 +115,7 @@ class BlockReader:
         return read.span.nbytes
 
     def fetch(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
-        """Read and check; CorruptError names the first block that is damaged or cut off."""
+        """Read blocks into `data` and check them. CorruptError names the first damaged block."""
         begin = read.span.start
         with file.reading() as readable:
             if isinstance(read, BlockRead):
@@ -125,7 +126,7 @@ class BlockReader:
                 return
             count = readable.read_into(file.header.header_nbytes + begin, data)
         if count < read.span.nbytes:
-            cut_off = _only_block(file, bisect_right(file.shards.starts, begin + count) - 1)
+            cut_off = _get_single_block(file, bisect_right(file.shards.starts, begin + count) - 1)
             raise CorruptError(damage_error(file.path, file.header, cut_off, _CUT_OFF))
         self.check(file, read, data)
 
@@ -149,30 +150,30 @@ class BlockReader:
             if verifies and len(needed) == 1:
                 digest.update(part)
         if verifies and len(needed) == 1:
-            _check(file, needed[0], digest.hexdigest())
+            _check_digest(file, needed[0], digest.hexdigest())
         elif verifies:
-            _check_blocks(file, needed, data)
+            _check_digests(file, needed, data)
 
     def check(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
-        """Check bytes that this rank or another one has read. Raises CorruptError."""
+        """Check the digests of blocks that this rank or another rank has read into `data`."""
         if not (self._verify and file.has_digests):
             return
         if isinstance(read, BlockRead):
-            _check_blocks(file, read.blocks, data)
+            _check_digests(file, read.blocks, data)
             return
         with self._python_lock:
             actual = [block_digest(part) for part in read.shard_data(file, data)]
             if "".join(actual) != file.shards.first_digests(read.first, len(actual)):
                 for number, digest in enumerate(actual, read.first):
-                    _check(file, _only_block(file, number), digest)
+                    _check_digest(file, _get_single_block(file, number), digest)
 
     def place(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
-        """Copy the checked blocks of one read, which are `data`, to their targets."""
+        """Copy the checked blocks of one read from `data` to their targets."""
         if isinstance(read, SmallShardsRead):
             with self._python_lock:
                 self._place_shards(read, read.shard_data(file, data))
             return
-        # Successive blocks of the same shard and the same items are placed at once.
+        # Successive blocks of the same shard for the same items are copied at once.
         for blocks in group_successive(
             read.blocks, lambda group, b: group[-1].shard is b.shard and group[-1].items == b.items
         ):
@@ -181,12 +182,12 @@ class BlockReader:
             stored = ElementRange(start // itemsize, stop // itemsize)
             offset = blocks[0].start - read.span.start
             for item in blocks[0].items:
-                target = self._touch(item)
-                _copy(item, target, stored, data[offset : offset + stop - start])
+                target = self._mark_touched(item)
+                _copy_overlap(item, target, stored, data[offset : offset + stop - start])
 
     def _place_shards(self, read: SmallShardsRead, shard_data: Iterable[memoryview]) -> None:
         for item, data in zip(read.items, shard_data, strict=True):
-            match, target = item.match, self._touch(item)
+            match, target = item.match, self._mark_touched(item)
             if (memory := target.memory()) is not None:
                 if memory.nbytes != data.nbytes:
                     raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
@@ -195,31 +196,31 @@ class BlockReader:
                 box = match.common
                 target.place(match.target, box, data, row_major_strides(box.shape))
 
-    def _touch(self, item: ReadItem) -> Target:
+    def _mark_touched(self, item: ReadItem) -> Target:
         """Return the target of an item, and record it as touched."""
         assert self.targets is not None, "without targets, blocks are only checked"
         self.touched.add(item.fqn)
         return self.targets[item.fqn, item.match.requested_number]
 
 
-def _only_block(file: OpenFile, number: int) -> NeededBlock:
-    (block,) = every_block((file.shards[number],), file.header.block_nbytes)
+def _get_single_block(file: OpenFile, number: int) -> NeededBlock:
+    (block,) = all_blocks((file.shards[number],), file.header.block_nbytes)
     return block
 
 
-def _check(file: OpenFile, block: NeededBlock, actual: str) -> None:
+def _check_digest(file: OpenFile, block: NeededBlock, actual: str) -> None:
     if (problem := digest_problem(block, actual)) is not None:
         raise CorruptError(damage_error(file.path, file.header, block, problem))
 
 
-def _check_blocks(file: OpenFile, needed: Sequence[NeededBlock], data: memoryview) -> None:
+def _check_digests(file: OpenFile, needed: Sequence[NeededBlock], data: memoryview) -> None:
     first = needed[0].start
     for block in needed:
-        _check(file, block, block_digest(data[block.start - first : block.stop - first]))
+        _check_digest(file, block, block_digest(data[block.start - first : block.stop - first]))
 
 
-def _copy(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
-    """Copy the requested part of some elements of a stored cell, which are `data`."""
+def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
+    """Copy the requested part of the elements `stored` of a stored cell from `data`."""
     itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
     if memory is not None and match.contiguous is not None:
         start, stop = (

@@ -1,9 +1,9 @@
-"""Choose the blocks of a shard file that are needed, and the reads that fetch them.
+"""Choose the blocks of a shard file that a load needs, and the reads that fetch them.
 
-A block is the smallest checked read. Adjacent blocks are read at once, up to a limit, and each
-block once, however many cells need it. With thousands of small tensors, Python's work for each is
-the cost of a load. So adjacent small shards that are requested whole share one decision and one
-read (`SmallShardsRead`).
+A block is the smallest unit that can be checked. Each block is read once, even if several cells
+need it. Adjacent blocks are read at once, up to a limit. A load of thousands of small tensors
+spends its time in Python, so adjacent small shards share one decision and one read
+(`SmallShardsRead`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles, rows_of, rows_text
 
-# The limit of one read, or one block if that is larger. Enough for the storage's full speed, and
-# small enough for several threads to share a large shard.
+# The limit of one read, unless one block is larger. It is large enough for the full speed of the
+# storage, and small enough for several threads to share a large shard.
 READ_NBYTES = 8 << 20
 
-# Smaller holes between blocks are read too, while a read wastes at most this fraction.
+# A read includes smaller gaps between blocks, if it wastes at most this fraction.
 MAX_GAP_NBYTES = 64 << 10
 MAX_WASTE = 0.04
 
-# Fewer bytes of whole blocks use a scratch buffer, so that one read serves many small tensors.
+# Smaller reads use a scratch buffer, so that one read serves many small tensors.
 ZERO_COPY_NBYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class NeededBlock:
-    """A block that `items` need. With `is_zero_copy` it is read into its one item's memory."""
+    """A block that `items` need. If `is_zero_copy`, it is read into the memory of its one item."""
 
     shard: StoredShard
     number: int
@@ -55,7 +55,7 @@ class NeededBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """One read: a span of the data section, and the needed blocks in it, in order."""
+    """One read: a span of the data section, and its needed blocks in order."""
 
     span: ByteRange
     blocks: tuple[NeededBlock, ...]
@@ -68,14 +68,14 @@ class BlockRead:
 
 @dataclass(frozen=True, slots=True)
 class SmallShardsRead:
-    """Shards of one block each, from number `first`; one item requests each, as a whole."""
+    """Shards of one block each, from number `first`. One item requests each of them as a whole."""
 
     first: int
     items: tuple[ReadItem, ...]
     span: ByteRange
 
     def shard_data(self, file: OpenFile, data: memoryview) -> Iterator[memoryview]:
-        """Yield the bytes of each shard, from those of all."""
+        """Yield the bytes of each shard. `data` has the bytes of all of them."""
         starts = file.shards.starts[self.first : self.first + len(self.items) + 1]
         for start, stop in pairwise(starts):
             yield data[start - self.span.start : stop - self.span.start]
@@ -90,7 +90,7 @@ CellTargets = Mapping[tuple[str, int], Target]
 # --- the blocks that are needed --------------------------------------------------------------
 
 
-def every_block(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[NeededBlock]:
+def all_blocks(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[NeededBlock]:
     """Yield all blocks of all shards."""
     for shard in sorted(shards, key=lambda shard: shard.span):
         for number, span in enumerate(blocks(shard.span.nbytes, block_nbytes)):
@@ -103,7 +103,7 @@ def requested_blocks(
     block_nbytes: int,
     has_memory: Callable[[ReadItem], bool],
 ) -> Iterator[NeededBlock]:
-    """Yield the blocks of a shard that contain elements of the items, each once, in order."""
+    """Yield the blocks of a shard that items need, each once, in order."""
     itemsize = DTYPES[shard.dtype].itemsize
     if shard.span.nbytes <= min(block_nbytes, ZERO_COPY_NBYTES - 1):
         span = ByteRange(0, shard.span.nbytes)
@@ -140,7 +140,7 @@ def _contains_block(elements: ElementRange | None, span: ByteRange, itemsize: in
 
 
 def group_by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int, list[ReadItem]]]:
-    """Return the numbers of the shards of a file that items read, ascending, with the items."""
+    """Return the numbers of the shards that items read, ascending, with the items of each."""
     items_by_number: dict[int, list[ReadItem]] = {}
     for item in items:
         items_by_number.setdefault(file.shard_number(item), []).append(item)
@@ -150,7 +150,7 @@ def group_by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int,
 def needed_blocks(
     file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
 ) -> Iterator[NeededBlock]:
-    """Yield the blocks of a file that items need, in the file's order."""
+    """Yield the blocks of a file that items need, in the order of the file."""
 
     def has_memory(item: ReadItem) -> bool:
         if targets is None:
@@ -173,7 +173,7 @@ def _can_share_read(a: NeededBlock, b: NeededBlock) -> bool:
 def group_successive(
     needed: Iterable[NeededBlock], fits: Callable[[Sequence[NeededBlock], NeededBlock], bool]
 ) -> Iterator[list[NeededBlock]]:
-    """Group successive blocks: each joins the group before it if it fits."""
+    """Group successive blocks. A block joins the group before it if `fits` returns True."""
     group: list[NeededBlock] = []
     for block in needed:
         if group and not fits(group, block):
@@ -185,7 +185,7 @@ def group_successive(
 
 
 def group_into_reads(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
-    """Group needed blocks, sorted by offset, into reads."""
+    """Yield the reads for needed blocks, which are sorted by offset."""
     group: list[NeededBlock] = []
     first = last = wasted = 0
     for block in needed:
@@ -213,7 +213,7 @@ def group_into_reads(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
 
 
 def rows_of_block(block: NeededBlock) -> ByteRange | None:
-    """Return the rows of the tensor that a block belongs to."""
+    """Return the rows of its tensor that a block contains."""
     shard = block.shard
     itemsize = DTYPES[shard.dtype].itemsize
     part = ElementRange(block.span.start // itemsize, block.span.stop // itemsize)
@@ -221,7 +221,7 @@ def rows_of_block(block: NeededBlock) -> ByteRange | None:
 
 
 def damage_error(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
-    """Return a message with tensor, rows, rank, file and bytes of a damaged block."""
+    """Return a message with the tensor, rows, rank, file and bytes of a damaged block."""
     start = header.header_nbytes
     return (
         f"{block.shard.fqn} {rows_text(rows_of_block(block))}: {problem} "
@@ -239,26 +239,26 @@ def digest_problem(block: NeededBlock, actual: str) -> str | None:
 
 # --- the work of each thread -----------------------------------------------------------------
 
-# The bytes to read at once and use while a processor has them cached: see `IO_CHUNK_NBYTES`.
+# A processor still has this much cached after it was read: see `IO_CHUNK_NBYTES`.
 SMALL_READ_NBYTES = 2 << 20
 
-# Fewer shards are read together with their neighbours, across holes.
+# Fewer adjacent small shards are read like large ones, across gaps.
 MIN_SHARDS = 16
 
-# Work on small shards is all Python, and threads that alternate wait as long as they work. So a
-# thread gets this many of their reads at once. A larger number does not help reads from the page
-# cache, and slows reads from the disk.
+# Work on small shards is all Python, and threads that take turns wait as long as they work. So a
+# thread gets this many reads of small shards at once. A larger number does not help reads from the
+# page cache, and slows reads from the disk.
 MAX_SMALL_READS = 16
 
-# The bytes that one thread reads before it gets more work. That takes 0.1 ms of Python, for which
-# all others wait: with 8 MiB, loads from memory took 4 to 16 % longer.
+# The bytes that one thread reads before it gets more work. To get work takes 0.1 ms of Python, and
+# the other threads wait: with 8 MiB, loads from memory took 4 to 16 % longer.
 WORK_NBYTES = 32 << 20
 
 
 def split_off_small_shards(
     file: OpenFile, items: Sequence[ReadItem]
 ) -> tuple[list[SmallShardsRead], Sequence[ReadItem]]:
-    """Return the reads of small shards among the items of a file, and the other items."""
+    """Return the reads of adjacent small shards that a file's items need, and the other items."""
     numbers = list(map(file.shard_number, items))
     wanted: dict[int, ReadItem | None] = {}
     for number, item in zip(numbers, items, strict=True):
@@ -287,7 +287,7 @@ def split_off_small_shards(
 
 
 def _adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
-    """Group adjacent numbers of shards, ascending, up to the limit of one read."""
+    """Group adjacent shard numbers, which are ascending, up to the limit of one read."""
     first = stop = 0
     for number in numbers:
         if number != stop or starts[number + 1] - starts[first] > SMALL_READ_NBYTES:
@@ -300,7 +300,7 @@ def _adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
 
 
 def nbytes_placed_by(plan: LoadPlan) -> int:
-    """Return the bytes of targets that a plan fills."""
+    """Return the number of target bytes that a plan fills."""
     all_items = chain.from_iterable(plan.values())
     return sum(item.match.common.numel * DTYPES[item.dtype].itemsize for item in all_items)
 
@@ -308,22 +308,22 @@ def nbytes_placed_by(plan: LoadPlan) -> int:
 def split_into_work(
     files: OpenFiles, targets: CellTargets | None, threads: int
 ) -> Iterator[list[tuple[OpenFile, PlannedRead]]]:
-    """Yield the reads of some files in groups, each for one thread, smaller ones at the end."""
-    of_small: list[tuple[OpenFile, PlannedRead]] = []
+    """Yield groups of reads, each for one thread. The last groups are smaller, for balance."""
+    small_work: list[tuple[OpenFile, PlannedRead]] = []
     reads: list[tuple[OpenFile, PlannedRead]] = []
-    nbytes, num_left = 0, nbytes_placed_by(files.plan)
+    nbytes, nbytes_left = 0, nbytes_placed_by(files.plan)
     for file, items in files:
         small_reads, remaining = split_off_small_shards(file, items)
         for small_read in small_reads:
-            of_small.append((file, small_read))
-            if len(of_small) == MAX_SMALL_READS:
-                yield of_small
-                of_small = []
+            small_work.append((file, small_read))
+            if len(small_work) == MAX_SMALL_READS:
+                yield small_work
+                small_work = []
         for read in group_into_reads(needed_blocks(file, remaining, targets)):
             reads.append((file, read))
             nbytes += read.span.nbytes
-            if nbytes >= min(WORK_NBYTES, num_left // (2 * threads)):
+            if nbytes >= min(WORK_NBYTES, nbytes_left // (2 * threads)):
                 yield reads
-                num_left -= nbytes
+                nbytes_left -= nbytes
                 reads, nbytes = [], 0
-    yield from (work for work in (reads, of_small) if work)
+    yield from (work for work in (reads, small_work) if work)

@@ -1,4 +1,4 @@
-"""Open and check the files that a load needs, before anything is changed."""
+"""Open the files that a load needs, and check sizes and headers before anything is changed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, listed
 
-# This many of a load's files stay open from the check to the end, so that a checkpoint removed
-# meanwhile still loads. Other files are opened again for each read: the usual limit of a process is
-# 1024.
+# This many files of a load stay open until its end, so that a checkpoint that is removed meanwhile
+# still loads. Other files are opened again for each read: a process can usually open 1024.
 MAX_OPEN = 512
 
-# A reader has some blocks in memory at once; they contain whole elements of every dtype.
+# A reader has some blocks in memory at once. A block contains whole elements of every dtype.
 MAX_BLOCK_NBYTES = 64 << 20
 MAX_ITEMSIZE = max(dtype.itemsize for dtype in DTYPES.values())
 
@@ -46,7 +45,7 @@ MAX_ITEMSIZE = max(dtype.itemsize for dtype in DTYPES.values())
 class OpenFile:
     """One shard file and its checked header. Thread-safe.
 
-    `_file` stays open until `close`. Without it, each use opens the file.
+    If `_file` is None, each use opens the file. Otherwise `_file` stays open until `close`.
     """
 
     _storage: Storage
@@ -73,7 +72,7 @@ class OpenFile:
 
     @contextmanager
     def reading(self) -> Iterator[ReadableFile]:
-        """Lend the open file, or open it for this use."""
+        """Yield the open file, or open it for this use."""
         if self._file is not None:
             yield self._file
             return
@@ -89,13 +88,13 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class OpenFiles:
-    """The shard files that a plan reads, by their numbers in the index. Close it after use."""
+    """The shard files that a plan reads, by their numbers in the index. Close them after use."""
 
     plan: LoadPlan
     files: Mapping[int, OpenFile]
 
     def __iter__(self) -> Iterator[tuple[OpenFile, Sequence[ReadItem]]]:
-        """Yield each file with the items that it serves."""
+        """Yield each file with the items that read it."""
         return ((self.files[number], items) for number, items in self.plan.items())
 
     def close(self) -> None:
@@ -114,11 +113,11 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
     max_open: int | None = None,
     opened: Mapping[int, OpenFile] = MappingProxyType({}),
 ) -> OpenFiles:
-    """Open the files that a plan reads, and check sizes, headers and every shard it needs.
+    """Open the files that a plan reads, and check sizes, headers and every needed shard.
 
-    `opened` has files that are open already; `max_open` limits how many more stay open. Raises
-    CorruptError with every file that is missing or damaged, its rank and tensors, and
-    IncompatibleError if a newer dist_ckpt wrote it.
+    `opened` has files that are already open. At most `max_open` more stay open. Raises CorruptError
+    with the rank and the tensors of every missing or damaged file, and IncompatibleError if a newer
+    dist_ckpt wrote a file.
     """
     bound = MAX_OPEN if max_open is None else max_open
     new_files: dict[int, OpenFile] = {}
@@ -132,7 +131,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
                 file = open_file(storage, folder, index, record, keep=len(new_files) < bound)
                 new_files[number] = file
         except CorruptError as error:
-            problems.append(f"{error}; it holds {_names_of(plan[number])}")
+            problems.append(f"{error}; it holds {_list_rows(plan[number])}")
         else:
             problems.extend(dict.fromkeys(_mismatches(file, index, plan[number])))
 
@@ -149,7 +148,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
 def open_file(
     storage: Storage, folder: str, index: Index, record: ShardFileRecord, *, keep: bool
 ) -> OpenFile:
-    """Open and check a file of the index; it stays open if `keep`. Errors have no remedy yet."""
+    """Open and check a file of the index. It stays open if `keep`. Errors have no remedy yet."""
     path = f"{folder}/{index.file_name(record)}"
     file = open_readable(storage, path, record)
     try:
@@ -166,7 +165,7 @@ def open_file(
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
-    """Open a shard file that must exist."""
+    """Open a shard file. Raises CorruptError if it is missing."""
     try:
         return storage.open(path)
     except FileNotFoundError as error:
@@ -174,14 +173,14 @@ def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> Reada
 
 
 def size_problem(file: ReadableFile, path: str, record: ShardFileRecord) -> str | None:
-    """Return a message if a file's size differs from the index, or None."""
+    """Return a message if the size of a file differs from the index, else None."""
     if file.nbytes == record.nbytes:
         return None
     return f"{path} of rank {record.rank} has {file.nbytes} bytes, the index says {record.nbytes}"
 
 
 def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: Index) -> ShardFile:
-    """Return a file's header. Raises CorruptError if it differs from the index."""
+    """Return the header of a file. Raises CorruptError if it differs from the index."""
     if record.header_nbytes > 8 + MAX_HEADER_NBYTES:
         raise CorruptError(f"{path}: no header has {record.header_nbytes} bytes")
     here = f"{path} of rank {record.rank}"
@@ -195,7 +194,7 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
         )
     header = decode_header(bytes(data), nbytes=record.nbytes, label=here)
     if header.block_nbytes % MAX_ITEMSIZE or header.block_nbytes > MAX_BLOCK_NBYTES:
-        raise CorruptError(f"{here}: {header.block_nbytes} is not a size of blocks")
+        raise CorruptError(f"{here}: {header.block_nbytes} is not a valid block size")
     for label, stated, expected in (
         ("component", header.component, index.catalog.components[record.component].name),
         ("rank", header.rank, record.rank),
@@ -223,7 +222,7 @@ def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iter
 # --- messages --------------------------------------------------------------------------------
 
 
-def _names_of(items: Sequence[ReadItem]) -> str:
+def _list_rows(items: Sequence[ReadItem]) -> str:
     names: dict[str, None] = {}
     for item in items:
         common = item.match.common
@@ -233,12 +232,12 @@ def _names_of(items: Sequence[ReadItem]) -> str:
 
 
 def rows_text(rows: ByteRange | None) -> str:
-    """Return a tensor's rows for a message."""
+    """Return the text of a tensor's rows for a message."""
     return "(a scalar)" if rows is None else f"rows {rows.start}:{rows.stop}"
 
 
 def rows_of(cell: Cell, shape: Shape, part: ElementRange) -> ByteRange | None:
-    """Return the rows of elements `part` of a cell's memory; None for a scalar."""
+    """Return the rows of the elements `part` of a cell's memory, or None for a scalar."""
     if not shape:
         return None
     if isinstance(cell, Region):
@@ -259,16 +258,16 @@ def read_objects(
     *,
     make: Callable[[Placeholder], object] = lambda value: value,
 ) -> ObjectsFile:
-    """Return an objects file, with `make(placeholder)` for values that need torch or numpy.
+    """Return the content of an objects file. `make` replaces values that need torch or numpy.
 
-    CorruptError if its bytes have changed, IncompatibleError if it needs a newer dist_ckpt.
+    Raises CorruptError if its bytes have changed, IncompatibleError if it needs a newer dist_ckpt.
     """
     data = read_encoded_objects(storage, folder, record)
     return objects_file.decode(data, make=make, label=f"{folder}/{record.name}")
 
 
 def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
-    """Return the bytes of an objects file. CorruptError if they were changed."""
+    """Return the bytes of an objects file. Raises CorruptError if they have changed."""
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
@@ -276,14 +275,14 @@ def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecor
 
 
 def read_attached_file(storage: Storage, folder: str, record: AttachedFileRecord) -> bytes:
-    """Return the bytes of an attached file. CorruptError if they were changed."""
+    """Return the bytes of an attached file. Raises CorruptError if they have changed."""
     return read_document(storage, f"{folder}/{record.file_name}", record)
 
 
 def read_document(
     storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
 ) -> bytes:
-    """Return the bytes of a file that has one digest. CorruptError if they were changed."""
+    """Return the bytes of a file that has one digest. Raises CorruptError if they have changed."""
     try:
         file = storage.open(path)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Read a stored checkpoint, window by window, as memory from which another one is written."""
+"""Read a stored checkpoint in windows, as the source of shards of another checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import results_of
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 
-# Reads the requested cells, one after another, into memory.
+# A function that reads the requested cells into memory, one after another.
 Fetch = Callable[[Sequence[TensorRequest], memoryview], None]
 
 W = TypeVar("W")
@@ -30,9 +30,9 @@ def read_ahead(
     threads: int = 1,
     waiting: int = 1,
 ) -> Generator[tuple[W, memoryview, ExitStack], None, None]:
-    """Yield windows, each in a buffer, while other threads read the next ones.
+    """Yield each window with its buffer, while other threads read the next windows.
 
-    The stack returns the buffer. Close the generator if you stop early.
+    Close the stack to return the buffer. Close the generator if you stop early.
     """
 
     def read_window(window: W) -> tuple[W, memoryview, ExitStack]:
@@ -47,10 +47,10 @@ def read_ahead(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some bytes of items, and their layout in memory, one requested tensor after another.
+    """Some bytes of shards, and their layout in memory: one requested tensor after another.
 
-    The parts of a tensor are adjacent: its cells are one request. `spans` has for each item the
-    offset of its first byte in the item, and its range in memory.
+    The cells of a tensor are adjacent, in one request. `spans` has, for each shard, the offset in
+    the shard at which its bytes begin, and their range in memory.
     """
 
     wanted: tuple[TensorRequest, ...]
@@ -63,9 +63,9 @@ def cut_into_windows(
     window_nbytes: int,
     order: Callable[[StoredShard], tuple[object, ...]] = lambda item: (item.fqn,),
 ) -> Iterator[Window]:
-    """Cut files into windows of at most `window_nbytes`, which is a multiple of a block.
+    """Cut files into windows of at most `window_nbytes`, a multiple of the block size.
 
-    `order` sorts the tensors in a window; it ends with the name.
+    `order` is the sort key of shards in a window. The key must end with the name.
     """
     for parts in _cut(files, window_nbytes):
         items: dict[str, StoredShard] = {}
@@ -87,7 +87,7 @@ def cut_into_windows(
 def read_windows(
     fetch: Fetch, files: Sequence[FilePlan], window_nbytes: int, report: Callable[[int], None]
 ) -> Iterator[tuple[Window, memoryview]]:
-    """Read the files' windows from one checkpoint, each on demand."""
+    """Yield the windows of files with their memory. Each is read from a checkpoint on demand."""
     nbytes = sum(item.span.nbytes for file in files for item in file.items)
     memory = memoryview(bytearray(min(nbytes, window_nbytes)))
     for window in cut_into_windows(files, window_nbytes):
@@ -99,7 +99,7 @@ def read_windows(
 class Windows:
     """Files as sources: a window is read when the first of its bytes is requested.
 
-    Read the sources in the order of the files, with one window in use at a time. `filled` yields
+    Read the sources in the order of the files. Only one window is in use at a time. `filled` yields
     the windows in this order, each with its memory.
     """
 
@@ -107,15 +107,15 @@ class Windows:
         self, files: Sequence[FilePlan], filled: Iterator[tuple[Window, memoryview]]
     ) -> None:
         self._filled = filled
-        # For each item in the current window: its first byte, and its memory.
+        # For each shard in the current window: the offset of its first byte here, and its memory.
         self._views: dict[tuple[str, Cell], tuple[int, memoryview]] = {}
         self._files = files
 
     @property
     def sources(self) -> tuple[Callable[[int], CellSource], ...]:
-        """The sources of each file's items.
+        """The sources of the shards of each file.
 
-        They refer to this object, which does not refer to them: a cycle would keep the last window.
+        This object has no reference to them: a reference cycle would keep the last window alive.
         """
         return tuple(
             lambda number, items=file.items: _ItemSource(self, items[number])
@@ -123,7 +123,7 @@ class Windows:
         )
 
     def view(self, item: StoredShard, start: int, stop: int) -> memoryview:
-        """Return some bytes of an item within one window, as every block is."""
+        """Return some bytes of a shard. They must be in one window: every block is."""
         while True:
             first, view = self._views.get((item.fqn, item.cell), (0, memoryview(b"")))
             if first <= start and stop <= first + len(view):

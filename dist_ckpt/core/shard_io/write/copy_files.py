@@ -11,9 +11,9 @@ from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
+    all_blocks,
     damage_error,
     digest_problem,
-    every_block,
     group_into_reads,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_document
@@ -102,7 +102,7 @@ def _copy_shards(
     with _open_checked(storage, folder, index, record) as (file, source), ExitStack() as stack:
         target = create_file(storage, new, record.nbytes, stack)
         # The header is last, as in a save: without it the file is invalid.
-        for read in group_into_reads(every_block(file.shards, file.header.block_nbytes)):
+        for read in group_into_reads(all_blocks(file.shards, file.header.block_nbytes)):
             data = read_blocks(source, file.path, file.header, read)
             target.write_at(record.header_nbytes + read.span.start, data)
             report(read.span.nbytes)

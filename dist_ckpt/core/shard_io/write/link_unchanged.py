@@ -22,7 +22,7 @@ from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead, every_block, group_into_reads
+from dist_ckpt.core.shard_io.read.block_reads import BlockRead, all_blocks, group_into_reads
 from dist_ckpt.core.shard_io.write.copy_files import read_at, read_blocks, try_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, sync_names, write_all
 from dist_ckpt.core.storage import ReadableFile, Storage
@@ -158,6 +158,6 @@ def _check_file(
     def check(read: BlockRead) -> None:  # without a result, which `parallel_for` would store
         read_blocks(file, path, decoded, read)
 
-    reads = group_into_reads(every_block(decoded.shards, decoded.block_nbytes))
+    reads = group_into_reads(all_blocks(decoded.shards, decoded.block_nbytes))
     parallel_for(check, reads, threads=threads)
     return save
