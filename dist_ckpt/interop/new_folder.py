@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.local.local_storage import exchange, with_remedy
+from dist_ckpt.core.storage.local.local_storage import with_remedy
+from dist_ckpt.core.storage.local.renames import exchange_names
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -114,7 +115,7 @@ def _rename(storage: Storage, temporary: str, path: str, *, replaces: bool) -> N
                 os.rmdir(path)
         if not replaces or not os.path.lexists(path):
             storage.rename(temporary, path)
-        elif not exchange(temporary, path):
+        elif not exchange_names(temporary, path):
             old = f"{temporary[:-4]}.old.tmp"
             storage.rename(path, old)
             try:

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.commit.commit_protocol import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
-from dist_ckpt.core.storage.local.local_storage import LocalStorage, rename_exclusively, with_remedy
+from dist_ckpt.core.storage.local.local_storage import LocalStorage, with_remedy
+from dist_ckpt.core.storage.local.renames import rename_exclusively
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 

@@ -403,7 +403,7 @@ def test_an_overwrite_needs_no_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(new_folder, "exchange", lambda *_: False)
+        monkeypatch.setattr(new_folder, "exchange_names", lambda *_: False)
     dc.save({"model": {"w": torch.zeros(3)}}, tmp_path / "old")
     export.export_folder(tmp_path / "old", tmp_path / "hf")
     export.export_folder(saved(tmp_path, {"model": tensors()}), tmp_path / "hf", overwrite=True)

@@ -1,1 +1,6 @@
-"""What Python and torch lack: daemon threads, lock files, buffers, shared memory, messages."""
+"""What Python and torch lack: daemon threads, lock files, buffers, shared memory, messages.
+
+- Several calls at once, a call that may hang: `threads.py`.
+- A private name of torch: `torch_private.py`, whose table lists all of them.
+- A public name that is renamed: `public_names.py`.
+"""

@@ -1,10 +1,11 @@
 """The storage of checkpoints: the protocol, and `open_storage`.
 
-A backend implements `protocol.py`; its test is a subclass of
-`dist_ckpt.testing.storage_contract.StorageContract`. `local/local_storage.py` is the only one so
-far: `open_storage` refuses other schemes, and `async_save/snapshots/job_folder.py` and
-`cli/commands/gc.py` handle local paths only. `forwarding.py` counts, limits and times the calls of
-any storage.
+- Another backend: a class like `LocalStorage` in `local/local_storage.py`, with the methods of
+  `protocol.py`. `open_storage` opens it, and its test subclasses `testing/storage_contract.py`.
+  `async_save/snapshots/job_folder.py` and `cli/commands/gc.py` also need a change: they handle
+  local paths only. An object store, such as S3, cannot implement the protocol.
+- A tier above another storage: a class like `OverlayStorage` in `virtual_files.py`.
+- Count, delay or time the calls of any storage: a class in `forwarding.py`.
 """
 
 from __future__ import annotations

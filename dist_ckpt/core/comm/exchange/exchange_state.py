@@ -14,164 +14,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread, StoreErrorTexts
-from dist_ckpt.core.comm.messages import Failure, Heartbeat, HeartbeatSender, NoAnswerError, unpack
+from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, PollInterval
+from dist_ckpt.core.comm.key_value import store_values
+from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread, StoreErrorTexts
+from dist_ckpt.core.comm.key_value.store_values import Store
+from dist_ckpt.core.comm.messages import Failure, HeartbeatSender, NoAnswerError, unpack
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
 
 T = TypeVar("T")
 
-# With more ranks each polls less often, since all of them use one store.
-MAX_POLLS_PER_S = 20_000
-
 STALE = (
     "the job's key-value store holds messages of another job or of an earlier start of this one. "
     "Give every start a store of its own (torchrun does), and restart the job"
 )
-
-# How much longer a wait may take than necessary: polls become rarer with the time waited.
-OVERSHOOT = 0.15
-
-
-class PollInterval:
-    """The intervals of one wait: polls become rarer; looks at the heartbeats are regular."""
-
-    def __init__(self, world_size: int, config: Config) -> None:
-        self._max_pause_s = max(0.02, world_size / MAX_POLLS_PER_S)
-        self._min_pause_s = max(0.0003, self._max_pause_s / 100)
-        joining_s = min(config.join_warning_s / 2, config.join_timeout_s / 4)
-        self._look_s = min(1.0, config.heartbeat_timeout_s / 10, joining_s)
-        self._began_at = time.monotonic()
-        self._look_at = self._began_at + self._look_s
-        self.has_warned = False
-
-    @property
-    def waited_s(self) -> float:
-        """How long the wait has lasted."""
-        return time.monotonic() - self._began_at
-
-    def pause(self) -> None:
-        """Sleep until the next poll."""
-        time.sleep(min(max(self._min_pause_s, OVERSHOOT * self.waited_s), self._max_pause_s))
-
-    def is_time_to_look(self) -> bool:
-        """Return True, at intervals, if it is time to look at the heartbeats."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return False
-        self._look_at = now + self._look_s
-        return True
-
-
-# How long a rank that missed an operation waits for the others to begin the next one. If they do,
-# its own call belongs to that one.
-GRACE_S = 1.0
-
-
-@dataclass(slots=True)
-class _LastSeen:
-    """A rank's last heartbeat, None if it is not valid, and for how long it has not changed."""
-
-    data: bytes
-    beat: Heartbeat | None
-    seen_at: float
-    silent_s: float = 0.0
-
-
-class FailureDetector:
-    """The other ranks, as their heartbeats show them; `beat_key` returns the key of a rank's.
-
-    Silence counts only while this rank watches, and each look counts a limited amount. So a rank is
-    not dead because the observer, or the whole machine, was stopped for a while.
-    """
-
-    def __init__(
-        self, client: StoreClientThread, beat_key: Callable[[int], str], config: Config
-    ) -> None:
-        self._client = client
-        self._beat_key = beat_key
-        self._heartbeat_timeout_s = config.heartbeat_timeout_s
-        self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
-        self._max_counted_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
-        self._last_seen: dict[int, _LastSeen] = {}
-
-    def look(self, ranks: Sequence[int]) -> None:
-        """Read the heartbeats of some ranks once."""
-        keys = [self._beat_key(rank) for rank in ranks]
-        for rank, data in zip(ranks, self._client.call(client_thread.get_each, keys), strict=True):
-            now, last = time.monotonic(), self._last_seen.get(rank)
-            if data is not None and (last is None or last.data != data):
-                beat = None
-                with suppress(ValueError):  # it is not a heartbeat
-                    beat = unpack(data, Heartbeat)
-                self._last_seen[rank] = _LastSeen(data, beat, now)
-            elif data is not None and last is not None:
-                last.silent_s += min(now - last.seen_at, self._max_counted_s)
-                last.seen_at = now
-
-    def beat(self, rank: int) -> Heartbeat | None:
-        """Return the last heartbeat of a rank; None if it was never seen, or is not valid."""
-        last = self._last_seen.get(rank)
-        return last.beat if last else None
-
-    def has_invalid_heartbeat(self, rank: int) -> bool:
-        """Return True if a rank's heartbeat is not a valid one."""
-        return rank in self._last_seen and self.beat(rank) is None
-
-    def is_waiting(self, rank: int, number: int, turn: int) -> bool:
-        """Return True if a rank was last seen alive within this operation.
-
-        A rank that received the failure of this turn's exchange does not wait any more.
-        """
-        beat = self.beat(rank)
-        return (
-            beat is not None
-            and (beat.number, beat.inside, beat.gone) == (number, True, False)
-            and beat.failed_turn < turn
-            and self._last_seen[rank].silent_s < self._heartbeat_timeout_s
-        )
-
-    def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
-        """Return why a rank is lost for this operation, or None; `was_in`: it had entered it."""
-        beat = self.beat(rank)
-        if beat is None:
-            return None
-        if beat.gone:
-            return "has ended"
-        if self._last_seen[rank].silent_s >= self._heartbeat_timeout_s:
-            return f"is dead or frozen: no heartbeat for {self._heartbeat_timeout_s:g} s"
-        if beat.number > number or (beat.number == number and not beat.inside):
-            return "is no longer taking part: it raised an error or was interrupted"
-        if was_in and beat.number < number:
-            return "has restarted"
-        return None
-
-    def newer(self, ranks: Sequence[int], number: int) -> int | None:
-        """Return a later operation that one of these ranks is in or soon enters; None if none."""
-        until = time.monotonic() + self._grace_s
-        while True:
-            self.look(ranks)
-            for rank in ranks:
-                beat = self.beat(rank)
-                if beat is not None and beat.number > number and beat.inside and not beat.gone:
-                    return beat.number
-            if time.monotonic() >= until:
-                return None
-            time.sleep(0.02)
-
-    def name(self, ranks: Sequence[int]) -> str:
-        """Return the names of ranks, a single one with its host if known: "rank 2 (host b)"."""
-        beat = self.beat(ranks[0]) if len(ranks) == 1 else None
-        return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")
 
 
 class ExchangeState:
@@ -225,7 +88,7 @@ class ExchangeState:
         if not self._start:
             # A store may outlive a process group, and still have messages of an earlier one.
             try:
-                self._start = self.client.call(client_thread.increment, f"starts/{self.rank}")
+                self._start = self.client.call(store_values.increment, f"starts/{self.rank}")
             except ValueError as error:
                 raise RankError(
                     f"the store's counter of the starts of rank {self.rank} has {error}. "
@@ -268,7 +131,7 @@ class ExchangeState:
     def put(self, key: str, data: bytes) -> None:
         """Store a document."""
         self.nbytes_put += len(data)
-        self.client.call(client_thread.put, key, data)
+        self.client.call(store_values.put, key, data)
 
     def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         """Decode a rank's message. RankError if it is invalid; on a participant NoAnswerError."""
@@ -349,7 +212,7 @@ class ExchangeState:
 
     def _stale_ranks_text(self, ranks: Sequence[int]) -> str:
         keys = [f"starts/{rank}" for rank in ranks]
-        counts = self.client.call(lambda store: [client_thread.counted(store, key) for key in keys])
+        counts = self.client.call(lambda store: [store_values.counted(store, key) for key in keys])
         fresh = (b"", str(self._start).encode())
         stale_ranks = [rank for rank, num in zip(ranks, counts, strict=True) if num not in fresh]
         if not stale_ranks:

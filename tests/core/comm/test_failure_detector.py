@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.exchange import exchange_state
-from dist_ckpt.core.comm.exchange.exchange_state import FailureDetector
+from dist_ckpt.core.comm.exchange import failure_detector
+from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector
 from dist_ckpt.core.comm.messages import HeartbeatSender
 
 SILENCE_S = 20
@@ -35,7 +35,7 @@ class SaveBarrier:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(exchange_state, "time", clock)
+    monkeypatch.setattr(failure_detector, "time", clock)
     return clock
 
 
