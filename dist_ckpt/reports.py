@@ -114,7 +114,7 @@ class SaveReport:
     def __str__(self) -> str:
         return (
             f"saved {_label(self.path, self.step)}: {format_size(self.nbytes)} by "
-            f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
+            f"{format_count(self.world_size, 'rank')} in {self.total_s:.3g} s "
             f"({format_size(_rate(self.nbytes, self.total_s))}/s; "
             f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)}"
             f"{f'; {format_size(self.nbytes_linked)} linked' if self.num_linked else ''})"
@@ -196,7 +196,7 @@ class LoadReport:
             source = " and ".join(each.path for each in self.sources)
         return (
             f"loaded {source}: {format_size(self.job_nbytes_placed)} on "
-            f"{_ranks(self.world_size)} in {self.total_s:.3g} s "
+            f"{format_count(self.world_size, 'rank')} in {self.total_s:.3g} s "
             f"({format_size(_rate(self.job_nbytes_placed, self.total_s))}/s; "
             f"read {format_size(self.job_nbytes_read)} in {self.slowest_s:.3g} s"
             f"{_slowest(self.world_size, self.slowest_rank)}"
@@ -212,16 +212,17 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 rank" or "2 ranks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _rate(nbytes: int, seconds: float) -> float:
     return nbytes / seconds if seconds else 0.0
 
 
 def _label(path: str, step: int | None) -> str:
     return path if step is None else f"step {step}"
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def _slowest(world_size: int, rank: int) -> str:

@@ -1,7 +1,9 @@
 """`dist-ckpt`: inspect, check, rewrite and remove checkpoints; request a save from a run.
 
-Each command is the file of its name in `commands/`: it parses, calls and prints. Add the name of a
-new command to `_NAMES`.
+- A new command: a file of its name in `commands/`, and its name in `_NAMES` below.
+- An option of several commands, or a completion: `shared_options.py`.
+- A table, a progress bar, a confirmation, an exit code: `output.py`.
+- A field of `--json`: `results.py`, for reports `report_results.py`, and `tests/cli/schemas.json`.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ _NAMES = (
     *("import", "layout", "ls", "pin", "prune", "report", "request-save", "reshard", "rm"),
     *("schema", "show", "stats", "strip", "tag", "tensors", "tree", "upgrade", "verify", "watch"),
 )
-# Commands by the names of 0.1.0.
+# The new names of commands, by their names in 0.1.0.
 _NEW_NAMES = {"plan": "estimate"}
 
 
 class _CommandTable(Mapping[str, click.Command]):
-    """The commands by name. A command is imported when it is first needed."""
+    """The commands by name. A command is imported when it is first used."""
 
     def __getitem__(self, name: str) -> click.Command:
         if name not in _NAMES:
@@ -51,15 +53,15 @@ class _CommandTable(Mapping[str, click.Command]):
 
 
 class _Commands(click.Group):
-    """The group of commands. A reader of the output, such as `head`, may close it early.
+    """The group of commands. The exit code stays if a reader such as `head` closes stdout early.
 
-    The exit code then stays that of the command. click itself would exit with 1.
+    click itself would exit with 1.
     """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command of the arguments; refuse a renamed one. Called by click."""
+        """Return the command that the arguments name. Refuse an old name. Called by click."""
         if args and (new := _NEW_NAMES.get(args[0])) is not None:
             raise click.UsageError(
                 f"dist-ckpt {args[0]} is called dist-ckpt {new} since 0.2.0", ctx=ctx
@@ -67,7 +69,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **options: Any) -> click.Context:
-        """Parse the arguments, which may print a help. Called by click."""
+        """Parse the arguments. This may print a help text. Called by click."""
         with _ignore_closed_output():
             return super().make_context(*args, **options)
 
@@ -80,17 +82,17 @@ class _Commands(click.Group):
 
 @contextmanager
 def _ignore_closed_output() -> Iterator[None]:
-    """Ignore that the reader of stdout has closed it."""
+    """Ignore the error if the reader of stdout has closed it."""
     try:
         yield
     except BrokenPipeError:
         raise click.exceptions.Exit(output.FINE) from None
     finally:
-        # The exit code of the command stays, also if its output is not read.
+        # The exit code of the command stays, even if its output is not read.
         try:
             sys.stdout.flush()
         except OSError as error:
-            # Python would complain again when it flushes stdout at the end, and exit with 120.
+            # Otherwise Python flushes stdout again at its end, fails, and exits with 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if not isinstance(error, BrokenPipeError):
                 raise
@@ -123,16 +125,16 @@ def cli() -> None:
     4  incompatible, or a root that must be upgraded
     5  error of input, output, space or memory; or protected
     6  refused without --yes, or no answer
-    """  # noqa: D301 - click knows the backspace
+    """
 
 
 class _StopError(BaseException):
-    """SIGTERM, as from a scheduler. The command removes its unfinished files."""
+    """Raised on SIGTERM, such as from a scheduler. The command removes its unfinished files."""
 
 
 @contextmanager
 def _stopping_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a command as an interrupt does."""
+    """Let SIGTERM end a command in the same way as an interrupt."""
 
     def stop(*_: object) -> None:
         raise _StopError

@@ -1,4 +1,4 @@
-"""The output of commands: text, JSON, progress, and errors as exit codes."""
+"""Print the output of commands: text, tables, JSON, progress, and errors as exit codes."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from dist_ckpt.cli.results import (
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import with_remedy
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.reports import SaveReport, format_size
+from dist_ckpt.reports import SaveReport, format_count, format_size
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
 STOPPED = 143
 
-# Without a terminal, progress is a line every `LINE_S`. The interval grows with the elapsed time:
-# a day of work has some 200 lines.
-LINE_S = 5.0
-LINE_OF_TIME = 0.05
-# A smaller part of the work gives no estimate of the remaining time.
+# Without a terminal, progress is a line every `LINE_INTERVAL_S`. After a while it is a line after
+# each further `LINE_INTERVAL_SHARE` of the elapsed time. So a day of work has some 200 lines.
+LINE_INTERVAL_S = 5.0
+LINE_INTERVAL_SHARE = 0.05
+# The remaining time is estimated when this part of the work is done.
 MIN_PART_FOR_ESTIMATE = 0.01
-# A plan names at most this many files.
+# A dry run lists at most this many files.
 MAX_FILES = 30
 # A table shows at most this many metrics of a checkpoint.
 _MAX_METRICS = 4
 
-# The longest wait: 30 years. The clocks of the system overflow soon after.
+# The longest wait: 30 years. The clocks of the system overflow not much later.
 MAX_SECONDS = 1e9
 
 
@@ -80,7 +80,7 @@ def exit_code(error: Exception) -> int:
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Print an expected error as one line on stderr, without a traceback, and exit."""
+    """Print an expected error as one line on stderr, without a traceback. Then exit."""
     try:
         yield
     except (CheckpointError, ValueError, TypeError, ImportError, OSError) as error:
@@ -99,10 +99,10 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 @contextmanager
 def exit_with(code: int) -> Iterator[None]:
-    """Exit with a code after the block has printed."""
+    """Exit with a code when the block has printed its output."""
     try:
         yield
-    except BrokenPipeError:  # the exit code stays, also if the output is not read
+    except BrokenPipeError:  # the exit code stays, even if the output is not read
         if code == FINE:
             raise
     if code != FINE:
@@ -110,10 +110,10 @@ def exit_with(code: int) -> Iterator[None]:
 
 
 def confirm(question: str, refused: str, *, about: Iterable[str] = ()) -> None:
-    """Ask for confirmation of a change, after the lines `about` it. Exit without a yes.
+    """Ask for confirmation of a change. Exit unless the answer is yes.
 
-    Without a terminal, print that the change is `refused`, and exit. All output is on stderr, as
-    stdout may be a document.
+    First print the lines `about` the change. Without a terminal, print `refused` and exit. All of
+    this goes to stderr, because stdout may be a document.
     """
     if not sys.stdin.isatty():
         click.echo(f"dist-ckpt: {printable(refused)}: add --yes to confirm", err=True)
@@ -125,21 +125,21 @@ def confirm(question: str, refused: str, *, about: Iterable[str] = ()) -> None:
 
 
 def printable(text: str, *, allowed: str = "") -> str:
-    """Escape control characters: names in a checkpoint are untrusted, and could steer a terminal.
+    """Escape control characters. Names in a checkpoint are untrusted, and could control a terminal.
 
-    Line feeds are escaped too, unless they are `allowed`: a name must not look like a line of the
+    Line feeds are escaped too, unless they are `allowed`. So a name cannot look like a line of the
     output.
     """
     return "".join(c if c.isprintable() or c in allowed else repr(c)[1:-1] for c in text)
 
 
 def print_json(document: JsonObject, *, indent: int | None = 2) -> None:
-    """Print a document of `results`; without `indent` on one line."""
+    """Print a document of `results.py`. With `indent=None` it is on one line."""
     click.echo(json.dumps(plain_json(msgspec.to_builtins(document, enc_hook=str)), indent=indent))
 
 
 def print_result(document: JsonObject, text: str, *, as_json: bool) -> None:
-    """Print a document, or the text for people."""
+    """Print a document as JSON, or its text for people."""
     if as_json:
         print_json(document)
     else:
@@ -148,7 +148,7 @@ def print_result(document: JsonObject, text: str, *, as_json: bool) -> None:
 
 @contextmanager
 def needs_torch(label: str) -> Iterator[None]:
-    """Raise an error with the command that installs torch if it is missing."""
+    """Raise ModuleNotFoundError with the command that installs torch, if torch is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -162,7 +162,7 @@ def needs_torch(label: str) -> Iterator[None]:
 def write_checkpoint(
     plan: WritePlan[SaveReport], document: type[WrittenCheckpoint], *, dry_run: bool, as_json: bool
 ) -> None:
-    """Run a plan, show its progress, and print the report. For `--dry-run`, print the plan."""
+    """Run a plan, show its progress, and print the report. For a dry run, print the plan."""
     report = run_plan(plan, document_name(document), dry_run=dry_run, as_json=as_json)
     if report is None:
         return
@@ -170,14 +170,13 @@ def write_checkpoint(
         for source in plan.sources:
             click.echo(printable(source))
     linked = f", {report.num_linked} linked" * bool(report.num_linked)
-    summary = (
-        f"{report.num_tensors} tensors, {format_size(report.nbytes)} in {report.num_files} files"
-    )
+    files = f"{format_size(report.nbytes)} in {format_count(report.num_files, 'file')}"
+    summary = f"{format_count(report.num_tensors, 'tensor')}, {files}"
     print_result(convert(report, document), f"{report.path}: {summary}{linked}", as_json=as_json)
 
 
 def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: bool) -> Result | None:
-    """Run a plan and show its progress. For `--dry-run`, print it instead and return None."""
+    """Run a plan and show its progress. For a dry run, print the plan and return None."""
     if dry_run:
         _print_plan(plan, as_json=as_json)
         return None
@@ -200,8 +199,8 @@ def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
     for name, num in [*sizes.items()][:MAX_FILES]:
         click.echo(f"would be written  {printable(name)}  {format_size(num)}")
     if (num_more := len(sizes) - MAX_FILES) > 0:
-        click.echo(f"... and {num_more} files more, which --json lists")
-    total = f"{format_size(nbytes)} in {len(sizes)} files would be written"
+        click.echo(f"... and {format_count(num_more, 'more file')}, which --json lists")
+    total = f"{format_size(nbytes)} in {format_count(len(sizes), 'file')} would be written"
     click.echo(f"{printable(plan.path)}: {total}")
 
 
@@ -214,12 +213,12 @@ def format_duration(seconds: float) -> str:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> None:
-    """Print columns as `table_lines` lays them out."""
+    """Print a table. The columns in `right` are aligned to the right."""
     click.echo("\n".join(table_lines(heads, rows, right)))
 
 
 def metrics_cell(metrics: Mapping[str, float]) -> str:
-    """Return the text of a table cell: a few metrics, as trainers note dozens."""
+    """Return the text of a table cell: the first metrics, because a trainer may log dozens."""
     shown = [f"{name}={value:g}" for name, value in metrics.items()]
     more = len(shown) - _MAX_METRICS
     return ", ".join([*shown[:_MAX_METRICS], *[f"{more} more"] * (more > 0)])
@@ -228,7 +227,7 @@ def metrics_cell(metrics: Mapping[str, float]) -> str:
 def table_lines(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]
 ) -> list[str]:
-    """Return the lines of a table. The columns in `right` are aligned to the right."""
+    """Return the lines of a table, as `print_table` prints them."""
     lines = []
     table = [list(heads), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
@@ -243,9 +242,9 @@ def table_lines(
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a callback (bytes done, bytes in all): a bar on a terminal, otherwise lines."""
+    """Yield a progress callback. It shows a bar on a terminal, and prints lines elsewhere."""
     console = Console(stderr=True)
-    # A dumb terminal, such as that of an editor, cannot show a bar.
+    # A dumb terminal, such as in an editor, cannot show a bar.
     if sys.stderr.isatty() and not console.is_dumb_terminal:
         columns = (TextColumn(label), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Bar(*columns, console=console, transient=True) as bar:
@@ -256,7 +255,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _ProgressLog:
-    """Progress as lines, one every few seconds. Short work has none."""
+    """Progress as lines on stderr, one every few seconds. Short work prints none."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -266,9 +265,9 @@ class _ProgressLog:
     def update(self, done: int, total: int) -> None:
         """Print a line if the last one is old enough."""
         now = time.monotonic()
-        # The rate counts from the first call: imports before it have another rate.
+        # Measure the rate from the first call: imports before it do not count.
         since, before = self._first = self._first or (now, done)
-        if now - self._printed_at < max(LINE_S, LINE_OF_TIME * (now - self._began)):
+        if now - self._printed_at < max(LINE_INTERVAL_S, LINE_INTERVAL_SHARE * (now - self._began)):
             return
         self._printed_at = now
         rate = (done - before) / (now - since) if now > since else 0.0

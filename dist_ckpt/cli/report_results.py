@@ -1,4 +1,4 @@
-"""The documents of `dist-ckpt report --json`, as types: of a checkpoint, a damaged one, a run."""
+"""The documents of `dist-ckpt report --json`, as types: a checkpoint, a damaged one, a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dist_ckpt.cli.results import (
 from dist_ckpt.core.checkpoint.verify import Level
 from dist_ckpt.tools.report.facts import Check
 
-# JSON objects have no order: ordered names are pairs.
+# JSON objects have no order. Where the order matters, there are pairs.
 TextPairs: TypeAlias = tuple[tuple[str, str], ...]
 SizePairs: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class Verification(JsonObject, frozen=True):
-    """The check of a report. `why` says why a checkpoint was not checked."""
+    """The check of a checkpoint. `why` is the reason if it was not checked."""
 
     result: Literal["ok", "damaged", "not checked"]
     level: Level | None
@@ -72,7 +72,7 @@ class RankRow(JsonObject, frozen=True):
 
 
 class RankSizes(JsonObject, frozen=True):
-    """The bytes of each rank. A column is `ranks_per_column` ranks."""
+    """The bytes of each rank. A column shows `ranks_per_column` ranks."""
 
     components: tuple[RankRow, ...]
     totals: tuple[int, ...]
@@ -94,7 +94,7 @@ class ReportResult(JsonDocument, tag="dist-ckpt.report/2", frozen=True):
 
 
 class DamagedReport(ReportResult, frozen=True):
-    """A checkpoint that cannot be opened. `unreadable` says why."""
+    """A checkpoint that cannot be opened. `unreadable` is the reason."""
 
     about: Literal["checkpoint"]
     unreadable: str | None

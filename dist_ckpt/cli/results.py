@@ -1,7 +1,7 @@
-"""The documents that `--json` prints, as types; `dist-ckpt schema NAME` prints their schemas.
+"""The documents that `--json` prints, as types. `dist-ckpt schema NAME` prints their JSON Schema.
 
-The tag of a type is the field `schema` of its document: a name and a version. The version grows
-when a field changes its meaning or disappears. No object has other fields than these.
+The tag of a type is the field `schema` of its document: a name and a version. Increment the version
+when a field changes its meaning or disappears. An object has exactly these fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dist_ckpt.core.checkpoint.verify import Level
 from dist_ckpt.core.commit.attempts import AttemptState
 from dist_ckpt.core.format.run_records import Outcome
 
-# JSON has no nan and no infinities: these are texts.
+# JSON has no nan and no infinities: they are written as text.
 Number: TypeAlias = float | Literal["nan", "inf", "-inf"]
 Texts: TypeAlias = tuple[str, ...]
 Sizes: TypeAlias = Mapping[str, int]
@@ -34,12 +34,12 @@ class JsonDocument(JsonObject, tag_field="schema", tag="", frozen=True):
 
 
 def convert(value: object, type_: type[_Type]) -> _Type:
-    """Return a document or a part of it: its fields are attributes or keys of the value."""
+    """Return a document or a part of it. Its fields are attributes or keys of `value`."""
     return msgspec.convert(value, type_, from_attributes=True)
 
 
 def extend(value: object, type_: type[_Object], **more: object) -> _Object:
-    """Return a document or a part of it: its fields are in `more`, or attributes of the value."""
+    """Return a document or a part of it. Its fields are in `more`, or attributes of `value`."""
     names = (name for name in type_.__struct_fields__ if name not in more)
     return convert({**{name: getattr(value, name) for name in names}, **more}, type_)
 
@@ -88,7 +88,7 @@ class LsResult(JsonDocument, tag="dist-ckpt.ls/2", frozen=True):
 
 
 class ShownCheckpoint(JsonObject, frozen=True):
-    """A summary of a checkpoint. `config` is a text if it cannot be read."""
+    """A summary of a checkpoint. If the configuration cannot be read, `config` is the reason."""
 
     path: str
     step: int | None
@@ -140,7 +140,7 @@ class TreeResult(JsonDocument, tag="dist-ckpt.tree/2", frozen=True):
 
 
 class LargeTensor(JsonObject, frozen=True):
-    """A tensor without the tensor that it may be tied to."""
+    """A tensor in a list of the largest tensors."""
 
     name: str
     dtype: str
@@ -164,7 +164,7 @@ class TensorsResult(JsonDocument, tag="dist-ckpt.tensors/2", frozen=True):
 
 
 class StatsRow(JsonObject, frozen=True):
-    """Statistics of a tensor. `min`, `max`, `mean` and `rms` are of its finite values."""
+    """Statistics of a tensor. `min`, `max`, `mean` and `rms` describe its finite values."""
 
     name: str
     dtype: str
@@ -288,7 +288,7 @@ class ComparedRun(JsonObject, frozen=True):
 
 
 class CompareResult(JsonDocument, tag="dist-ckpt.compare/2", frozen=True):
-    """Several runs. `differing` has the values of a configuration that differ, by run."""
+    """Several runs. `differing` has the configuration values that differ, by name and by run."""
 
     metric: str | None
     runs: tuple[ComparedRun, ...]
@@ -382,7 +382,7 @@ class TagResult(JsonDocument, tag="dist-ckpt.tag/2", frozen=True):
 
 
 class UpgradeResult(JsonDocument, tag="dist-ckpt.upgrade/2", frozen=True):
-    """The records of a root that are converted. `alive` describes jobs that may use the root."""
+    """The converted records of a root. `alive` describes jobs that may use the root."""
 
     root: str
     dry_run: bool
@@ -415,7 +415,7 @@ class WrittenCheckpoint(JsonDocument, frozen=True):
 
 
 class ReshardResult(WrittenCheckpoint, tag="dist-ckpt.reshard/2", frozen=True):
-    """A checkpoint that was written again."""
+    """A checkpoint that was written for another layout."""
 
 
 class CpResult(WrittenCheckpoint, tag="dist-ckpt.cp/2", frozen=True):
@@ -499,7 +499,7 @@ class WatchResult(JsonDocument, tag="dist-ckpt.watch/2", frozen=True):
 
 
 class RequestSaveResult(JsonDocument, tag="dist-ckpt.request-save/2", frozen=True):
-    """A request to save, and its answer. Without an answer `outcome` is null."""
+    """A request to save, and its answer. `outcome` is null if there is no answer."""
 
     root: str
     why: str

@@ -1,4 +1,4 @@
-"""The arguments and options of several commands, and the words that a shell completes in them."""
+"""The arguments and options of several commands, and what a shell completes in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dist_ckpt.runs.listing import Listing, list_run
 
 _Command = Callable[..., Any]
 
-# A shell waits for the words: an error offers none, and prints nothing.
+# A completion ignores these errors: the shell then offers no words, and prints nothing.
 _EXPECTED = (CheckpointError, OSError, ValueError, TypeError)
 
 
@@ -30,7 +30,7 @@ class CheckpointPath(click.Path):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return the selectors after an @; without an @ the shell completes. Called by click."""
+        """Return the selectors after an @. Without an @ the shell completes. Called by click."""
         root, at, _ = incomplete.rpartition("@")
         if not at:
             return super().shell_complete(ctx, param, incomplete)
@@ -53,8 +53,8 @@ def _selectors(listing: Listing) -> Iterator[str]:
 def complete_names(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return patterns of tensors and groups, up to the next dot. Called by click."""
-    # An option without its value ends the parsing of click. Earlier arguments are then in `args`.
+    """Return globs that name tensors or groups, up to the next dot. Called by click."""
+    # click stops parsing at an option without a value. Earlier arguments are then in `args`.
     values = [ctx.params.get(name) for name in ("path", "source", "a")]
     path = next((value for value in [*values, *ctx.args] if isinstance(value, str)), "")
     patterns: set[str] = set()
@@ -89,7 +89,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it t
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Return the number of bytes. Any other text is a usage error."""
+        """Return the number of bytes. Any other text is a usage error. Called by click."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d{1,18})\s*([kMGT]?)(i?)B?", str(value))
@@ -100,7 +100,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]  # before click 8.4 it t
         return int(match[1]) * factor
 
 
-# Reading the path gives a better error than the check of click.
+# click does not check the path: the error of the command is better.
 PATH = CheckpointPath(readable=False)
 
 path = click.argument("path", type=PATH)
@@ -116,17 +116,17 @@ overwrite = click.option(
 
 
 def glob_option(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
-    """Return an option that may be repeated; its value is None without any."""
+    """Return a decorator that adds a repeatable option. Without it the value is None."""
     return click.option(*names, multiple=True, callback=none_if_empty, **attributes)
 
 
 def none_if_empty(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """Return the values of an option that may be repeated; None without any. Called by click."""
+    """Return the values of a repeatable option, or None if it is not used. Called by click."""
     return values or None
 
 
 def selection(command: _Command) -> _Command:
-    """Add the options --include, short -g, and --exclude: globs, None without any."""
+    """Add the options --include (short: -g) and --exclude, which take globs."""
     include = glob_option(
         *("-g", "--include"),
         shell_complete=complete_names,

@@ -12,7 +12,7 @@ from dist_ckpt.core.commit.records.protections import DELETION_INTENT
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.prune import plan_prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy
@@ -114,7 +114,7 @@ def _describe_first(seen: RunObservation) -> str:
     newest = "there is none that a run may resume from"
     if seen.newest is not None:
         newest = f"the newest is of step {seen.newest.step}"
-    return f"{count} checkpoint{'s' * (count != 1)}: {newest}"
+    return f"{format_count(count, 'checkpoint')}: {newest}"
 
 
 def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Ite
         return
     if before is None or before.attempt != after.attempt:
         again = " again" if before is not None and before.attempt is not None else ""
-        ranks = f"{after.world_size} rank{'s' * (after.world_size != 1)}"
+        ranks = format_count(after.world_size or 0, "rank")
         yield f"{name} is durable{again}: {format_size(after.nbytes or 0)} by {ranks}"
         before = replace(after, metrics={}, protected_by=(), is_verified=False, is_orphaned=False)
     if new := set(_metric_texts(after)) - set(_metric_texts(before)):

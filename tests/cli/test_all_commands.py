@@ -231,6 +231,11 @@ def test_every_document_is_as_its_schema_says(
     assert not validator.is_valid({**document, "more": 1})
 
 
+def test_without_a_name_schema_lists_the_documents_once(run: Run) -> None:
+    code, _, told = run("schema")
+    assert (code, told.count("show-all")) == (2, 1)
+
+
 def test_every_command_with_json_has_a_schema() -> None:
     options = {
         name: {one for param in command.params for one in param.opts}

@@ -33,8 +33,11 @@ def test_average_writes_the_mean_and_tells_of_what(run, root, tmp_path, monkeypa
     code, out, err = run("average", first, second, "--to", tmp_path / "a")
     assert (code, err) == (0, "")
     *told, last = out.splitlines()
-    assert [line.split("/")[0] for line in told] == ["1 of step-00000001", "1 of step-00000002"]
-    assert last.startswith(f"{tmp_path / 'a'}: 1 tensors")
+    assert [line.split("/")[0] for line in told] == [
+        "weight 1: step-00000001",
+        "weight 1: step-00000002",
+    ]
+    assert last.startswith(f"{tmp_path / 'a'}: 1 tensor, ")
     assert mean_at(tmp_path / "a") == [[1.5, 1.5]]
     best = ("average", root, "--best", "2", "--min", "loss", "--to", tmp_path / "b")
     assert run(*best)[0] == 0

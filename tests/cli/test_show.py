@@ -14,7 +14,7 @@ from commands import open_attempt
 def test_show_tells_what_a_checkpoint_is(run, checkpoint):
     code, out, _ = run("show", checkpoint)
     assert code == 0
-    facts = ("step        7", "for 1 ranks", "2, and 0 tied names", "loader: 1 keys", "loss = 2.5")
+    facts = ("step        7", "for 1 rank\n", "0 tied names", "loader: 1 key\n", "loss = 2.5")
     assert [fact for fact in facts if fact not in out] == []
 
 
@@ -51,3 +51,15 @@ def test_several_are_shown_one_after_the_other(run, root):
     blocks = out.split("\n\n")
     assert [one.splitlines()[0].rpartition("/")[2] for one in blocks] == ["s1", "s4"]
     assert run("show", root / "s4", f"{root}@99")[0] == 3
+
+
+def test_one_of_anything_is_singular(run, tmp_path):
+    dc.save({"w": torch.ones(2)}, tmp_path / "ck")
+    for command, told in (
+        ("show", "for 1 rank\n"),
+        ("layout", "1 shard\n1 rank, "),
+        ("tensors", "1 tensor, "),
+        ("stats", "1 tensor, 0 with"),
+    ):
+        assert told in run(command, tmp_path / "ck")[1]
+    assert ": 1 tensor, " in run("cp", tmp_path / "ck", tmp_path / "copy")[1]

@@ -17,6 +17,6 @@ def test_strip_asks_drops_and_says_what_is_left(run, tmp_path):
     code, _, err = run("strip", f"{root}@1", "optim", "--yes")
     assert (code, "--force" in err) == (5, True)
     code, out, _ = run("strip", f"{root}@1", "optim", "--yes", "--force")
-    assert (code, "1 tensors" in out, "1 files linked" in out) == (0, True, True)
+    assert (code, "1 tensor, " in out, "1 file linked" in out) == (0, True, True)
     assert run("verify", f"{root}@1")[0] == 0
     assert [info.component for info in dc.open(f"{root}@1").tensors.values()] == ["model"]

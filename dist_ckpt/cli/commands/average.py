@@ -43,7 +43,7 @@ def average(
     \b
     dist-ckpt average run/step-00001000 run/step-00002000 --to mean
     dist-ckpt average run --best 5 --min val/loss --to mean
-    """  # noqa: D301 - click knows the backspace
+    """
     is_run = of_average["last"] is not None or of_average["best"] is not None
     if is_run and len(sources) > 1:
         raise click.UsageError("--last and --best select from one run: give only its folder")

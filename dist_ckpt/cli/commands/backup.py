@@ -23,7 +23,7 @@ def backup(path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
 
     \b
     dist-ckpt backup runs/a@latest
-    """  # noqa: D301 - click knows the backspace
+    """
     plan = plan_backup(path, overwrite=overwrite)
     target = output.run_plan(plan, "backup", dry_run=dry_run, as_json=as_json)
     if target is not None:

@@ -33,7 +33,7 @@ def compare(
     \b
     dist-ckpt compare sweep --min val/loss
     dist-ckpt compare runs/a runs/b --csv > table.csv
-    """  # noqa: D301 - click knows the backspace
+    """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     comparison = compare_runs(*paths, min=lowest, max=highest)

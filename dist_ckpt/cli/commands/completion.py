@@ -16,10 +16,10 @@ from click.shell_completion import (
 
 
 class BashWords(BashComplete):
-    """Complete in bash, where a word ends at an @ or a colon, as in runs/a@min:loss.
+    """Completion for bash. In bash a word ends at an @ or a colon, as in runs/a@min:loss.
 
-    The words are read from the line, not from bash. bash gets the end of a word: the part that
-    replaces its last word.
+    So the words are read from the command line, not from bash. bash gets only the end of a word:
+    the part that replaces the last word of bash.
     """
 
     source_template = """\
@@ -53,14 +53,14 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
         end = max((incomplete.rfind(char) for char in breaks), default=-1)
         # readline ends a word before an @, and after the other characters.
         earlier_words = incomplete[: end + (incomplete[end : end + 1] != "@")]
-        # A name in a checkpoint of another user may be `$(...)`. bash takes a word as it is, while
-        # zsh and fish quote it.
+        # A name in a checkpoint of another user may be `$(...)`. zsh and fish quote the word, bash
+        # does not.
         word = re.sub(r"[^\w%+,./:=@-]", r"\\\g<0>", item.value.removeprefix(earlier_words))
         return f"{item.type},{word}"
 
 
 class FishWords(FishComplete):
-    """Complete in fish, where a word may have a comma."""
+    """Completion for fish. In fish a word may contain a comma."""
 
     source_template = FishComplete.source_template.replace("split", "split -m 1")
 
@@ -77,7 +77,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     dist-ckpt completion bash >> ~/.bashrc
     dist-ckpt completion zsh >> ~/.zshrc
     dist-ckpt completion fish > ~/.config/fish/completions/dist-ckpt.fish
-    """  # noqa: D301 - click knows the backspace
+    """
     shell_class = {"bash": BashWords, "zsh": ZshComplete, "fish": FishWords}[shell]
     command = ctx.find_root().command
     click.echo(shell_class(command, {}, "dist-ckpt", "_DIST_CKPT_COMPLETE").source())

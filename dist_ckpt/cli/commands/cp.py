@@ -27,6 +27,6 @@ def cp(
 
     \b
     dist-ckpt cp runs/a@latest archive/step-00012000
-    """  # noqa: D301 - click knows the backspace
+    """
     plan = plan_copy(source, target, overwrite=overwrite, link=link)
     output.write_checkpoint(plan, CpResult, dry_run=dry_run, as_json=as_json)

@@ -31,7 +31,7 @@ def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
     dist-ckpt diff runs/a@1000 runs/a@latest
     dist-ckpt diff runs/a@latest resharded --values
     dist-ckpt diff runs/a@latest runs/b@latest --values --rtol 1e-5 -g model
-    """  # noqa: D301 - click knows the backspace
+    """
     with output.progress("diff") as update:
         difference = differ(a, b, **options, progress=update)
     with output.exit_with(output.FINE if difference.same else output.FINDING):

@@ -1,4 +1,4 @@
-"""The command `estimate`: estimate the space and time of a run."""
+"""The command `estimate`: estimate the size, time and space of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import EstimateResult, convert
 from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.tools.inspect.estimate import Estimate, measure_rate
 from dist_ckpt.tools.inspect.estimate import estimate as compute
@@ -52,7 +52,7 @@ def estimate(
     \b
     dist-ckpt estimate --from runs/a@latest --world-size 64 --rate 2GB
     dist-ckpt estimate --from runs/a@latest --steps 10000 --save-every 500 --keep 'last(3)'
-    """  # noqa: D301 - click knows the backspace
+    """
     if rate is not None and measure:
         raise click.UsageError("--rate and --measure exclude each other: give one of them")
     if rate == 0:
@@ -70,17 +70,19 @@ def estimate(
 
 
 def _print(costs: Estimate) -> None:
+    ranks = format_count(costs.world_size, "rank")
+    checkpoints = format_count(costs.num_at_once, "checkpoint")
     lines = [
         ("like", costs.path),
-        ("size", f"{format_size(costs.nbytes)} in {costs.num_files} files"),
-        ("by", f"{costs.world_size} ranks, at most {format_size(costs.nbytes_rank)} each"),
+        ("size", f"{format_size(costs.nbytes)} in {format_count(costs.num_files, 'file')}"),
+        ("by", f"{ranks}, at most {format_size(costs.nbytes_rank)} each"),
         ("saves", f"{costs.num_saves}, and {costs.num_kept} of them stay"),
     ]
     if costs.rate is not None and costs.save_s is not None:
         lines.append(("a save", f"{costs.save_s:.3g} s at {format_size(costs.rate)}/s"))
     fits = "the peak fits" if costs.fits else "the peak does NOT fit"
     lines += [
-        ("peak", f"{format_size(costs.nbytes_peak)}: {costs.num_at_once} checkpoints at once"),
+        ("peak", f"{format_size(costs.nbytes_peak)}: {checkpoints} at once"),
         ("free", f"{format_size(costs.nbytes_free)} at {costs.folder}: {fits}"),
     ]
     for name, text in lines:

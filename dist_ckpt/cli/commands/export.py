@@ -29,7 +29,7 @@ def _plan_torch(source: str, file: str, **options: Any) -> WritePlan[int]:
     return plan_export_file(source, file, **options)
 
 
-# The plan of each format, and the options that it takes.
+# The function that plans each format, and the options that it takes.
 _GLOBS = frozenset({"include", "exclude"})
 _HF_OPTIONS = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
 _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
@@ -86,15 +86,16 @@ def export(
     torch  a file for torch.load
     shrew  a .shrew file
 
-    If the format cannot hold a value, the error names it. With --overwrite, other files in a folder
-    of hf stay, such as config.json. The export of an imported .shrew file has the same bytes.
+    If the format cannot hold a value, the error names the value. With --overwrite, other files in a
+    folder of hf stay, such as config.json. The export of an imported .shrew file has the same
+    bytes.
 
     \b
     dist-ckpt export --format shrew runs/a@latest training.shrew
     dist-ckpt export --format hf --dtype bf16 runs/a@latest exported
     dist-ckpt export --format dcp runs/a@latest for-dcp
     dist-ckpt export --format torch --only model runs/a@latest model.pt
-    """  # noqa: D301 - click knows the backspace
+    """
     make_plan, names = _FORMATS[format_]
     options = {name: value for name, value in of_format.items() if value not in (None, (), False)}
     for name in options.keys() - names:

@@ -1,4 +1,4 @@
-"""The command `gc`: remove the files of dead and aborted saves."""
+"""The command `gc`: remove the files of crashed and aborted saves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
     \b
     dist-ckpt gc runs/a
     dist-ckpt gc runs/a --grace 60 --dry-run
-    """  # noqa: D301 - click knows the backspace
+    """
     storage, root = open_resolved(path)
     if dry_run:
         now = time.time()
@@ -61,9 +61,10 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
 
 @contextmanager
 def exclusive_gc(root: str) -> Iterator[None]:
-    """Lock a root against other `gc` commands of this user and host. StorageError if it is locked.
+    """Lock a root against other `gc` commands of this user on this host.
 
     This only avoids the errors of two concurrent commands. The commit order protects the data.
+    Raises StorageError if another command has the lock.
     """
     key = document_digest(os.fsencode(os.path.realpath(root)))
     # Not in the root: readers of the root would have to ignore the lock file.

@@ -69,7 +69,7 @@ def import_(
     dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8
     dist-ckpt import --from torch old.pt runs/b/step-00000500 --step 500
     dist-ckpt import --from lightning epoch=3.ckpt runs/c/step-00000500 --exclude hyper_parameters
-    """  # noqa: D301 - click knows the backspace
+    """
     if from_ == "shrew":
         overwrite = options.pop("overwrite")
         if ranks is not None or any(value is not None for value in options.values()):

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import FileRow, LayoutResult, extend
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.tools.inspect.describe import layout as layout_of
 
 
@@ -26,7 +26,7 @@ def layout(path: str, *, as_json: bool, **selection: Any) -> None:
     \b
     dist-ckpt layout runs/a@latest
     dist-ckpt layout runs/a@latest -g 'model.*.weight'
-    """  # noqa: D301 - click knows the backspace
+    """
     shard_layout = layout_of(path, **selection)
     if as_json:
         files = []
@@ -40,9 +40,8 @@ def layout(path: str, *, as_json: bool, **selection: Any) -> None:
         return
     rows = []
     for file in shard_layout.files:
-        rows.append(
-            (file.name, str(file.rank), format_size(file.nbytes), f"{file.num_shards} shards")
-        )
+        count = format_count(file.num_shards, "shard")
+        rows.append((file.name, str(file.rank), format_size(file.nbytes), count))
         for shard in file.shards:
             elements = "" if isinstance(shard.cell, Region) else "elements "
             text = f"{shard.tensor} {elements}{shard.cell}"
@@ -51,6 +50,6 @@ def layout(path: str, *, as_json: bool, **selection: Any) -> None:
     ranks = shard_layout.nbytes_by_rank
     most = max(range(len(ranks)), key=ranks.__getitem__)
     click.echo(
-        f"{len(ranks)} ranks, {format_size(sum(ranks))}; the most is {format_size(ranks[most])} "
-        f"on rank {most}, {shard_layout.imbalance:.2f} times the mean"
+        f"{format_count(len(ranks), 'rank')}, {format_size(sum(ranks))}; the most is "
+        f"{format_size(ranks[most])} on rank {most}, {shard_layout.imbalance:.2f} times the mean"
     )

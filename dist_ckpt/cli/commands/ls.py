@@ -18,7 +18,7 @@ from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 
-# The columns that are always shown; later ones only if they are not empty.
+# So many columns are always shown. The other columns are shown if they are not empty.
 _NUM_FIXED_COLUMNS = 7
 
 
@@ -28,15 +28,15 @@ _NUM_FIXED_COLUMNS = 7
 def ls(path: str, *, as_json: bool) -> None:
     """List the checkpoints in a folder.
 
-    PATH is a run's folder, or one checkpoint. STATE is "committed", or why the checkpoint cannot be
-    loaded. "open" means that a save is running or has crashed; "dist-ckpt gc" removes crashed
-    saves. "orphaned" means that the run later resumed from an earlier step, "checked" that a
-    "verify" or a load has read and checked all of it. The table shows the first few metrics;
-    --json prints all.
+    PATH is a run's folder, or one checkpoint. STATE is "committed", or the reason why the
+    checkpoint cannot be loaded. "open" means that a save is running or has crashed; "dist-ckpt gc"
+    removes crashed saves. "orphaned" means that the run later resumed from an earlier step.
+    "checked" means that "verify" or a load has checked every byte. The table shows the first few
+    metrics; --json prints all.
 
     \b
     dist-ckpt ls runs/a
-    """  # noqa: D301 - click knows the backspace
+    """
     listing, below = checkpoints(resolve(path)), _runs_in(path)
     if as_json:
         rows = convert(listing, tuple[ListedRow, ...])

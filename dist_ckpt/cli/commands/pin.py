@@ -30,7 +30,7 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
     \b
     dist-ckpt pin runs/a@12000 --why "results of the paper"
     dist-ckpt pin runs/a@12000 --remove
-    """  # noqa: D301 - click knows the backspace
+    """
     if remove and why:
         raise click.UsageError("--why and --remove exclude each other: a removed pin has no reason")
     subject = checkpoint_to_protect(path)
@@ -46,7 +46,7 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
 
 
 def checkpoint_to_protect(path: str) -> CheckpointRef:
-    """Return the committed checkpoint of a path or selector. NotFoundError if there is none."""
+    """Return the committed checkpoint at a path or selector. NotFoundError if there is none."""
     storage, folder = open_resolved(path)
     for checkpoint in list_run(storage, folder, now=time.time()).checkpoints:
         if checkpoint.path == folder:

@@ -8,7 +8,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import PruneResult, PruneRow, extend
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.prune import Decision
 from dist_ckpt.runs.run import Run
@@ -42,14 +42,15 @@ def prune(
 
     \b
     dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
-    """  # noqa: D301 - click knows the backspace
+    """
     run, keep = Run(root), policies.parse(policy)
     plan = run.prune(keep, dry_run=True)
     doomed = [checkpoint for checkpoint, reasons in plan if not reasons]
     if doomed and not (dry_run or yes):
+        count = format_count(len(doomed), "checkpoint")
         output.confirm(
-            f"Remove {len(doomed)} checkpoints?",
-            f"{len(doomed)} checkpoints are not removed",
+            f"Remove {count}?",
+            f"{count} {'is' if len(doomed) == 1 else 'are'} not removed",
             about=_lines(plan, explain=explain, verb="to be removed"),
         )
     if doomed and not dry_run:

@@ -12,7 +12,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.report_results import CheckpointReport, DamagedReport, RunReport
 from dist_ckpt.cli.results import convert
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import Progress, format_count
 from dist_ckpt.tools.report.facts import CHECKS, Check
 from dist_ckpt.tools.report.write_report import check_target, report_facts, write_report
 
@@ -49,12 +49,12 @@ def report(
     configuration and metadata. The page of a run shows its saves and their durations, metrics,
     protected, orphaned and damaged checkpoints, and sizes.
 
-    Exit code 1 if anything is damaged, 5 if something could not be checked.
+    Exit code 1 if a checkpoint is damaged, 5 if one could not be checked.
 
     \b
     dist-ckpt report runs/a -o run.html
     dist-ckpt report runs/a@latest --verify full
-    """  # noqa: D301 - click knows the backspace
+    """
     if as_json and (file is not None or overwrite or dry_run):
         raise click.UsageError("--json writes no page: leave out -o, --overwrite and --dry-run")
     file = file or "report.html"
@@ -66,7 +66,7 @@ def report(
     with ExitStack() as bars:
 
         def progress_of(label: str) -> Progress:
-            bars.close()  # the bar of the last checkpoint
+            bars.close()  # end the bar of the last checkpoint
             return bars.enter_context(output.progress(label))
 
         if as_json:
@@ -91,19 +91,19 @@ def _document(facts: Mapping[str, Any]) -> RunReport | DamagedReport:
 
 def _summary(report: RunReport | DamagedReport) -> str:
     if isinstance(report, RunReport):
-        num = report.num_checkpoints
         checked = "" if report.check == "none" else f", {report.num_damaged} damaged"
         num_failed = sum(row.has_failed for row in report.checkpoints)
         failed = f", {num_failed} could not be checked" if num_failed else ""
-        return f"{num} checkpoint{'s' * (num != 1)}{checked}{failed}"
+        return f"{format_count(report.num_checkpoints, 'checkpoint')}{checked}{failed}"
     check = report.verification
     if check.result == "not checked":
         return f"one checkpoint, not checked{f': {check.why}' * check.has_failed}"
-    return f"one checkpoint, {check.num_problems} problems by the {check.level} check"
+    problems = format_count(check.num_problems, "problem")
+    return f"one checkpoint, {problems} by the {check.level} check"
 
 
 def _code(report: RunReport | DamagedReport) -> int:
-    """Return the exit code, as of `dist-ckpt verify`."""
+    """Return the exit code. It has the same meaning as that of `dist-ckpt verify`."""
     if not isinstance(report, RunReport):
         if report.unreadable or report.verification.problems:
             return output.FINDING

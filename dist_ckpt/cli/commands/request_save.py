@@ -17,7 +17,7 @@ from dist_ckpt.core.commit.records.incarnations import (
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.runs import save_requests as asking
 
-# Long enough for steps of minutes and a large save.
+# Long enough for a step of some minutes and a large save.
 ANSWER_S = 600.0
 
 
@@ -49,7 +49,7 @@ def request_save(
 
     \b
     dist-ckpt request-save runs/a --stop --wait --timeout 300
-    """  # noqa: D301 - click knows the backspace
+    """
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout needs --wait: give both")
     storage, folder = open_storage(root)
@@ -99,7 +99,7 @@ def request_save(
 
 
 def _describe_liveness(before: float | None, after: float | None, waited_s: float) -> str:
-    """Describe if a job is alive, by its liveness before and after the wait."""
+    """Return a text about whether the job is alive, from its liveness before and after the wait."""
     if after is None:
         return "the job has ended, or died when it started"
     if after != before:

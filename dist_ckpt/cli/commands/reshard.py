@@ -58,7 +58,7 @@ def reshard(  # noqa: PLR0913 - those of dc.reshard
     \b
     dist-ckpt reshard run/step-00001000 run-8 --world-size 8
     dist-ckpt reshard run@latest model --world-size 1 --include model
-    """  # noqa: D301 - click knows the backspace
+    """
     if (world_size is None) == (sharding is None):
         raise click.UsageError("give either --world-size or --sharding")
     config = None if sharding is None else ShardingConfig.from_file(sharding)

@@ -27,7 +27,7 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
 
     \b
     dist-ckpt rm runs/a@12000 --dry-run
-    """  # noqa: D301 - click knows the backspace
+    """
     storage, folder = open_resolved(path)
     removal.check_deletable(storage, folder)
     if dry_run:

@@ -11,7 +11,7 @@ import msgspec
 from dist_ckpt.cli import results
 from dist_ckpt.cli.report_results import CheckpointReport, DamagedReport, RunReport
 
-# The types of each document. That of a report has several forms.
+# The types of each document. A report has several forms.
 _FORMS: Mapping[str, Sequence[type[results.JsonObject]]] = {
     **{
         results.document_name(type_): (type_,)
@@ -37,13 +37,14 @@ def json_schema(name: str) -> dict[str, object]:
 
 
 @click.command()
-@click.argument("name", type=click.Choice(NAMES))
+@click.argument("name", type=click.Choice(NAMES), metavar="NAME")
 def schema(name: str) -> None:
     """Print the JSON Schema of a document that --json prints.
 
-    The field `schema` of a document has its name and version, such as dist-ckpt.ls/2.
+    NAME is a command, or one of dry-run, show-all and verify-all. The field `schema` of a document
+    has its name and version, such as dist-ckpt.ls/2.
 
     \b
     dist-ckpt schema ls
-    """  # noqa: D301 - click knows the backspace
+    """
     click.echo(json.dumps(json_schema(name), indent=2))

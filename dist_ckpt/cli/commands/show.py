@@ -14,7 +14,7 @@ from dist_ckpt.core.format.index.model_description import KIND, leaves_of
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.tools.inspect.describe import CheckpointSummary, summarize
 
 
@@ -27,7 +27,7 @@ def show(paths: tuple[str, ...], *, as_json: bool) -> None:
     \b
     dist-ckpt show runs/a@latest
     dist-ckpt show runs/a@latest runs/b@latest runs/a@tag:release
-    """  # noqa: D301 - click knows the backspace
+    """
     documents = []
     for number, path in enumerate(paths):
         with checkpoint.open(path, opener=OPENER) as ck:
@@ -53,6 +53,7 @@ def _config_problem(summary: CheckpointSummary) -> str | None:
 def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
     saved = utc(summary.saved_at)
     mesh = " x ".join(f"{axis or 'axis'}={num}" for axis, num in summary.mesh)
+    ranks = format_count(summary.world_size, "rank")
     by = ", ".join(f"{name} {version}" for name, version in summary.saved_by.items())
     lines = [
         ("checkpoint", summary.path),
@@ -60,11 +61,11 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
         *([] if summary.kind is None else [("kind", summary.kind)]),
         # Files of other systems have no time of commit.
         *([("committed", f"{saved}, attempt {summary.attempt}")] if summary.saved_at else []),
-        ("laid out", f"for {summary.world_size} ranks{f', saved on mesh {mesh}' if mesh else ''}"),
+        ("laid out", f"for {ranks}{f', saved on mesh {mesh}' if mesh else ''}"),
         ("saved by", by),
-        ("size", f"{format_size(summary.nbytes)} in {summary.num_files} files"),
-        ("tensors", f"{summary.num_tensors}, and {summary.num_aliases} tied names"),
-        # The names help to write globs.
+        ("size", f"{format_size(summary.nbytes)} in {format_count(summary.num_files, 'file')}"),
+        ("tensors", f"{summary.num_tensors}, and {format_count(summary.num_aliases, 'tied name')}"),
+        # List the names, which help to write globs.
         ("values", f"{len(values)}: {listed(values)}" if values else "0"),
     ]
     if summary.num_parameters is not None:
@@ -72,7 +73,8 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
         lines.append(("parameters", counts))
     lines += _size_lines("component", summary.nbytes_by_component)
     lines += _size_lines("dtype", summary.nbytes_by_dtype)
-    lines += [("per rank", f"{fqn}: {num} keys") for fqn, num in summary.per_rank.items()]
+    for fqn, num in summary.per_rank.items():
+        lines.append(("per rank", f"{fqn}: {format_count(num, 'key')}"))
     lines += [("attached", f"{name}: {format_size(num)}") for name, num in summary.attached.items()]
     if (problem := _config_problem(summary)) is not None:
         lines.append(("config", problem))

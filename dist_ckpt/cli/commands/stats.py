@@ -9,6 +9,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import StatsResult, StatsRow, convert
+from dist_ckpt.reports import format_count
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.inspect.describe import TensorStats
 from dist_ckpt.tools.inspect.describe import stats as stats_of
@@ -21,14 +22,14 @@ from dist_ckpt.tools.inspect.describe import stats as stats_of
 def stats(path: str, *, as_json: bool, **selection: Any) -> None:
     """Show statistics of the values of each tensor.
 
-    min, max, mean and rms are of the finite values. Zeros, nan and infinities are counted. All data
-    is read and checked, a part at a time. Exit code 1 if there is a nan or an infinity. Exclude
-    tensors that contain infinities on purpose, such as masks.
+    min, max, mean and rms describe the finite values. Zeros, nan and infinities are counted. All
+    data is read and checked, a part at a time. Exit code 1 if there is a nan or an infinity.
+    Exclude tensors that contain infinities on purpose, such as masks.
 
     \b
     dist-ckpt stats runs/a@latest -g model
     dist-ckpt stats runs/a@latest --exclude '*.mask'
-    """  # noqa: D301 - click knows the backspace
+    """
     path = os.fspath(resolve(path))
     with output.progress("stats") as update:
         tensors = stats_of(path, **selection, progress=update)
@@ -55,4 +56,4 @@ def _print_stats(tensors: tuple[TensorStats, ...], num_bad: int) -> None:
         ],
         right=frozenset(range(2, 9)),
     )
-    click.echo(f"{len(tensors)} tensors, {num_bad} with a nan or an infinity")
+    click.echo(f"{format_count(len(tensors), 'tensor')}, {num_bad} with a nan or an infinity")

@@ -1,4 +1,4 @@
-"""The command `strip`: drop components from a checkpoint."""
+"""The command `strip`: remove components from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import StripResult
 from dist_ckpt.core.commit import removal
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.strip import count_remaining, strip_at
 
@@ -24,14 +24,14 @@ from dist_ckpt.tools.rewrite.strip import count_remaining, strip_at
 def strip(
     path: str, components: tuple[str, ...], *, yes: bool, dry_run: bool, force: bool, as_json: bool
 ) -> None:
-    """Drop COMPONENTS, top-level keys of the state, from the checkpoint at PATH.
+    """Remove COMPONENTS, top-level keys of the state, from the checkpoint at PATH.
 
     This cannot be undone. The other components stay at PATH, with metrics, tags and pin. They take
     no new space if the storage supports hard links.
 
     \b
     dist-ckpt strip runs/a@12000 optim scheduler
-    """  # noqa: D301 - click knows the backspace
+    """
     storage, folder = open_resolved(path)
     removal.check_deletable(storage, folder)
     if dry_run:
@@ -39,7 +39,7 @@ def strip(
         num_linked = None
     else:
         if not yes:
-            question = f"Drop {', '.join(components)} of {folder}?"
+            question = f"Remove {', '.join(components)} from {folder}?"
             output.confirm(question, f"{folder} is not stripped")
         with output.progress("strip") as update:
             report = strip_at(storage, folder, frozenset(components), force=force, progress=update)
@@ -47,6 +47,6 @@ def strip(
     document = StripResult(
         path=folder, num_tensors=num, nbytes=nbytes, num_linked=num_linked, dry_run=dry_run
     )
-    suffix = "would be left" if dry_run else f"left, {num_linked} files linked"
-    text = f"{folder}: {num} tensors, {format_size(nbytes)} {suffix}"
+    suffix = "would be left" if dry_run else f"left, {format_count(num_linked or 0, 'file')} linked"
+    text = f"{folder}: {format_count(num, 'tensor')}, {format_size(nbytes)} {suffix}"
     output.print_result(document, text, as_json=as_json)

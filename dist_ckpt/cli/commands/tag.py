@@ -23,12 +23,12 @@ from dist_ckpt.runs.listing import list_run
 def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> None:
     """Give the checkpoint PATH the tag NAME.
 
-    A tag protects a checkpoint as a pin does. Every command takes the selector "runs/a@tag:NAME".
-    A tag is on one checkpoint of a run only: a second call moves it.
+    A tag protects a checkpoint like a pin. Every command takes the selector "runs/a@tag:NAME". Only
+    one checkpoint of a run has a given tag: a second call moves the tag.
 
     \b
     dist-ckpt tag runs/a@min:val/loss release
-    """  # noqa: D301 - click knows the backspace
+    """
     if not name:
         raise click.UsageError("NAME is empty: give the name of the tag")
     subject = checkpoint_to_protect(path)

@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 
 
 @click.command()
@@ -36,7 +36,7 @@ def tensors(
     \b
     dist-ckpt tensors runs/a@latest
     dist-ckpt tensors runs/a@latest -g model -g '*.exp_avg' --sort size
-    """  # noqa: D301 - click knows the backspace
+    """
     path, selected = select_tensors(path, **selection)
     rows = [*selected.items()]
     if sort == "name":
@@ -64,7 +64,7 @@ def tensors(
         right=frozenset({3, 5}),
     )
     nbytes = sum(info.nbytes for _, info in rows if info.alias_of is None)
-    click.echo(f"{len(rows)} tensors, {format_size(nbytes)}")
+    click.echo(f"{format_count(len(rows), 'tensor')}, {format_size(nbytes)}")
 
 
 def select_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]:

@@ -25,7 +25,7 @@ def tree(path: str, depth: int, *, as_json: bool, **selection: Any) -> None:
     \b
     dist-ckpt tree runs/a@latest --depth 2
     dist-ckpt tree runs/a@latest -g model
-    """  # noqa: D301 - click knows the backspace
+    """
     path, selected = select_tensors(path, **selection)
     nbytes: dict[tuple[str, ...], int] = {}
     leaves: dict[tuple[str, ...], str] = {}

@@ -1,4 +1,4 @@
-"""The command `verify`: check one checkpoint, or all in a run's folder."""
+"""The command `verify`: check every byte of one checkpoint, or of all in a run's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.openers import OPENER
-from dist_ckpt.reports import format_size
+from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 
@@ -41,7 +41,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     \b
     dist-ckpt verify runs/a@latest
     dist-ckpt verify runs/a --quick
-    """  # noqa: D301 - click knows the backspace
+    """
     level: Level = "quick" if quick else "full"
     path = os.fspath(resolve(path))
     listing = checkpoints(path)
@@ -60,10 +60,10 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
 def _verify_all(
     root: str, listing: Sequence[RunCheckpoint], level: Level, *, as_json: bool
 ) -> None:
-    """Check the checkpoints of a run. An error of one does not stop the others.
+    """Check all checkpoints of a run. After an error continue with the next one.
 
-    Exit with `FINDING` if one is damaged, else with the lowest code of those that could not be
-    checked. Raise NotFoundError if none is committed.
+    Exit with `FINDING` if a checkpoint is damaged. Otherwise, if some could not be checked, exit
+    with the lowest code of their errors. Raises NotFoundError if no checkpoint is committed.
     """
     reports: list[VerifyReport] = []
     not_checked: list[SkippedCheckpoint] = []
@@ -76,7 +76,7 @@ def _verify_all(
         else:
             not_checked.append(result)
         if not as_json:
-            with suppress(BrokenPipeError):  # the exit code needs the other checks
+            with suppress(BrokenPipeError):  # continue: the exit code depends on all checks
                 _print(result)
     if not reports and not codes:
         states = ", ".join(f"{checkpoint.path} is {checkpoint.why}" for checkpoint in not_checked)
@@ -92,15 +92,14 @@ def _verify_all(
             )
             output.print_json(document)
         else:
-            num = len(reports)
-            checked = f"{num} checkpoint{'s' * (num != 1)} checked"
+            checked = f"{format_count(len(reports), 'checkpoint')} checked"
             click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
 
 
 def _verify(
     checkpoint: RunCheckpoint, level: Level
 ) -> tuple[VerifyReport | SkippedCheckpoint, int]:
-    """Return the result, and the exit code if the checkpoint could not be checked."""
+    """Check one checkpoint. Return the result, and the exit code if it could not be checked."""
     code = output.FINE
     if checkpoint.state in ("open", "abandoned"):
         why = f"not committed ({checkpoint.state})"
@@ -124,7 +123,8 @@ def _print(report: VerifyReport | SkippedCheckpoint) -> None:
         click.echo(f"DAMAGED  {output.printable(problem.what)}")
     for note in report.notes:
         click.echo(f"note     {output.printable(note)}")
-    checked = f"{report.num_files} files, {format_size(report.nbytes_checked)} checked"
-    num = len(report.problems)
-    result = "ok" if report.ok else f"{num} problem{'s' * (num != 1)}; load an older one"
+    files = format_count(report.num_files, "file")
+    problems = format_count(len(report.problems), "problem")
+    checked = f"{files}, {format_size(report.nbytes_checked)} checked"
+    result = "ok" if report.ok else f"{problems}; load an older one"
     click.echo(f"{output.printable(report.path)}: {checked}: {result}")

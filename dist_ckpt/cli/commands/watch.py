@@ -33,9 +33,9 @@ from dist_ckpt.runs.watch_changes import (
 # The last changes are shown below the checkpoints: at most this many lines, and at most one third
 # of the terminal.
 MAX_EVENTS = 8
-TERMINAL_SHARE = 3
+TERMINAL_PARTS = 3
 
-# Listing a large run takes long: at most this part of the time is spent on it.
+# To list a large run takes long. At most this share of the time is spent on it.
 MAX_TIME_SHARE = 0.2
 
 
@@ -47,7 +47,7 @@ MAX_TIME_SHARE = 0.2
     type=output.Seconds(min=0.1),
     default=2.0,
     show_default=True,
-    help="Seconds between two listings; more if a listing takes long.",
+    help="Seconds between two listings. Longer if a listing takes long.",
 )
 @click.option("--once", is_flag=True, help="Print the run once, and end.")
 @click.option("--keep", "policy", help="Show which checkpoints this retention policy keeps.")
@@ -62,7 +62,7 @@ def watch(root: str, *, interval_s: float, once: bool, policy: str | None, as_js
     \b
     dist-ckpt watch runs/a --keep "last(3) | best(2, min='val/loss')"
     dist-ckpt watch runs/a --once --json
-    """  # noqa: D301 - click knows the backspace
+    """
     storage, folder = open_storage(root)
     keep = None if policy is None else policies.parse(policy)
     if once:
@@ -95,7 +95,7 @@ def _show(
         for run, events in observations:
             last += _with_time(events)
             height = console.size.height - 1  # the last line is for the cursor
-            newest = [*last][-(height // TERMINAL_SHARE) :]
+            newest = [*last][-(height // TERMINAL_PARTS) :]
             shown = [] if run is None else [*describe_run(run, keep, height - len(newest) - 1), ""]
             live.update(Text("\n".join([*shown, *newest]), no_wrap=True), refresh=True)
 
@@ -103,7 +103,7 @@ def _show(
 def _observe(
     storage: Storage, root: str, interval_s: float, keep: RetentionPolicy | None
 ) -> Iterator[tuple[RunObservation | None, list[str]]]:
-    """Observe the run again and again; yield the last observation and the changes."""
+    """Observe the run repeatedly. Yield each observation, and the changes before it."""
     before: RunObservation | None = None
     problem = ""
     while True:
@@ -129,7 +129,7 @@ def _with_time(events: Sequence[str]) -> list[str]:
 def _document(
     run: RunObservation | None, root: str, events: Sequence[str], keep: RetentionPolicy | None
 ) -> WatchResult:
-    """Return the document of an observation; None if the folder does not exist yet."""
+    """Return the document of an observation. `run` is None if the folder does not exist yet."""
     if run is None:
         return WatchResult(
             root=root,
@@ -167,7 +167,7 @@ def _document(
 def describe_run(
     run: RunObservation, keep: RetentionPolicy | None, height: int | None = None
 ) -> list[str]:
-    """Return the text of a run. It fits in `height` lines: then only the newest checkpoints."""
+    """Return the lines that describe a run: with `height`, at most as many lines."""
     head = [output.printable(run.listing.root)]
     if run.incarnation is not None:
         began = output.format_duration(run.at - run.incarnation.at)
@@ -185,7 +185,7 @@ def describe_run(
         head.append(f"being written: {name}, {format_size(status.nbytes)}, last write {quiet} ago")
     if run.listing.history_problem:
         head.append(output.printable(run.listing.history_problem))
-    # Two lines are the head of the table and the number of older checkpoints.
+    # Two more lines are the head of the table and the number of older checkpoints.
     most = None if height is None else max(height - len(head) - 2, 1)
     return [*head, *_table(run, keep, most)]
 

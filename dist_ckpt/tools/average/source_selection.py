@@ -148,7 +148,7 @@ class AverageSource:
     def __str__(self) -> str:
         """Return the text for the index of the average."""
         step = "" if self.index.step is None else f" of step {self.index.step}"
-        return f"{self.weight:.6g} of {self.path.rpartition('/')[2]}/{self.attempt}{step}"
+        return f"weight {self.weight:.6g}: {self.path.rpartition('/')[2]}/{self.attempt}{step}"
 
 
 def choose_sources(
