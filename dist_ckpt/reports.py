@@ -40,7 +40,7 @@ class IoCount:
         return IoCount(self.num - earlier.num, self.nbytes - earlier.nbytes)
 
 
-def slowest_of(seconds: Sequence[float]) -> tuple[int, float]:
+def find_slowest(seconds: Sequence[float]) -> tuple[int, float]:
     """Return the slowest rank and its seconds."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return rank, seconds[rank]

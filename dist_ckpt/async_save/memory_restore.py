@@ -42,7 +42,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.agreement import plan_of
+from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import (
@@ -301,7 +301,7 @@ def _find_newer(
             return is_later and not _is_orphaned(history, index.step, attempt)
         return False
 
-    entries = attempts.entries_at(storage, folder)
+    entries = attempts.list_entries(storage, folder)
     names = (entry.name for entry in entries if entry.kind == "folder")
     paths = [f"{folder}/{name}" for name in names if name != saved_name]
     # Several threads: a run may have many checkpoints, on slow storage.
@@ -351,7 +351,7 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
         receipts.append(result.receipt)
     if find_unequal_groups(receipts):
         raise StorageError("its ranks hold different values under the same name")
-    catalog = plan_of(first.bodies, save.identity.world_size).catalog
+    catalog = build_plan(first.bodies, save.identity.world_size).catalog
     files, objects = build_file_tables(catalog, receipts)
     return index_json.encode(
         Index(

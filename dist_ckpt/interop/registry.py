@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
 
-from dist_ckpt.core.commit.attempts import attempts_in
+from dist_ckpt.core.commit.attempts import parse_attempts
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 
@@ -79,7 +79,7 @@ def foreign_at(storage: Storage, path: str) -> Storage | None:
         return None
     try:
         entries = storage.list(path)
-        is_ours = any(attempts_in(entries))
+        is_ours = any(parse_attempts(entries))
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return None  # the caller that opens the checkpoint reports the reason
     return None if is_ours else _in_folder(storage, path, [entry.name for entry in entries])

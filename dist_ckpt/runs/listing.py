@@ -216,7 +216,7 @@ def _read(storage: Storage, path: str) -> RunCheckpoint | None:
     except IncompatibleError as error:
         return RunCheckpoint(name, path, "incompatible", problem=str(error))
     except NotFoundError as error:
-        statuses = attempts.statuses(storage, path)
+        statuses = attempts.list_statuses(storage, path)
         if not statuses:
             return None
         return RunCheckpoint(name, path, statuses[-1].state, problem=str(error))

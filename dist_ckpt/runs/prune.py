@@ -163,7 +163,7 @@ def _forget(
 
 
 def _folders(storage: Storage, root: str) -> list[str]:
-    entries = attempts.entries_at(storage, root)
+    entries = attempts.list_entries(storage, root)
     names = [entry.name for entry in entries if entry.kind == "folder"]
     return [name for name in names if name not in NO_CHECKPOINTS]
 
@@ -174,7 +174,7 @@ def _clear(storage: Storage, root: str, path: str) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
             storage.remove(path)
     except StorageError:
-        if not attempts.entries_at(storage, path):
+        if not attempts.list_entries(storage, path):
             raise
     storage.sync(root)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
 from dist_ckpt.core.checkpoint.verify import verify
-from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.leases import LEASE_S
@@ -125,7 +125,7 @@ class Run:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            alive = self._list().alive if entries_at(self._storage, self._root) else ()
+            alive = self._list().alive if list_entries(self._storage, self._root) else ()
             newest = alive[-1].step if alive else None
             if newest is not None and (after is None or newest > after):
                 return newest

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dist_ckpt.core.commit.attempts import MAX_TRIES, entries_at, new_id
+from dist_ckpt.core.commit.attempts import MAX_TRIES, list_entries, new_id
 from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
@@ -124,7 +124,7 @@ def read_answer(storage: Storage, root: str, own_id: str) -> AnswerRecord | None
 
 def list_requests(storage: Storage, root: str) -> RequestNames:
     """Return the files in the folder of requests; costs one listing, also without a folder."""
-    entries = entries_at(storage, f"{root}/{REQUESTS}")
+    entries = list_entries(storage, f"{root}/{REQUESTS}")
     names = [entry.name for entry in entries if entry.kind == "file"]
     ours = sorted(filter(None, map(parse_request, names)))
     return RequestNames(

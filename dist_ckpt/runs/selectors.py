@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from math import isnan
 
-from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records.leases import LEASE_S, renewed_lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import can_lease
@@ -202,5 +202,5 @@ def _exists(storage: Storage, path: str) -> bool:
         return False
     except NotADirectoryError:
         folder, name = os.path.split(path)
-        return name in {entry.name for entry in entries_at(storage, folder)}
+        return name in {entry.name for entry in list_entries(storage, folder)}
     return True

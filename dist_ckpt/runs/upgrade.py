@@ -15,7 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.core.commit import removal
-from dist_ckpt.core.commit.attempts import attempts_in, entries_at, list_attempts, read_document
+from dist_ckpt.core.commit.attempts import (
+    list_attempts,
+    list_entries,
+    parse_attempts,
+    read_document,
+)
 from dist_ckpt.core.commit.records.incarnations import (
     LIVENESS_INTERVAL_S,
     check_same_incarnation,
@@ -147,7 +152,7 @@ def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
 def _check_names(storage: Storage, root: str) -> None:
     """Raise ExistsError if a folder to empty has files that dist_ckpt did not write."""
     _checked(storage, f"{root}/{OLD_INCARNATIONS}", _is_of_incarnations)
-    if not entries_at(storage, f"{root}/{ANNOTATIONS}"):
+    if not list_entries(storage, f"{root}/{ANNOTATIONS}"):
         return  # the folder of annotations is renamed as a whole
     old = f"{root}/{OLD_ANNOTATIONS}"
     for step in _checked(storage, old, _is_step):
@@ -157,7 +162,7 @@ def _check_names(storage: Storage, root: str) -> None:
 
 def _checked(storage: Storage, folder: str, is_ours: Callable[[Entry], bool]) -> list[str]:
     """Return the names in a folder to empty. ExistsError for others than ours."""
-    entries = entries_at(storage, folder)
+    entries = list_entries(storage, folder)
     if foreign := [entry.name for entry in entries if not is_ours(entry)]:
         raise ExistsError(
             f"{folder} has files that dist_ckpt did not write ({', '.join(foreign[:5])}): move "
@@ -194,7 +199,7 @@ def _alive(
     dry_run: bool,
 ) -> list[str]:
     """Return the jobs of dist_ckpt 0.1.0 that may use a root: new liveness files, and leases."""
-    entries = entries_at(storage, f"{root}/{OLD_INCARNATIONS}")
+    entries = list_entries(storage, f"{root}/{OLD_INCARNATIONS}")
     liveness = {
         number: entry for entry in entries if (number := parse_liveness(entry.name)) is not None
     }
@@ -263,10 +268,10 @@ def _copy(storage: Storage, root: str, stored: StoredAnnotation, name: Annotatio
 def _remove_folders(storage: Storage, root: str) -> None:
     """Remove the folders of moved annotations, and temporary files in them."""
     old = f"{root}/{OLD_ANNOTATIONS}"
-    for step in filter(_is_step, entries_at(storage, old)):
-        for attempt in attempts_in(entries_at(storage, f"{old}/{step.name}")):
+    for step in filter(_is_step, list_entries(storage, old)):
+        for attempt in parse_attempts(list_entries(storage, f"{old}/{step.name}")):
             folder = f"{old}/{step.name}/{attempt}"
-            for file in entries_at(storage, folder):
+            for file in list_entries(storage, folder):
                 if is_temporary_record(file.name):
                     _remove(storage, f"{folder}/{file.name}")
             _remove(storage, folder)
@@ -284,7 +289,7 @@ def _convert_incarnations(storage: Storage, root: str) -> None:
             if record.number not in existing:
                 put_record(storage, new, incarnation_file(record.number), encode_record(record))
         storage.sync(new)  # also the files of a killed upgrade
-    for entry in entries_at(storage, old):
+    for entry in list_entries(storage, old):
         if _is_of_incarnations(entry):
             _remove(storage, f"{old}/{entry.name}")
     _remove(storage, old)

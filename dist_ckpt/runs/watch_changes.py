@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from dist_ckpt.core.commit.attempts import Status, statuses
+from dist_ckpt.core.commit.attempts import Status, list_statuses
 from dist_ckpt.core.commit.records.incarnations import last_liveness, newest_incarnation
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT
 from dist_ckpt.core.format.run_records import IncarnationRecord
@@ -54,7 +54,7 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
     writing: dict[str, Status] = {}
     for info in listing.checkpoints:
         if info.state == "open" or info.is_being_replaced:
-            for status in statuses(storage, info.path):
+            for status in list_statuses(storage, info.path):
                 if status.state == "open":  # the last counts
                     writing[info.path] = status
     seen_at = None

@@ -97,7 +97,7 @@ def value_at(path: str) -> int:
 
 def assert_stands(path: str, value: int, *, rows: int = ROWS) -> None:
     """See that there is just one checkpoint, complete, of this value, and nothing else."""
-    statuses = attempts.statuses(LocalStorage(), path)
+    statuses = attempts.list_statuses(LocalStorage(), path)
     assert [status.state for status in statuses] == ["committed"]
     assert os.listdir(path) == [statuses[0].attempt.name]
     assert_loads(path, value, rows=rows)
@@ -426,7 +426,7 @@ def lose_one(rank: int, victim: int, moment: str, path: str) -> Any:
     group = dist.new_group(living, use_local_synchronization=True)
     dist.barrier(group)
     found = value_at(path) if rank == living[0] else None
-    states = [status.state for status in attempts.statuses(LocalStorage(), path)]
+    states = [status.state for status in attempts.list_statuses(LocalStorage(), path)]
     dist.barrier(group)
     dc.save(large(living.index(rank), 2, 3), path, overwrite=True, group=group)
     return came_to, seconds, found, states
@@ -502,7 +502,7 @@ def interrupt_one(rank: int, victim: int, moment: str, path: str) -> Any:
     else:
         came_to = outcome_of(lambda: dc.save(large(rank, 3, 2), path, overwrite=True))
     dist.barrier()
-    states = [status.state for status in attempts.statuses(LocalStorage(), path)]
+    states = [status.state for status in attempts.list_statuses(LocalStorage(), path)]
     found = value_at(path)
     dist.barrier()
     use_own_groups(rank, 3)
@@ -555,7 +555,7 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
         if rank == others[0]:
             os.kill(int(pids[victim].item()), signal.SIGCONT)
     dist.barrier()
-    states = [status.state for status in attempts.statuses(LocalStorage(), path)]
+    states = [status.state for status in attempts.list_statuses(LocalStorage(), path)]
     found = value_at(path) if rank == 0 else None
     use_own_groups(rank, 3)
     dc.save(large(rank, 3, 3), path, overwrite=True)
@@ -658,7 +658,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
     with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
         error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))
     dist.barrier()
-    return error, [status.state for status in attempts.statuses(LocalStorage(), path)]
+    return error, [status.state for status in attempts.list_statuses(LocalStorage(), path)]
 
 
 @pytest.mark.waits
@@ -906,7 +906,7 @@ def test_whatever_moment_all_ranks_are_killed_at_what_was_reported_saved_loads(t
         value = value_at(path)
         assert reported <= value <= reported + 1
         assert_loads(path, value)
-        states |= {status.state for status in attempts.statuses(LocalStorage(), path)}
+        states |= {status.state for status in attempts.list_statuses(LocalStorage(), path)}
         if number % 2:
             removal.collect(LocalStorage(), path, grace_s=0)
             assert_stands(path, value)

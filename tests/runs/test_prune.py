@@ -17,7 +17,7 @@ from dist_ckpt.core.commit.records.leases import Lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin, tag, unpin
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, CheckpointKey
 from dist_ckpt.core.commit.records.record_store import read_annotations
-from dist_ckpt.core.commit.removal import collect, supersede
+from dist_ckpt.core.commit.removal import collect, remove_superseded
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import T
@@ -292,7 +292,7 @@ def test_what_a_start_replaces_stays_while_it_is_held(storage, clock) -> None:
     Lease(subject(storage, old), 60.0).take()
     claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", incarnation=Incarnation(ROOT, 2))
     new = committed(storage, 1, start=2)
-    supersede(storage, f"{ROOT}/step-1", new[1])
+    remove_superseded(storage, f"{ROOT}/step-1", new[1])
     collect(storage, f"{ROOT}/step-1", grace_s=60)
     assert {old[1], new[1]} <= set(list_attempts(storage, f"{ROOT}/step-1"))
     clock.now += 61

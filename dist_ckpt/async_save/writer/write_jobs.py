@@ -35,7 +35,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.runtime.buffers import BufferPool
-from dist_ckpt.core.saving.agreement import plan_of
+from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage
@@ -156,7 +156,7 @@ class WriterContext:
         """Return the plan of a save. It is cached while the inventories are the same."""
         cached = self._cached_plan
         if cached is None or cached[0] != bodies:
-            plan = plan_of(bodies, self.hello.world_size)
+            plan = build_plan(bodies, self.hello.world_size)
             self._cached_plan = cached = bodies, (plan, EncodedCatalog(plan.catalog))
         return cached[1]
 
@@ -213,7 +213,7 @@ class WriterSave:
                 if self._saved is not None:
                     self._saves.earlier = self._saves.earlier.plus(self._saved)
                 with phases.phase("clean up"):
-                    transaction.supersede()
+                    transaction.remove_superseded()
             return transaction.report(decision, phases, reads=storage.reads, writes=storage.writes)
         finally:
             channel.leave()

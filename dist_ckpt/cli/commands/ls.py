@@ -10,7 +10,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ListedRow, LsResult, convert
-from dist_ckpt.core.commit.attempts import attempts_in, entries_at
+from dist_ckpt.core.commit.attempts import list_entries, parse_attempts
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, listed
@@ -87,7 +87,7 @@ def _notes(checkpoint: RunCheckpoint) -> list[str]:
 def _runs_in(path: str) -> list[str]:
     """Return the folders of runs in a folder."""
     storage, root = open_storage(path)
-    folders = [entry.name for entry in entries_at(storage, root) if entry.kind == "folder"]
+    folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
     names = [name for name in folders if not is_reserved_name(name)]
     return [os.path.join(path, name) for name in names if _is_run(storage, f"{root}/{name}")]
 
@@ -95,8 +95,8 @@ def _runs_in(path: str) -> list[str]:
 def _is_run(storage: Storage, folder: str) -> bool:
     with suppress(CheckpointError, OSError):  # only a hint
         entries = storage.list(folder)
-        if any(attempts_in(entries)):  # one checkpoint
+        if any(parse_attempts(entries)):  # one checkpoint
             return False
         below = [entry.name for entry in entries if entry.kind == "folder"]
-        return any(any(attempts_in(entries_at(storage, f"{folder}/{name}"))) for name in below)
+        return any(any(parse_attempts(list_entries(storage, f"{folder}/{name}"))) for name in below)
     return False

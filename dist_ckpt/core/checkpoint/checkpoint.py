@@ -84,7 +84,13 @@ class Checkpoint:
         self.index = index
         threads = Config.from_environment().threads
         self._opened = OpenCheckpoint(
-            storage, path, attempt, index, make=_without_torch, most_kept=MAX_KEPT, threads=threads
+            storage,
+            path,
+            attempt,
+            index,
+            make=_without_torch,
+            max_open_files=MAX_KEPT,
+            threads=threads,
         )
 
     @property

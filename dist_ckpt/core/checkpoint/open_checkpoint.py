@@ -56,7 +56,7 @@ class TensorWindow:
     @staticmethod
     def of(wanted: Sequence[TensorRequest], memory: memoryview) -> TensorWindow:
         """Return the window of the parts that were read into memory."""
-        parts = tuple(parts_in(wanted, memory))
+        parts = tuple(iterate_parts(wanted, memory))
         return TensorWindow(parts, memory[: sum(data.nbytes for _, data in parts)])
 
     @property
@@ -69,11 +69,12 @@ class TensorWindow:
 class OpenCheckpoint:
     """A committed checkpoint that is open for reading. No torch.
 
-    Threads may share it; those that read tensors take turns. A file that is missing or damaged
-    because the checkpoint was removed meanwhile raises NotFoundError; any other damage raises
-    CorruptError. `make` turns a placeholder in an objects file into an object. `slots` are scratch
-    memory. `most_kept` files stay open after a read; None means those of the last read. `threads`
-    read at once; the default comes from the environment.
+    Threads may share it; their reads of tensors take turns. A read raises NotFoundError if the
+    checkpoint was removed meanwhile, and CorruptError for any other damage.
+
+    `make` turns a placeholder in an objects file into an object. `slots` are scratch memory. After
+    a read, up to `max_open_files` files stay open; with None, the files of the last read. `threads`
+    is the number of reads at once; the default comes from the environment.
     """
 
     storage: Storage
@@ -83,7 +84,7 @@ class OpenCheckpoint:
     _: KW_ONLY
     make: Callable[[Placeholder], object] = lambda value: value
     slots: BufferPool = field(default_factory=BufferPool)
-    most_kept: int | None = None
+    max_open_files: int | None = None
     threads: int | None = None
     _files: OrderedDict[int, OpenFile] | None = field(default_factory=OrderedDict, init=False)
     _objects: dict[str, ObjectsFile] = field(default_factory=dict, init=False)
@@ -133,8 +134,7 @@ class OpenCheckpoint:
     @property
     def names(self) -> tuple[str, ...]:
         """All saved names."""
-        catalog = self.index.catalog
-        return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+        return self.catalog.names
 
     def not_found_if_removed(self) -> AbstractContextManager[None]:
         """Raise NotFoundError for a missing or damaged file in this block if it was removed."""
@@ -269,7 +269,7 @@ class OpenCheckpoint:
         for number in plan:
             files[number] = opened.files[number]
             files.move_to_end(number)
-        most = len(plan) if self.most_kept is None else self.most_kept
+        most = len(plan) if self.max_open_files is None else self.max_open_files
         try:
             BlockReader(opened, targets, verify=True, slots=self.slots).read_all(self._num_threads)
         finally:
@@ -385,7 +385,7 @@ def _windows_of_boxes(
     for fqn in names:
         record = catalog.tensors[fqn]
         itemsize = DTYPES[record.dtype].itemsize
-        for box in boxes_in_order(Region.whole(record.shape), window_nbytes // itemsize):
+        for box in cut_into_boxes(Region.whole(record.shape), window_nbytes // itemsize):
             if not box.numel:
                 continue
             if window and box.numel * itemsize > free:
@@ -397,7 +397,7 @@ def _windows_of_boxes(
         yield tuple(window)
 
 
-def boxes_in_order(box: Region, most: int) -> Iterator[Region]:
+def cut_into_boxes(box: Region, most: int) -> Iterator[Region]:
     """Cut a box into parts of at most `most` elements, along its first dimension that can be cut.
 
     The elements of each part, and the parts, are in row-major order.
@@ -411,10 +411,10 @@ def boxes_in_order(box: Region, most: int) -> Iterator[Region]:
         offset, shape = [*box.offset], [*box.shape]
         offset[dim] += start
         shape[dim] = min(rows, box.shape[dim] - start)
-        yield from boxes_in_order(Region(tuple(offset), tuple(shape)), most)
+        yield from cut_into_boxes(Region(tuple(offset), tuple(shape)), most)
 
 
-def parts_in(
+def iterate_parts(
     wanted: Sequence[TensorRequest], memory: memoryview
 ) -> Iterator[tuple[TensorRequest, memoryview]]:
     """Yield each part that was read into memory, with its bytes."""

@@ -92,11 +92,11 @@ def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
     raise StorageError(f"{path}: its attempts change faster than they can be read: try again")
 
 
-def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
+def list_statuses(storage: Storage, path: str) -> tuple[Status, ...]:
     """Return the state of every attempt at `path`, lowest first; nothing without the folder."""
     result = []
     for entry in _attempt_entries(storage, path):
-        for attempt in attempts_in([entry]):
+        for attempt in parse_attempts([entry]):
             with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
                 result.append(_status(storage, path, attempt, entry.modified_at))
     return tuple(sorted(result, key=attrgetter("attempt")))
@@ -104,16 +104,16 @@ def statuses(storage: Storage, path: str) -> tuple[Status, ...]:
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
     """Return the attempts at `path`, lowest first; nothing if the folder does not exist."""
-    return sorted(attempts_in(_attempt_entries(storage, path)))
+    return sorted(parse_attempts(_attempt_entries(storage, path)))
 
 
 def _attempt_entries(storage: Storage, path: str) -> Sequence[Entry]:
     # Annotations are in folders with names of attempts: a pin must not be removed as a dead save.
     above = posixpath.basename(posixpath.dirname(path))
-    return [] if above in (ANNOTATIONS, OLD_ANNOTATIONS) else entries_at(storage, path)
+    return [] if above in (ANNOTATIONS, OLD_ANNOTATIONS) else list_entries(storage, path)
 
 
-def entries_at(storage: Storage, path: str) -> Sequence[Entry]:
+def list_entries(storage: Storage, path: str) -> Sequence[Entry]:
     """Return the entries of `path`; nothing if the folder does not exist."""
     try:
         return storage.list(path)
@@ -121,16 +121,16 @@ def entries_at(storage: Storage, path: str) -> Sequence[Entry]:
         return []
 
 
-def attempts_in(entries: Iterable[Entry]) -> Iterator[Attempt]:
+def parse_attempts(entries: Iterable[Entry]) -> Iterator[Attempt]:
     """Yield the attempts among a folder's entries."""
     for entry in entries:
         if entry.kind == "folder" and (attempt := parse_attempt(entry.name)) is not None:
             yield attempt
 
 
-def trash_at(storage: Storage, path: str) -> list[Entry]:
+def list_trash(storage: Storage, path: str) -> list[Entry]:
     """Return the entries at a path that are named like trash, of any kind."""
-    return [entry for entry in entries_at(storage, path) if parse_trash(entry.name) is not None]
+    return [entry for entry in list_entries(storage, path) if parse_trash(entry.name) is not None]
 
 
 def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
@@ -139,8 +139,8 @@ def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     False without evidence: if storage is not shared, the attempt never existed here. Another
     attempt of the same number is not evidence, since numbers begin at 1 on every storage.
     """
-    entries = entries_at(storage, path)
-    attempts = set(attempts_in(entries))
+    entries = list_entries(storage, path)
+    attempts = set(parse_attempts(entries))
     is_fenced = any(other.number > attempt.number for other in attempts)
     has_trash = any(entry.name == trash_name(attempt) for entry in entries)
     return attempt not in attempts and (is_fenced or has_trash)
@@ -207,7 +207,7 @@ def read_document(
     return bytes(data[:count])
 
 
-def claimed_by(storage: Storage, path: str, attempt: Attempt) -> str:
+def describe_claimant(storage: Storage, path: str, attempt: Attempt) -> str:
     """Return by whom an attempt was claimed, for a message."""
     file = f"{path}/{attempt}/{CLAIM}"
     try:
@@ -229,7 +229,7 @@ def _contents_text(storage: Storage, path: str) -> str:
         return "no such folder, or a broken link. Check the path"
     except NotADirectoryError:
         return "it is a file. Pass the folder that was given to save"
-    states = [status.state for status in statuses(storage, path)]
+    states = [status.state for status in list_statuses(storage, path)]
     counts = {
         "unfinished (a save is running, or died)": states.count("open"),
         "abandoned": states.count("abandoned"),
@@ -243,10 +243,10 @@ def _contents_text(storage: Storage, path: str) -> str:
     if any(is_decided(storage, p, attempt) for p in below for attempt in list_attempts(storage, p)):
         return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
-    return f"the folder holds {names}. {hint_for({entry.name for entry in entries})}"
+    return f"the folder holds {names}. {_foreign_remedy({entry.name for entry in entries})}"
 
 
-def hint_for(names: Set[str]) -> str:
+def _foreign_remedy(names: Set[str]) -> str:
     """Return a remedy for a folder with files that dist_ckpt did not write."""
     if {"model.safetensors", "model.safetensors.index.json"} & names:
         return (

@@ -28,15 +28,15 @@ from typing import Literal
 from dist_ckpt.core.commit.attempts import (
     MAX_TRIES,
     abandon,
-    attempts_in,
-    claimed_by,
+    describe_claimant,
     encode_abandoned,
-    entries_at,
     is_decided,
     is_folder_gone,
     list_attempts,
+    list_entries,
     make_folders,
     new_id,
+    parse_attempts,
     put_index,
     read_document,
     read_index,
@@ -109,7 +109,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
     entries = list_replaceable(storage, path, lambda _: overwrite)
     if entries is None:
         return ()
-    attempts = tuple(attempts_in(entries))
+    attempts = tuple(parse_attempts(entries))
     # By this host's clock: reading the storage's clock, as a claim does, needs a write.
     check_unprotected(storage, path, attempts, lambda *_: time.time())
     return attempts
@@ -131,12 +131,12 @@ def list_replaceable(
         raise ExistsError(f"{path} is a file, or below one: choose another path") from None
     # Next to attempts are trash, and the root's id if this is a root too.
     has_ours = any(parse_trash(entry.name) or entry.name == ROOT_ID for entry in entries)
-    if entries and not has_ours and not any(attempts_in(entries)):
+    if entries and not has_ours and not any(parse_attempts(entries)):
         names = ", ".join(entry.name for entry in entries[:5])
         raise ExistsError(
             f"{path} has files that dist_ckpt did not write ({names}): choose another path"
         )
-    for attempt in attempts_in(entries):
+    for attempt in parse_attempts(entries):
         if not may_replace(attempt):
             check_not_taken(storage, path, attempt)
     return entries
@@ -147,7 +147,7 @@ def check_new_name(storage: Storage, path: str) -> None:
     if is_reserved_name(name := posixpath.basename(path)):
         raise ValueError(f"{path}: {name} is never a checkpoint's name here: choose another")
     for folder, selector in selections(path):
-        if entries_at(storage, folder):
+        if list_entries(storage, folder):
             raise ValueError(
                 f"{path}: @{selector} selects a checkpoint in {folder}, and cannot name a new one: "
                 f"choose another path"
@@ -202,9 +202,9 @@ def claim(
             incarnation.check(storage)
         check_upgraded(storage, posixpath.dirname(real_path(path)))
         for _ in range(MAX_TRIES):
-            entries = _survey(storage, path, new_folders, may_replace=may_replace)
+            entries = _list_or_create(storage, path, new_folders, may_replace=may_replace)
             if incarnation is None and not force:  # what a run replaces stays while protected
-                check_unprotected(storage, path, list(attempts_in(entries)), read_storage_clock)
+                check_unprotected(storage, path, list(parse_attempts(entries)), read_storage_clock)
             attempt = _next_attempt(entries, path, incarnation)
             try:
                 storage.make_folder(f"{path}/{attempt}")
@@ -223,7 +223,7 @@ def claim(
             storage.sync(folder)
     except OSError as error:
         was_taken = is_folder_gone(storage, f"{path}/{attempt}")
-        _take_back(storage, path, attempt, new_folders)
+        _undo_claim(storage, path, attempt, new_folders)
         if was_taken:
             raise ConflictError(
                 f"{path}/{attempt} was removed by another process while it was claimed: "
@@ -234,7 +234,7 @@ def claim(
             f"storage, then save again"
         ) from error
     except BaseException:
-        _take_back(storage, path, attempt, new_folders)
+        _undo_claim(storage, path, attempt, new_folders)
         raise
     return Claim(path, attempt, f"{path}/{attempt}", by, tuple(new_folders), incarnation)
 
@@ -243,7 +243,7 @@ def _may_replace(attempt: Attempt, *, overwrite: bool, incarnation: Incarnation 
     return overwrite or (incarnation is not None and attempt.number < incarnation.first)
 
 
-def _survey(
+def _list_or_create(
     storage: Storage, path: str, new_folders: list[str], *, may_replace: MayReplace
 ) -> Sequence[Entry]:
     """Return the entries of `path`, created if missing. ExistsError if it must not be changed."""
@@ -255,7 +255,7 @@ def _survey(
 
 
 def _next_attempt(entries: Sequence[Entry], path: str, incarnation: Incarnation | None) -> Attempt:
-    numbers = [attempt.number for attempt in attempts_in(entries)]
+    numbers = [attempt.number for attempt in parse_attempts(entries)]
     numbers += [old.number for entry in entries if (old := parse_trash(entry.name)) is not None]
     highest = max(numbers, default=0)
     return Attempt(
@@ -275,8 +275,8 @@ def _abandon_lower_rivals(
     for other in rivals:
         if other > attempt:
             raise ConflictError(
-                f"{path}: {other} was claimed {claimed_by(storage, path, other)} at the same "
-                f"time: make sure that only one job saves here, then save again"
+                f"{path}: {other} was claimed {describe_claimant(storage, path, other)} at the "
+                f"same time: make sure that only one job saves here, then save again"
             )
     reason = f"{attempt} was claimed by {by}"
     for other in rivals:
@@ -312,7 +312,7 @@ def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None
     )
 
 
-def _take_back(
+def _undo_claim(
     storage: Storage, path: str, attempt: Attempt | None, new_folders: Sequence[str]
 ) -> None:
     """Undo a claim as far as the storage allows; the caller raises the first error."""
@@ -457,7 +457,9 @@ def _conflict(
         later = [other for other in list_attempts(storage, path) if other > attempt]
         cause = "removed by a collector or a delete"
         if later:
-            cause = f"removed, and {later[-1]} claimed {claimed_by(storage, path, later[-1])}"
+            cause = (
+                f"removed, and {later[-1]} claimed {describe_claimant(storage, path, later[-1])}"
+            )
     return ConflictError(
         f"{path}/{attempt} was {cause}. Nothing of it is committed: make sure that only one job "
         f"saves here, then save again"

@@ -15,13 +15,13 @@ from contextlib import suppress
 from dist_ckpt.core.commit.attempts import (
     Status,
     abandon,
-    entries_at,
     is_decided,
     list_attempts,
+    list_entries,
+    list_statuses,
+    list_trash,
     new_id,
     not_found_error,
-    statuses,
-    trash_at,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protection_protocol import protections_at
@@ -46,12 +46,12 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
     try:
         with suppress(FileNotFoundError):  # another process removes it too
             storage.rename(f"{path}/{attempt}", trash)
-        _empty(storage, path, trash)
+        _empty_trash(storage, path, trash)
     except FileExistsError as error:
         raise StorageError(f"{trash} exists while {attempt} does: remove it by hand") from error
 
 
-def supersede(
+def remove_superseded(
     storage: Storage, path: str, attempt: Attempt, incarnation: Incarnation | None = None
 ) -> None:
     """Remove attempts lower than the one just committed, and all trash.
@@ -73,7 +73,7 @@ def supersede(
             if not is_decided(storage, path, lower):
                 abandon(storage, path, lower, by=by, reason="a later attempt was committed")
             remove(storage, path, lower)
-        _empty_all(storage, path)
+        _empty_all_trash(storage, path)
     except (CheckpointError, OSError) as error:
         _log.warning("%s: an older attempt could not be removed yet: %s", path, error)
 
@@ -96,7 +96,7 @@ def delete(storage: Storage, path: str) -> None:
         # Lowest first, each durably: if it stops, the newest attempts are left.
         for attempt in doomed:
             remove(storage, path, attempt)
-        _empty_all(storage, path)
+        _empty_all_trash(storage, path)
     except CheckpointError as error:
         raise _partial_delete_error(storage, path, error) from error
     # The folder may have foreign files or a new attempt, or be a link.
@@ -108,10 +108,10 @@ def _partial_delete_error(storage: Storage, path: str, error: BaseException) -> 
     """Return the error of a delete that `error` stopped."""
     again = ", then delete it again"
     try:
-        attempts = statuses(storage, path)
+        attempts = list_statuses(storage, path)
         if any(status.state in _DATA_IS_KEPT for status in attempts):
             result = f"{path} is not deleted: check the storage{again}"
-        elif attempts or trash_at(storage, path):
+        elif attempts or list_trash(storage, path):
             result = (
                 f"{path} is deleted, but not all of its space is free, and a power cut may bring "
                 f"it back: check the storage{again}"
@@ -131,11 +131,11 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
 
     Raises NotFoundError otherwise: a single open attempt may be the first save of another job.
     """
-    attempts = statuses(storage, path)
+    attempts = list_statuses(storage, path)
     if any(status.state in _DATA_IS_KEPT for status in attempts):
         return attempts
     is_stopped = all(status.state == "abandoned" for status in attempts)
-    if is_stopped and any(entry.kind == "folder" for entry in trash_at(storage, path)):
+    if is_stopped and any(entry.kind == "folder" for entry in list_trash(storage, path)):
         return attempts
     raise not_found_error(storage, path)
 
@@ -147,9 +147,9 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     clock, open attempts without a write for `grace_s` follow, and ids of the folder that were not
     renamed for as long. Damaged attempts stay, and with them all older checkpoints.
     """
-    names = _empty_all(storage, path)
-    attempts = statuses(storage, path)
-    superseded = _superseded(storage, path, attempts, read_storage_clock)
+    names = _empty_all_trash(storage, path)
+    attempts = list_statuses(storage, path)
+    superseded = _find_superseded(storage, path, attempts, read_storage_clock)
     ids = _temporary_ids(storage, path)
     has_open = any(status.state == "open" for status in attempts)
     now = read_storage_clock(storage, path) if has_open or ids else 0.0
@@ -172,13 +172,13 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     return tuple(names)
 
 
-def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
+def list_collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
     """Return the names that `collect` would remove at the storage's time `now`; change nothing."""
-    names = [entry.name for entry in trash_at(storage, path) if entry.kind == "folder"]
+    names = [entry.name for entry in list_trash(storage, path) if entry.kind == "folder"]
     ids = _temporary_ids(storage, path)
     names += [entry.name for entry in ids if now - entry.modified_at > grace_s]
-    attempts = statuses(storage, path)
-    superseded = _superseded(storage, path, attempts, lambda *_: now)
+    attempts = list_statuses(storage, path)
+    superseded = _find_superseded(storage, path, attempts, lambda *_: now)
     names += [
         status.attempt.name
         for status in attempts
@@ -190,22 +190,22 @@ def collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> t
 
 
 def _temporary_ids(storage: Storage, path: str) -> list[Entry]:
-    files = (entry for entry in entries_at(storage, path) if entry.kind == "file")
+    files = (entry for entry in list_entries(storage, path) if entry.kind == "file")
     return [entry for entry in files if is_temporary_root_id(entry.name)]
 
 
-def collectable_in_all(
+def list_all_collectable(
     storage: Storage, root: str, *, grace_s: float, now: float
 ) -> tuple[str, ...]:
-    """Return the paths that `collect_all` would remove, as `collectable` does."""
+    """Return the paths that `collect_all` would remove, as `list_collectable` does."""
     return tuple(
         f"{path}/{name}"
-        for path in _folders(storage, root)
-        for name in collectable(storage, path, grace_s=grace_s, now=now)
+        for path in _list_folders(storage, root)
+        for name in list_collectable(storage, path, grace_s=grace_s, now=now)
     )
 
 
-def _superseded(
+def _find_superseded(
     storage: Storage, path: str, attempts: Sequence[Status], now: Callable[[Storage, str], float]
 ) -> Sequence[Attempt]:
     """Return the committed attempts below a later one that is certainly durable."""
@@ -229,12 +229,12 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
     """
     return tuple(
         f"{path}/{name}"
-        for path in _folders(storage, root)
+        for path in _list_folders(storage, root)
         for name in collect(storage, path, grace_s=grace_s)
     )
 
 
-def _folders(storage: Storage, root: str) -> Sequence[str]:
+def _list_folders(storage: Storage, root: str) -> Sequence[str]:
     """Return a folder, and those in it. IncompatibleError if its records are old."""
     try:
         entries = storage.list(root)
@@ -258,18 +258,18 @@ def read_storage_clock(storage: Storage, path: str) -> float:
     return max(times, default=0.0)
 
 
-def _empty_all(storage: Storage, path: str) -> list[str]:
+def _empty_all_trash(storage: Storage, path: str) -> list[str]:
     names = []
-    for entry in trash_at(storage, path):
+    for entry in list_trash(storage, path):
         trash = f"{path}/{entry.name}"
         if entry.kind != "folder":
             _log_foreign(trash)
-        elif _empty(storage, path, trash):
+        elif _empty_trash(storage, path, trash):
             names.append(entry.name)
     return names
 
 
-def _empty(storage: Storage, path: str, trash: str) -> bool:
+def _empty_trash(storage: Storage, path: str, trash: str) -> bool:
     """Remove a trash folder and dist_ckpt's files in it; return True if all of it is gone."""
     try:
         # Before any removal, also if another process renamed the folder: without a durable rename

@@ -38,7 +38,7 @@ from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
-from dist_ckpt.reports import IoCount, Phases, SaveReport, slowest_of
+from dist_ckpt.reports import IoCount, Phases, SaveReport, find_slowest
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -107,7 +107,7 @@ class Transaction:
                     claiming.decide(transaction.claim(storage, path, overwrite=False))
             transaction.join(storage, path, claiming.result(Attempt))
             decision = transaction.commit(encoded_catalog, fields, write)
-            transaction.supersede()
+            transaction.remove_superseded()
 
     If the block ends without a commit, the coordinator aborts the attempt. Errors are raised as
     they are. `label` names the writer in the claim: the rank by default, or a tool.
@@ -257,7 +257,7 @@ class Transaction:
             saved_by=fields.saved_by,
             saved_at=time.time() if fields.saved_at is None else fields.saved_at,
         )
-        slowest_rank, slowest_s = slowest_of([receipt.seconds for receipt in receipts])
+        slowest_rank, slowest_s = find_slowest([receipt.seconds for receipt in receipts])
         linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
         decision = _decision(index, slowest_rank, slowest_s, linked)
         try:
@@ -332,10 +332,12 @@ class Transaction:
             commit_protocol.discard_attempt(self.storage, self._claim)
         return True
 
-    def supersede(self) -> None:
+    def remove_superseded(self) -> None:
         """Remove the attempts that the committed one replaces. On other ranks, do nothing."""
         if self._claim is not None:
-            removal.supersede(self.storage, self._path, self.attempt, self._claim.incarnation)
+            removal.remove_superseded(
+                self.storage, self._path, self.attempt, self._claim.incarnation
+            )
 
     def report(
         self,

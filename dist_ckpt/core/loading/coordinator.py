@@ -30,7 +30,7 @@ from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError, listed, ranks_text
-from dist_ckpt.reports import slowest_of
+from dist_ckpt.reports import find_slowest
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -138,7 +138,7 @@ def _check_fits(
 
 def sum_totals(totals: Sequence[RankTotals]) -> JobTotals:
     """Return the totals of all ranks."""
-    slowest, slowest_s = slowest_of([rank_totals.seconds for rank_totals in totals])
+    slowest, slowest_s = find_slowest([rank_totals.seconds for rank_totals in totals])
     nbytes_read = sum(rank_totals.nbytes_read for rank_totals in totals)
     nbytes_placed = sum(rank_totals.nbytes_placed for rank_totals in totals)
     return JobTotals(nbytes_read, nbytes_placed, slowest, slowest_s)

@@ -260,11 +260,11 @@ def _check_attached(arguments_by_rank: Sequence[SaveArguments]) -> None:
 def plan_together(session: Session, inventory: Inventory) -> AgreedPlan:
     """Gather the inventories, and make the same plan on every rank. Collective."""
     bodies = session.collective.all_gather_distinct(typed_msgpack.encode(inventory))
-    plan = plan_of(bodies, session.channel.world_size)
+    plan = build_plan(bodies, session.channel.world_size)
     return AgreedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
 
 
-def plan_of(bodies: Bodies, world_size: int) -> SavePlan:
+def build_plan(bodies: Bodies, world_size: int) -> SavePlan:
     """Plan a save from the encoded inventories of all ranks."""
     # Garbage collection among thousands of new objects takes a third of the time.
     with paused_collector():

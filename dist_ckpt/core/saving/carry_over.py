@@ -32,10 +32,10 @@ from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.carry_plan import (
     CarryPlan,
-    carried_names,
-    not_loaded,
+    find_not_loaded,
+    merge_objects_files,
     plan_carried,
-    with_carried,
+    select_carried_names,
 )
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
@@ -106,7 +106,7 @@ class CarrySource:
 
     def planned(self, plan: SavePlan) -> CarryOver:
         """Return the plan of the names that the state does not have. Raises ValueError."""
-        names = carried_names(self.index.catalog, self.names, plan.catalog, plan.tree)
+        names = select_carried_names(self.index.catalog, self.names, plan.catalog, plan.tree)
         carry_plan = plan_carried(plan.catalog, self.index, names)
         return CarryOver(self, carry_plan, EncodedCatalog(carry_plan.catalog))
 
@@ -146,7 +146,7 @@ def open_source(
         bodies = session.collective.all_gather_distinct(own)
         restored = [typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies]
         done = {*chain.from_iterable(restored)}
-    remaining, names = not_loaded(index.catalog, done, excluded)
+    remaining, names = find_not_loaded(index.catalog, done, excluded)
     return CarrySource(loaded.path, info.attempt, index, names, remaining, excluded, reads)
 
 
@@ -205,7 +205,7 @@ class CarryOver:
                 _log.warning(text, self.source.path, listed(hidden))
             values = {fqn: source.value(fqn) for fqn in self.plan.names.values}
             main = objects_file.decode(objects[filenames.OBJECTS])
-            both = with_carried(main, source.objects(), self.plan.names, values)
+            both = merge_objects_files(main, source.objects(), self.plan.names, values)
             objects[filenames.OBJECTS] = objects_file.encode(both)
         keyed = {
             fqn: {

@@ -51,19 +51,14 @@ class CarriedNames:
         return frozenset((*self.tensors, *self.aliases, *self.values, *self.per_rank))
 
 
-def names_of(catalog: Catalog) -> tuple[str, ...]:
-    """Return all names of a catalog."""
-    return (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
-
-
-def not_loaded(
+def find_not_loaded(
     source: Catalog, done: Collection[str], excluded: Selection
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of which nothing was loaded, and those of them that are not excluded.
 
     A tensor that is made of others counts as a whole, by its own name.
     """
-    wholes = {name: whole_or_name(name, source) for name in names_of(source)}
+    wholes = {name: whole_or_name(name, source) for name in source.names}
     loaded = {whole_or_name(name, source) for name in done}
     remaining = [name for name, whole in wholes.items() if whole not in loaded]
     selected = tuple(name for name in remaining if wholes[name] in excluded)
@@ -75,7 +70,7 @@ def whole_or_name(name: str, source: Catalog) -> str:
     return whole_of(name, source.values) or name
 
 
-def carried_names(
+def select_carried_names(
     source: Catalog, names: Iterable[str], live: Catalog, tree: Iterable[Node]
 ) -> CarriedNames:
     """Return the `names` that are carried over: those that the state does not have.
@@ -83,10 +78,10 @@ def carried_names(
     `live` and `tree` are saved from the state. A name is `hidden` if it is inside a tensor or value
     of the state, or if the state has a container there.
     """
-    in_state = frozenset(names_of(live))
+    in_state = frozenset(live.names)
     remaining = frozenset(names) - in_state
     # Saved names are never inside each other, even `lr` and `lr.max`.
-    new = in_state - frozenset(names_of(source))
+    new = in_state - frozenset(source.names)
     above_new = {above for fqn in new for above in names_above(fqn)} | {node.fqn for node in tree}
     below_new = {fqn for fqn in remaining if not new.isdisjoint(names_above(fqn))}
     hidden = (above_new & remaining) | below_new
@@ -137,7 +132,7 @@ def _live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | No
 # --- the global objects file -----------------------------------------------------------------
 
 
-def with_carried(
+def merge_objects_files(
     live: ObjectsFile, source: ObjectsFile, carried: CarriedNames, values: Mapping[str, object]
 ) -> ObjectsFile:
     """Return the global objects file of both, with the carried `values`.

@@ -108,7 +108,7 @@ class LocalSaveState:
         """
         with paused_collector():
             part = self._rank_plan(plan)
-        objects = objects_files(plan, self.local, self._rank, metadata)
+        objects = encode_objects_files(plan, self.local, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
@@ -150,7 +150,7 @@ class LocalSaveState:
         return digests
 
 
-def objects_files(
+def encode_objects_files(
     plan: SavePlan, local: LocalState, rank: int, metadata: Mapping[str, object]
 ) -> dict[str, bytes]:
     """Return the encoded objects files of a rank, by name.
@@ -191,12 +191,12 @@ def digest_sample(source: CellSource, name: str) -> str:
     scratch = memoryview(bytearray(min(_BLOCK_NBYTES, source.nbytes)))
     digests = [
         block_digest(source.read(start, min(start + _BLOCK_NBYTES, source.nbytes), scratch))
-        for start in _starts(source.nbytes, name)
+        for start in _sample_offsets(source.nbytes, name)
     ]
     return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
 
 
-def _starts(nbytes: int, name: str) -> list[int]:
+def _sample_offsets(nbytes: int, name: str) -> list[int]:
     if nbytes <= _WHOLE_NBYTES:
         return list(range(0, nbytes, _BLOCK_NBYTES))
     # One block in each sixteenth, at an offset that differs between tensors.

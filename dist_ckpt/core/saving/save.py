@@ -239,7 +239,7 @@ def save_together(
         if writer.saved is not None:
             cache.linkable_saves = cache.linkable_saves.plus(writer.saved)
         with phases.phase("clean up"):
-            transaction.supersede()
+            transaction.remove_superseded()
         reads = prepared.storage.reads
         return transaction.report(
             decision,

@@ -19,7 +19,7 @@ from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.runtime.gc_pause import paused_collector
-from dist_ckpt.core.saving.local_save_state import objects_files
+from dist_ckpt.core.saving.local_save_state import encode_objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
@@ -44,7 +44,7 @@ def to_bytes(state: State) -> bytes:
         )
         plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
     local.synchronize()
-    files, objects = plan_rank_files(plan, 0), objects_files(plan, local, 0, {})
+    files, objects = plan_rank_files(plan, 0), encode_objects_files(plan, local, 0, {})
     # The length of the header does not depend on the data, so it is computed first.
     blank = {}
     for file in files:

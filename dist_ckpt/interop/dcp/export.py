@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, boxes_in_order
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, cut_into_boxes
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
@@ -103,7 +103,7 @@ def _write(
         # The boxes of `stream`.
         entry.chunks = [
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-            for box in boxes_in_order(whole, _PART_NBYTES // itemsize)
+            for box in cut_into_boxes(whole, _PART_NBYTES // itemsize)
         ]
         first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION

@@ -229,7 +229,7 @@ def average_together(
                 receipts_by_rank=partial(receipts_by_rank, newest),
             )
         with phases.phase("clean up"):
-            transaction.supersede()
+            transaction.remove_superseded()
         reads = IoCount()
         for storage in (*call.opened, plan.storage):
             reads = reads.plus_all(storage.reads)

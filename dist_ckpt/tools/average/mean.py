@@ -264,12 +264,12 @@ class AveragedTensors:
     ) -> None:
         self._chosen = chosen
         self._averaged = averaged
-        most_kept = None if len(chosen) <= _MAX_OPEN_SOURCES else 0
+        max_open_files = None if len(chosen) <= _MAX_OPEN_SOURCES else 0
         self._opened = [
             OpenCheckpoint(
                 *(source.storage, source.path, source.attempt, source.index),
                 slots=slots,
-                most_kept=most_kept,
+                max_open_files=max_open_files,
             )
             for source in chosen
         ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import isnan, nan
 
 from dist_ckpt.core.checkpoint.checkpoint import open_at
-from dist_ckpt.core.commit.attempts import entries_at
+from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records.record_store import can_keep_records
 from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
 from dist_ckpt.core.format.index.model_description import leaves_of
@@ -103,7 +103,7 @@ def _find_runs(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     else:
         if listing.checkpoints or can_keep_records(storage, folder):
             return [(storage, folder)]
-    entries = entries_at(storage, folder)
+    entries = list_entries(storage, folder)
     names = [e.name for e in entries if e.kind == "folder" and e.name[0] != "."]
     names = sorted(name for name in names if name not in NO_CHECKPOINTS)
     if not names:

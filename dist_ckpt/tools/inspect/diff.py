@@ -9,7 +9,7 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint, parts_in
+from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint, iterate_parts
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, differences
@@ -192,7 +192,7 @@ def _diff_values(
         ):
             wanted = [parts[name][0]._replace(fqn=partner) for name, partner in group]
             right.read(wanted, memory)
-            for pair, (want, data) in zip(group, parts_in(wanted, memory), strict=True):
+            for pair, (want, data) in zip(group, iterate_parts(wanted, memory), strict=True):
                 results[pair].compare(want.dtype, parts[pair[0]][1], data, tolerance)
         done += window.nbytes
         if progress is not None:

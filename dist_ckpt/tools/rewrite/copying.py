@@ -138,7 +138,7 @@ def _write(
             decision = transaction.commit_index(
                 replace(index, attempt=attempt.name), seconds=phases.seconds["write"], linked=linked
             )
-        transaction.supersede()
+        transaction.remove_superseded()
     return transaction, decision, phases
 
 

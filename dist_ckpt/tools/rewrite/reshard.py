@@ -28,7 +28,11 @@ from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_nbytes
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
-from dist_ckpt.core.saving.carry_plan import carried_names, names_of, whole_or_name, with_carried
+from dist_ckpt.core.saving.carry_plan import (
+    merge_objects_files,
+    select_carried_names,
+    whole_or_name,
+)
 from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import is_mapping, join
@@ -213,7 +217,7 @@ class _Reshard:
                     saved_at=time.time(),
                 )
                 decision = transaction.commit_index(index, seconds=phases.seconds["write"])
-            transaction.supersede()
+            transaction.remove_superseded()
         assert isinstance(self.source.storage, CountingStorage)
         reads, writes = self.source.storage.reads, self.storage.writes
         return transaction.report(decision, phases, reads=reads, writes=writes)
@@ -259,7 +263,7 @@ def select_part(
     Raises ValueError if a pattern matches nothing, if nothing is left, if a tied tensor would lose
     its data, or if a list would lose some of its items.
     """
-    names = names_of(catalog)
+    names = catalog.names
     if problems := selection.unmatched(names):
         raise ValueError(listed(problems, "; "))
     chosen = {name for name in names if whole_or_name(name, catalog) in selection}
@@ -275,14 +279,14 @@ def select_part(
             )
     # This is the same as to carry the names over into an empty checkpoint.
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
-    part = carried_names(catalog, chosen, nothing, ())
+    part = select_carried_names(catalog, chosen, nothing, ())
     if tied := [f"{name} (of {data})" for name, data in part.tensors.items() if name != data]:
         raise ValueError(
             f"tied tensors would lose their data: {listed(tied)}: include both, or exclude both"
         )
     values = {fqn: main.values[fqn] for fqn in part.values}
     root = next(node for node in main.tree if not node.fqn)
-    left = with_carried(ObjectsFile((Node("", root.kind, ()),)), main, part, values)
+    left = merge_objects_files(ObjectsFile((Node("", root.kind, ()),)), main, part, values)
     return (
         replace(
             catalog,

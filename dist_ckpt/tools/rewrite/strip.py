@@ -117,7 +117,7 @@ def strip_at(
                 f"tags: {error}. Strip it again to move them"
             ) from error
         lease.close()
-        transaction.supersede()
+        transaction.remove_superseded()
     return transaction.report(decision, phases, reads=counting.reads, writes=counting.writes)
 
 
@@ -211,7 +211,7 @@ def _finish_earlier_strip(storage: Storage, path: str, attempt: Attempt, index: 
     former = filenames.parse_attempt(index.saved_by.get(_STRIPPED_FROM, ""))
     if former is not None and attempts.has_folder(storage, path, former):
         _move_protections(storage, path, replace(index, attempt=former.name), attempt)
-        removal.supersede(storage, path, attempt)
+        removal.remove_superseded(storage, path, attempt)
 
 
 def _move_protections(storage: Storage, path: str, source: Index, target: Attempt) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, boxes_in_order
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, cut_into_boxes
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Region, row_major_strides
 from dist_ckpt.core.format.index.index import Index
@@ -78,7 +78,7 @@ def test_boxes_in_order_are_what_a_tensor_holds_in_row_major_order(
 ) -> None:
     strides = row_major_strides(shape)
     start = 0
-    for box in boxes_in_order(Region.whole(shape), most):
+    for box in cut_into_boxes(Region.whole(shape), most):
         assert 0 < box.numel <= most
         assert sum(at * stride for at, stride in zip(box.offset, strides, strict=True)) == start
         start += box.numel

@@ -50,7 +50,7 @@ def finish(storage: Storage, claim: commit_protocol.Claim, step: int) -> Attempt
     write_rank(storage, claim.folder, step, 0)
     commit_protocol.check_files(storage, claim.folder, sizes_of(step, 1))
     commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
-    removal.supersede(storage, claim.path, claim.attempt, claim.incarnation)
+    removal.remove_superseded(storage, claim.path, claim.attempt, claim.incarnation)
     return claim.attempt
 
 
@@ -130,7 +130,7 @@ def test_an_older_start_leaves_what_its_save_replaces(caplog: pytest.LogCaptureF
     commit_protocol.commit(storage, claim, index_of(claim.attempt, 2, 1))
     started(storage)
     with caplog.at_level(logging.WARNING):
-        removal.supersede(storage, PATH, claim.attempt, older)
+        removal.remove_superseded(storage, PATH, claim.attempt, older)
     assert len(attempts.list_attempts(storage, PATH)) == 2
     assert "could not be removed yet" in caplog.text
     assert "incarnation 2 of this run, a job, has taken over" in caplog.text

@@ -269,7 +269,7 @@ def careful_save(storage: Storage, step: int) -> None:
         if attempts.abandon(storage, PATH, claim.attempt, by="me", reason="it failed"):
             commit_protocol.discard_attempt(storage, claim)
         raise
-    removal.supersede(storage, PATH, claim.attempt)
+    removal.remove_superseded(storage, PATH, claim.attempt)
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -713,7 +713,7 @@ def test_every_attempt_is_told_with_its_state_age_and_size():
     put(storage, Attempt(4, "0" * 16), index_json.encode(Abandoned(f"a4-{'0' * 16}", "a", "b")))
     put(storage, Attempt(5, "0" * 16), b'{"format":{"version":2,"requires":[]}}')
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    found = attempts.statuses(storage, PATH)
+    found = attempts.list_statuses(storage, PATH)
     states = ["committed", "damaged", "abandoned", "incompatible", "open"]
     assert [status.state for status in found] == states
     assert [status.attempt.number for status in found] == [1, 3, 4, 5, 9]
@@ -721,7 +721,7 @@ def test_every_attempt_is_told_with_its_state_age_and_size():
     assert found[0].nbytes == sum(entry.nbytes for entry in storage.list(folder))
     ages = [status.modified_at for status in found]
     assert ages == sorted(ages)
-    assert attempts.statuses(storage, "/nowhere") == ()
+    assert attempts.list_statuses(storage, "/nowhere") == ()
 
 
 # --- removing --------------------------------------------------------------------------------
@@ -758,7 +758,7 @@ def test_to_supersede_removes_all_below_and_nothing_above():
     claim = claimed(storage, 2, overwrite=True)
     storage.make_folder(f"{PATH}/{HIGHEST}")
     commit_protocol.commit(storage, claim, index_of(claim.attempt, 2, 1))
-    removal.supersede(storage, PATH, claim.attempt)
+    removal.remove_superseded(storage, PATH, claim.attempt)
     assert names_in(storage) == [claim.attempt.name, HIGHEST.name]
 
 
@@ -767,14 +767,16 @@ def test_what_cannot_be_superseded_is_logged_for_the_new_one_is_committed(caplog
     save(begin, 1)
     claim = claimed(begin, 2, overwrite=True)
     commit_protocol.commit(begin, claim, index_of(claim.attempt, 2, 1))
-    calls = _num_calls(lambda storage: removal.supersede(storage, PATH, claim.attempt), begin)
+    calls = _num_calls(
+        lambda storage: removal.remove_superseded(storage, PATH, claim.attempt), begin
+    )
     for n in range(1, calls + 1):
         caplog.clear()
         storage = FaultyStorage(MemoryStorage(begin.tree()), fail_at_call=n)
-        removal.supersede(storage, PATH, claim.attempt)
+        removal.remove_superseded(storage, PATH, claim.attempt)
         assert "an older attempt could not be removed yet" in caplog.text, storage.failed
         assert step_at(storage.inner) == 2
-        removal.supersede(storage.inner, PATH, claim.attempt)
+        removal.remove_superseded(storage.inner, PATH, claim.attempt)
         assert names_in(storage.inner) == [claim.attempt.name]
 
 

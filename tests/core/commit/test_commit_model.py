@@ -83,7 +83,7 @@ def overwriter(step: int) -> Program:
     """Save over what is there, and supersede it after the verdict."""
 
     def supersede(storage: Storage, attempt: Attempt) -> Outcome:
-        removal.supersede(storage, PATH, attempt)
+        removal.remove_superseded(storage, PATH, attempt)
         return Outcome("saved", attempt)
 
     return *saver(step, overwrite=True)[:-1], supersede
@@ -206,12 +206,12 @@ def one_saver_wins(state: State) -> str | None:
 @pytest.fixture
 def ids(monkeypatch) -> FixedIds:
     made = make_deterministic(monkeypatch)
-    monkeypatch.setattr(removal, "statuses", _attempts)
+    monkeypatch.setattr(removal, "list_statuses", _attempts)
     return made
 
 
 def _attempts(storage: Storage, path: str) -> tuple[attempts.Status, ...]:
-    found = attempts.statuses(storage, path)
+    found = attempts.list_statuses(storage, path)
     if isinstance(storage, Replay):
         # Deleters and collectors begin with it, and do not ask for sizes.
         storage.forget_answers(tuple((status.attempt, status.state) for status in found))
@@ -423,14 +423,14 @@ def supersede_removes_higher_ones_too(patch: pytest.MonkeyPatch) -> None:
             if other != attempt:
                 removal.remove(storage, path, other)
 
-    patch.setattr(removal, "supersede", supersede)
+    patch.setattr(removal, "remove_superseded", supersede)
 
 
 def supersede_comes_before_the_commit(patch: pytest.MonkeyPatch) -> None:
     put = attempts.put_index
 
     def supersede_and_put(storage: Storage, path: str, attempt: Attempt, temporary: str) -> object:
-        removal.supersede(storage, path, attempt)
+        removal.remove_superseded(storage, path, attempt)
         return put(storage, path, attempt, temporary)
 
     patch.setattr(commit_protocol, "put_index", supersede_and_put)

@@ -71,7 +71,7 @@ def put(disk: CrashStorage, step: int, *, ranks: int = 1, overwrite: bool = Fals
 def save_overwrite_delete(disk: CrashStorage, ranks: int = 1) -> None:
     put(disk, 1, ranks=ranks)
     claim = put(disk, 2, ranks=ranks, overwrite=True)
-    removal.supersede(disk.client("rank 0"), PATH, claim.attempt)
+    removal.remove_superseded(disk.client("rank 0"), PATH, claim.attempt)
     disk.mark("deleting")
     removal.delete(disk.client("deleter"), PATH)
     disk.mark("deleted")
@@ -356,7 +356,7 @@ def _steps_of_a_save(
         "sync": lambda: disk.sync(claim.folder),
         "commit": lambda: commit_protocol.commit(disk, claim, index_of(claim.attempt, step, 2)),
         "acknowledge": lambda: disk.mark(f"saved {step}"),
-        "supersede": lambda: removal.supersede(disk, PATH, claim.attempt),
+        "supersede": lambda: removal.remove_superseded(disk, PATH, claim.attempt),
     }
 
 
@@ -398,7 +398,9 @@ def test_the_same_steps_in_their_order_do_no_harm():
 
 
 def test_deleting_the_newest_first_would_bring_back_an_older_one(monkeypatch):
-    monkeypatch.setattr(removal, "statuses", lambda *where: attempts.statuses(*where)[::-1])
+    monkeypatch.setattr(
+        removal, "list_statuses", lambda *where: attempts.list_statuses(*where)[::-1]
+    )
     assert any(violations(delete_where_two_are_committed, CrashStorage()))
 
 

@@ -128,7 +128,7 @@ def saver(start: int, step: int, *, overwrite: bool = False, looks: bool = True)
     def supersede(storage: Storage, given: tuple[bool, Attempt]) -> Outcome:
         late, attempt = given
         watched = Watched(storage)
-        removal.supersede(watched, path, attempt, run)
+        removal.remove_superseded(watched, path, attempt, run)
         return Outcome("removed late" if late and watched.has_removed else "saved", attempt)
 
     return look, claim, write, look_again, commit, last_look, supersede

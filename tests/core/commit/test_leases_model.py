@@ -346,7 +346,7 @@ def test_in_no_order_of_the_real_steps_what_is_held_is_gone(programs, names, mon
 
 def check_backwards(subject: CheckpointRef, name: object) -> None:
     """Look for the checkpoint first, as the real code must not."""
-    if not subject.is_there():
+    if not subject.exists():
         raise NotFoundError("gone")
     if any(annotation.name.kind == "mark" for annotation in subject.annotations()):
         raise NotFoundError("marked")

@@ -126,7 +126,7 @@ def test_a_trash_folder_that_is_swapped_for_a_link_leads_nowhere(
     at: int, path: Path, victim: Path
 ) -> None:
     before = listing(victim)
-    (attempt,) = attempts.statuses(LocalStorage(), str(path))
+    (attempt,) = attempts.list_statuses(LocalStorage(), str(path))
     storage = Swapping(victim, at)
     removal.remove(storage, str(path), attempt.attempt)
     assert listing(victim) == before
@@ -141,7 +141,7 @@ def test_an_attempt_that_is_swapped_for_a_link_is_not_looked_into(path: Path, vi
     shutil.rmtree(attempt)
     (victim / "index.json").touch()
     attempt.symlink_to(victim, target_is_directory=True)
-    assert attempts.statuses(LocalStorage(), str(path)) == ()
+    assert attempts.list_statuses(LocalStorage(), str(path)) == ()
     with pytest.raises(NotADirectoryError):
         LocalStorage().list(str(attempt), follow=False)
     with pytest.raises(NotADirectoryError):

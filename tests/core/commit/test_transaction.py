@@ -57,7 +57,7 @@ def committed(storage: Storage, *, overwrite: bool = False) -> CommitDecision:
     with Transaction(SingleProcessChannel()) as transaction:
         transaction.claim(storage, PATH, overwrite=overwrite)
         decision = transaction.commit(CATALOG, FIELDS, write_to(storage))
-        transaction.supersede()
+        transaction.remove_superseded()
     return decision
 
 
@@ -189,7 +189,7 @@ def test_an_index_is_committed_when_its_files_are_checked_and_the_caller_is_read
         assert seen == [[]]
     assert decision == CommitDecision(attempt.name, 1, 1, 0, 3.0)
     assert attempts.find_checkpoint(storage, "/runs/copy") == (attempt, copy)
-    assert attempts.claimed_by(storage, "/runs/copy", attempt).startswith("by copy on")
+    assert attempts.describe_claimant(storage, "/runs/copy", attempt).startswith("by copy on")
 
 
 # --- no answer --------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_a_rank_without_an_answer_aborts_an_attempt_that_is_not_committed():
     attempt = commit_protocol.claim(storage, PATH, overwrite=False, by="rank 0").attempt
     with pytest.raises(NoAnswerError, match="nobody answers"):
         without_answer(storage, attempt)
-    assert [one.state for one in attempts.statuses(storage, PATH)] == ["abandoned"]
+    assert [one.state for one in attempts.list_statuses(storage, PATH)] == ["abandoned"]
 
 
 def test_a_rank_without_an_answer_or_a_storage_says_that_it_does_not_know():
@@ -252,7 +252,7 @@ def test_a_rank_without_an_answer_or_a_storage_says_that_it_does_not_know():
     storage = FaultyStorage(disk, fail_at_call=2, sticky=True)
     with pytest.raises(StorageError, match="the outcome of this save is unknown"):
         without_answer(storage, attempt)
-    assert [one.state for one in attempts.statuses(disk, PATH)] == ["open"]
+    assert [one.state for one in attempts.list_statuses(disk, PATH)] == ["open"]
 
 
 # --- an interrupt of the commit ----------------------------------------------------------------

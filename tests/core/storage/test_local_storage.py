@@ -546,7 +546,7 @@ def test_a_read_only_disk_is_read_and_not_written(storage, small_disk):
     save(storage, 1, path=path)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=60, check=True)
     assert step_at(storage, path) == 1
-    assert [status.state for status in attempts.statuses(storage, path)] == ["committed"]
+    assert [status.state for status in attempts.list_statuses(storage, path)] == ["committed"]
     for where in (path, f"{small_disk}/new/ck"):
         with pytest.raises(StorageError, match=r"EROFS.*mount the file system writable"):
             commit_protocol.claim(storage, where, overwrite=True, by="me")

@@ -88,7 +88,7 @@ def save(
         write_rank(storage, claim.folder, step, rank)
     commit_protocol.check_files(storage, claim.folder, sizes_of(step, ranks))
     commit_protocol.commit(storage, claim, index_of(claim.attempt, step, ranks))
-    removal.supersede(storage, path, claim.attempt)
+    removal.remove_superseded(storage, path, claim.attempt)
     return claim.attempt
 
 

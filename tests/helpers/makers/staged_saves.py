@@ -39,7 +39,7 @@ from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, TensorEntry, Whole
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.saving.agreement import plan_of
+from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.reports import SaveReport
 from written import Saved
 
@@ -74,7 +74,7 @@ class State:
         )
         body = typed_msgpack.encode(inventory)
         self.bodies: Bodies = ((body, tuple(range(world_size))),)
-        self.plan = plan_of(self.bodies, world_size)
+        self.plan = build_plan(self.bodies, world_size)
         self.tensors = {}
         for entry in inventory.tensors:
             data = random.Random(f"{seed} {entry.fqn}").randbytes(4 * prod(entry.shape))

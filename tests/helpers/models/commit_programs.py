@@ -61,7 +61,7 @@ def make_deterministic(patch: pytest.MonkeyPatch) -> FixedIds:
     patch.setattr(attempts, "encode_abandoned", encode)
     patch.setattr(commit_protocol, "encode_abandoned", encode)
     patch.setattr(index_json, "decode", functools.cache(index_json.decode))
-    for name in ("_survey", "_abandon_lower_rivals", "_store_claim"):
+    for name in ("_list_or_create", "_abandon_lower_rivals", "_store_claim"):
         patch.setattr(commit_protocol, name, _forgetting(getattr(commit_protocol, name)))
     return made
 

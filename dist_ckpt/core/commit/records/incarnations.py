@@ -173,7 +173,7 @@ def _folders(root: str, *, with_old: bool) -> list[str]:
 
 def incarnations_in(storage: Storage, folder: str) -> list[int]:
     """Return the numbers of the records in a folder, the lowest first."""
-    numbers = (parse_incarnation(entry.name) for entry in attempts.entries_at(storage, folder))
+    numbers = (parse_incarnation(entry.name) for entry in attempts.list_entries(storage, folder))
     return sorted(filter(None, numbers))
 
 
@@ -318,7 +318,7 @@ class LivenessFile:
 
     def _remove(self, but: str = "") -> None:
         folder = f"{self.root}/{INCARNATIONS}"
-        for entry in attempts.entries_at(self.storage, folder):
+        for entry in attempts.list_entries(self.storage, folder):
             number = parse_liveness(entry.name)
             if number is not None and number <= self.incarnation and entry.name != but:
                 with suppress(FileNotFoundError):
@@ -335,7 +335,7 @@ def last_liveness(
     """
     with suppress(CheckpointError, OSError):
         folders = _folders(root, with_old=with_old)
-        entries = [entry for folder in folders for entry in attempts.entries_at(storage, folder)]
+        entries = [entry for folder in folders for entry in attempts.list_entries(storage, folder)]
         times = [e.modified_at for e in entries if parse_liveness(e.name) == incarnation]
         return max(times, default=None)
     return None

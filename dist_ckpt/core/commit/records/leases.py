@@ -52,7 +52,7 @@ class Lease:
     def release(self) -> None:
         """End the lease. If that cannot be written, it expires by itself."""
         with suppress(CheckpointError):
-            if self.subject.is_there():
+            if self.subject.exists():
                 self.subject.put(LEASE, {self.id: 0})
 
 
@@ -90,7 +90,7 @@ def _renew(lease: Lease, ended: threading.Event) -> None:
             _log.warning("%s: the lease could not be renewed: %s", lease.subject.path, error)
             # A deletion intent does not end the lease: its owner sees the lease and withdraws.
             with suppress(StorageError):
-                if isinstance(error, NotFoundError) and not lease.subject.is_there():
+                if isinstance(error, NotFoundError) and not lease.subject.exists():
                     return
 
 

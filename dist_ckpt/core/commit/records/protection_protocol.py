@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from dist_ckpt.core.commit.attempts import entries_at, has_folder, new_id
+from dist_ckpt.core.commit.attempts import has_folder, list_entries, new_id
 from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT,
     DELETION_INTENT_S,
@@ -75,7 +75,7 @@ class CheckpointRef:
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             self.storage.remove(file)
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return True if it is not removed yet."""
         return has_folder(self.storage, self.path, self.key[1])
 
@@ -140,7 +140,7 @@ def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
     now = written[0].modified_at if written else 0.0
     for owner in deletion_intents_of(annotations, now):
         raise NotFoundError(f"{subject.path} is about to be removed by {owner}: choose another")
-    if not written or not subject.is_there():
+    if not written or not subject.exists():
         raise NotFoundError(f"{subject.path}: {subject.key[1]} was removed: choose another")
 
 
@@ -157,7 +157,7 @@ def protections_at(
     if not candidates:
         return {}
     root = posixpath.dirname(real_path(path))
-    entries = entries_at(storage, root)
+    entries = list_entries(storage, root)
     old = old_folders_in(entries)
     if not old and all(entry.name != ANNOTATIONS for entry in entries):
         return {}
@@ -223,7 +223,7 @@ def remove_if_unprotected(
         remove()
     except BaseException:
         with suppress(CheckpointError):
-            if subject.is_there():
+            if subject.exists():
                 subject.withdraw(intent)
         raise
     return ()
@@ -256,7 +256,7 @@ def forget(
             above = annotations_folder(root, stored.step, stored.attempt)
             _remove(storage, f"{above}/{stored.name}")
     folder = annotations_folder(root, *key)
-    names = [entry.name for entry in entries_at(storage, folder) if entry.kind == "file"]
+    names = [entry.name for entry in list_entries(storage, folder) if entry.kind == "file"]
     ours = [name for name in names if is_temporary_record(name) or parse_annotation_name(name)]
     for name in sorted(ours, key=lambda name: (name.startswith(DELETION_INTENT), name)):
         _remove(storage, f"{folder}/{name}")

@@ -96,7 +96,7 @@ def put_annotation(
     folder = annotations_folder(root, annotation.step, annotation.attempt)
     for _ in range(attempts.MAX_TRIES):
         make_record_folders(storage, root, folder)
-        entries = attempts.entries_at(storage, folder)
+        entries = attempts.list_entries(storage, folder)
         names = (parse_annotation_name(entry.name) for entry in entries)
         numbers = [name.number for name in names if name and name.kind == annotation.kind]
         number = 1 + max([above, *numbers])
@@ -123,9 +123,11 @@ def read_annotations(
     return _sorted(
         _read_attempt(storage, above, step, attempt)
         for above in _folders(root, with_old=with_old)
-        for entry in attempts.entries_at(storage, above)
+        for entry in attempts.list_entries(storage, above)
         if (step := parse_step(entry.name)) is not None
-        for attempt in attempts.attempts_in(attempts.entries_at(storage, f"{above}/{entry.name}"))
+        for attempt in attempts.parse_attempts(
+            attempts.list_entries(storage, f"{above}/{entry.name}")
+        )
     )
 
 
@@ -154,7 +156,7 @@ def _read_attempt(
 ) -> Iterator[StoredAnnotation]:
     folder = f"{above}/{step}/{attempt}"
     is_old = posixpath.basename(above) == OLD_ANNOTATIONS
-    for file in attempts.entries_at(storage, folder):
+    for file in attempts.list_entries(storage, folder):
         name = parse_annotation_name(file.name)
         if name is not None and file.kind == "file":
             with suppress(FileNotFoundError):  # pruned since
@@ -271,7 +273,7 @@ def can_lease(storage: Storage, root: str) -> bool:
 
 def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
     """Return whether there are records, and whether they are old; those are logged."""
-    entries = attempts.entries_at(storage, root)
+    entries = attempts.list_entries(storage, root)
     old = old_folders_in(entries)
     warn_of_old(root, old)
     has_new = any(entry.name in (ANNOTATIONS, INCARNATIONS) for entry in entries)

@@ -70,6 +70,11 @@ class Catalog:
     # fqn of a parameter -> whether it required a gradient. Empty for a plain state dict.
     parameters: Mapping[str, bool] = field(default_factory=dict)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All saved names."""
+        return (*self.tensors, *self.aliases, *self.values, *self.per_rank)
+
     def counts(self) -> list[tuple[TensorRecord, int]]:
         """Return each tensor record, which equal tensors share, and its number of tensors."""
         records = {id(record): record for record in self.tensors.values()}

@@ -274,7 +274,7 @@ def saved_tree_of(
     `problems`. CorruptError or IncompatibleError for a tree that no save has written.
     """
     rules = rename_of(rename)
-    names = (*catalog.tensors, *catalog.aliases, *catalog.values, *catalog.per_rank)
+    names = catalog.names
     groups = _groups(catalog, main)
     if both := {node.fqn for node in main.tree}.intersection(names):
         raise CorruptError(
