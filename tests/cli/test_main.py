@@ -140,7 +140,7 @@ def test_an_interrupt_while_it_starts_is_no_traceback(tmp_path):
         (["model.safetensors", "config.json"], "`dist-ckpt import --from hf`"),
         (["model.safetensors.index.json"], "`dist-ckpt import --from hf`"),
         (["other.safetensors"], "add model.safetensors.index.json"),
-        (["__0_0.distcp"], "without the .metadata that its saves write last"),
+        (["__0_0.distcp"], "but .metadata is missing, which a save writes last"),
     ],
 )
 def test_files_of_others_are_told_what_they_are_and_what_to_do(run, tmp_path, files, told):

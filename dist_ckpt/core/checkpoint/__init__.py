@@ -1,1 +1,6 @@
-"""An opened checkpoint: look into it, read parts of it, verify it; without torch."""
+"""An opened checkpoint: look into it, read parts of it, verify it; without torch.
+
+- `dc.open`, and what users see of a checkpoint: `checkpoint.py`. `dc.verify`: `verify.py`.
+- Reads of tensors and objects for tools: `open_checkpoint.py`.
+- The meaning of a user's path: a protocol in `opener.py`, the implementation in `openers.py`.
+"""

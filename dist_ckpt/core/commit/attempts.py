@@ -1,6 +1,6 @@
-"""Which attempt is the checkpoint: the one file that decides it, its reading and writing.
+"""Read and write `index.json`, which decides which attempt at a path is the checkpoint.
 
-An attempt is open until its `index.json` exists, which says "committed" or "abandoned". It is
+An attempt is open until it has an `index.json`, which says "committed" or "abandoned". This file is
 created exclusively, and never changes. The checkpoint at a path is its highest committed attempt.
 """
 
@@ -37,13 +37,13 @@ from dist_ckpt.errors import (
     StorageError,
 )
 
-# The longest stored text about an abandoned attempt: by whom, and why.
+# The most characters of each text in an abandoned index: who abandoned the attempt, and why.
 MAX_TEXT = 2000
 
-# How often a step is tried whose folder other processes change meanwhile.
+# How often to repeat a step because other processes change its folder.
 MAX_TRIES = 16
 
-# The number of names in a folder without a checkpoint that are examined for a message.
+# How many entries of a folder without a checkpoint are examined for the error message.
 MAX_ATTEMPTS_READ = 16
 
 AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible"]
@@ -51,9 +51,9 @@ AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatibl
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of one attempt; `modified_at` is its newest file's, by the storage's clock.
+    """The state of one attempt. `modified_at` is the time of its newest file, by the storage.
 
-    "damaged": its index cannot be read; "incompatible": a newer dist_ckpt wrote it.
+    "damaged": the index cannot be read. "incompatible": a newer dist_ckpt wrote the index.
     """
 
     attempt: Attempt
@@ -73,9 +73,9 @@ def new_id() -> str:
 def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
     """Return the checkpoint at `path`: its highest committed attempt and that attempt's index.
 
-    Raises NotFoundError, which describes the contents of the path. Raises CorruptError or
-    IncompatibleError if the highest index cannot be read. That attempt is never skipped: lower ones
-    are older than the last save that was reported.
+    Raises NotFoundError without a checkpoint; the message describes the contents of the path.
+    Raises CorruptError or IncompatibleError if the highest index cannot be read. That attempt is
+    never skipped: a lower attempt is older than the last save that returned.
     """
     seen: list[Attempt] | None = None
     for _ in range(MAX_TRIES):
@@ -84,8 +84,8 @@ def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
             document = read_index(storage, path, attempt)
             if isinstance(document, Index):
                 return attempt, document
-        # An attempt that was read as open may have been committed since, and an older one removed
-        # before it was read. Then the list has changed.
+        # Meanwhile a save may have committed an attempt that was open above, and removed an older
+        # one. Then the list has changed: look again.
         if attempts == seen:
             raise not_found_error(storage, path)
         seen = attempts
@@ -93,7 +93,7 @@ def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
 
 
 def list_statuses(storage: Storage, path: str) -> tuple[Status, ...]:
-    """Return the state of every attempt at `path`, lowest first; nothing without the folder."""
+    """Return the state of every attempt at `path`, lowest first; () without the folder."""
     result = []
     for entry in _attempt_entries(storage, path):
         for attempt in parse_attempts([entry]):
@@ -103,18 +103,19 @@ def list_statuses(storage: Storage, path: str) -> tuple[Status, ...]:
 
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
-    """Return the attempts at `path`, lowest first; nothing if the folder does not exist."""
+    """Return the attempts at `path`, lowest first; [] without the folder."""
     return sorted(parse_attempts(_attempt_entries(storage, path)))
 
 
 def _attempt_entries(storage: Storage, path: str) -> Sequence[Entry]:
-    # Annotations are in folders with names of attempts: a pin must not be removed as a dead save.
+    # A folder of annotations has the name of its attempt. It is not an attempt: `gc` would remove
+    # a pin as a dead save.
     above = posixpath.basename(posixpath.dirname(path))
     return [] if above in (ANNOTATIONS, OLD_ANNOTATIONS) else list_entries(storage, path)
 
 
 def list_entries(storage: Storage, path: str) -> Sequence[Entry]:
-    """Return the entries of `path`; nothing if the folder does not exist."""
+    """Return the entries of `path`; [] without the folder."""
     try:
         return storage.list(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -129,15 +130,15 @@ def parse_attempts(entries: Iterable[Entry]) -> Iterator[Attempt]:
 
 
 def list_trash(storage: Storage, path: str) -> list[Entry]:
-    """Return the entries at a path that are named like trash, of any kind."""
+    """Return the entries at a path with a name of trash: folders, files and links."""
     return [entry for entry in list_entries(storage, path) if parse_trash(entry.name) is not None]
 
 
 def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
-    """Return True if a claimed attempt is gone, by the evidence of its trash or a later attempt.
+    """Return True if a claimed attempt is gone, and its trash or a higher attempt is here.
 
-    False without evidence: if storage is not shared, the attempt never existed here. Another
-    attempt of the same number is not evidence, since numbers begin at 1 on every storage.
+    Without that evidence return False: on storage that is not shared, the attempt never existed.
+    Another attempt with the same number proves nothing: numbers begin at 1 on every storage.
     """
     entries = list_entries(storage, path)
     attempts = set(parse_attempts(entries))
@@ -147,21 +148,21 @@ def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
 
 
 def is_decided(storage: Storage, path: str, attempt: Attempt) -> bool:
-    """Return True if an attempt is decided, without reading its index."""
+    """Return True if an attempt has an index, without reading it."""
     return _exists(storage, f"{path}/{attempt}/{INDEX}")
 
 
 def has_folder(storage: Storage, path: str, attempt: Attempt) -> bool:
-    """Return True if an attempt still has its folder: removal renames that first."""
+    """Return True if an attempt still has its folder. A removal renames the folder first."""
     return attempt in list_attempts(storage, path)
 
 
 @contextmanager
 def not_found_if_removed(storage: Storage, path: str, attempt: Attempt) -> Iterator[None]:
-    """Raise NotFoundError if a committed attempt was removed while it was read.
+    """Turn errors of damage in this block into NotFoundError if the attempt was removed.
 
-    An overwrite or a delete may remove an attempt under its reader, which looks like damage. A new
-    `open` finds the newer checkpoint, if any.
+    An overwrite or a delete may remove an attempt while it is read, which looks like damage. The
+    user can open the path again, and gets the newer checkpoint, if there is one.
     """
     try:
         yield
@@ -192,7 +193,7 @@ def read_index(storage: Storage, path: str, attempt: Attempt) -> Index | Abandon
 def read_document(
     storage: Storage, file: str, max_nbytes: int = index_json.MAX_NBYTES_OF_INDEX
 ) -> bytes:
-    """Return the content of a small file. FileNotFoundError if it does not exist."""
+    """Return the content of a small file. FileNotFoundError without it, CorruptError if too big."""
     reader = storage.open(file)
     try:
         if reader.nbytes > max_nbytes:
@@ -208,7 +209,7 @@ def read_document(
 
 
 def describe_claimant(storage: Storage, path: str, attempt: Attempt) -> str:
-    """Return by whom an attempt was claimed, for a message."""
+    """Return "by ...", the process that claimed an attempt, for a message."""
     file = f"{path}/{attempt}/{CLAIM}"
     try:
         document = index_json.decode(read_document(storage, file), label=file)
@@ -218,7 +219,7 @@ def describe_claimant(storage: Storage, path: str, attempt: Attempt) -> str:
 
 
 def not_found_error(storage: Storage, path: str) -> NotFoundError:
-    """Return an error with the contents of a path without a checkpoint."""
+    """Return the error of a path without a checkpoint. The message describes its contents."""
     return NotFoundError(f"{path}: no checkpoint is here: {_contents_text(storage, path)}")
 
 
@@ -247,7 +248,7 @@ def _contents_text(storage: Storage, path: str) -> str:
 
 
 def _foreign_remedy(names: Set[str]) -> str:
-    """Return a remedy for a folder with files that dist_ckpt did not write."""
+    """Return the remedy for a folder with files of other systems."""
     if {"model.safetensors", "model.safetensors.index.json"} & names:
         return (
             "They are from Hugging Face: dc.open and dc.load read them, and `dist-ckpt import "
@@ -257,8 +258,8 @@ def _foreign_remedy(names: Set[str]) -> str:
         return "Pass one of these files, or add model.safetensors.index.json"
     if any(name.endswith(".distcp") for name in names):
         return (
-            "They are from torch.distributed.checkpoint, without the .metadata that its saves "
-            "write last: this save did not end. Use another one"
+            "They are from torch.distributed.checkpoint, but .metadata is missing, which a save "
+            "writes last: this save did not end. Use another one"
         )
     return "Pass the folder that was given to save"
 
@@ -291,10 +292,10 @@ def _exists(storage: Storage, file: str) -> bool:
 
 
 def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
-    """Abandon an attempt of this or another process; find out what became of it.
+    """Abandon an attempt of this or another process. Return False if it is committed already.
 
-    True: it is abandoned or gone, and will never be committed. False: it is committed. Both are
-    durable. StorageError if neither could be established, CorruptError if its index is unreadable.
+    True: the attempt is abandoned or gone, and will never be committed. Both outcomes are durable.
+    StorageError if the outcome is unknown, CorruptError if the index cannot be read.
     """
     folder = f"{path}/{attempt}"
     try:
@@ -303,7 +304,7 @@ def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: s
             data = encode_abandoned(attempt, by=by, reason=reason)
             document = _put_abandoned(storage, path, attempt, data)
         else:
-            storage.sync(folder)  # the process that wrote it may have died before
+            storage.sync(folder)  # its writer may have died before its own sync
     except FileNotFoundError as error:
         if not is_folder_gone(storage, folder):
             raise StorageError(
@@ -314,7 +315,7 @@ def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: s
 
 
 def encode_abandoned(attempt: Attempt, *, by: str, reason: str) -> bytes:
-    """Return an index that says "abandoned"; text that JSON cannot hold is replaced."""
+    """Return an index that says "abandoned". Characters that are not UTF-8 become "?"."""
     texts = (text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8") for text in (by, reason))
     return index_json.encode(Abandoned(attempt.name, *texts))
 
@@ -327,8 +328,8 @@ def _put_abandoned(
     try:
         write_small_file(storage, temporary, data)
     except StorageError:
-        # The likeliest reason to abandon is a full disk. The claim is an index that says
-        # "abandoned", so that renaming it needs no space.
+        # Most often an attempt is abandoned because the disk is full. The claim already is an index
+        # that says "abandoned", and its rename needs no space.
         if not _exists(storage, f"{folder}/{CLAIM}"):
             raise
         return put_index(storage, path, attempt, f"{folder}/{CLAIM}")
@@ -341,7 +342,7 @@ def _put_abandoned(
 def put_index(
     storage: Storage, path: str, attempt: Attempt, temporary: str
 ) -> Index | Abandoned | None:
-    """Rename `temporary` to the attempt's index, unless it has one; return that one, or None.
+    """Rename `temporary` to `index.json`, and return None. If an index exists, return that one.
 
     Commit and abandon race for this name, and the storage picks the winner. On return the index is
     durable, whichever process wrote it. FileNotFoundError if the attempt is gone.
@@ -354,7 +355,7 @@ def put_index(
         # The storage may have renamed it and lost the reply: the file there decides.
         document = read_index(storage, path, attempt)
         if document is None:
-            if isinstance(error, FileExistsError):  # removed since, with the whole attempt
+            if isinstance(error, FileExistsError):  # another process has removed the attempt
                 raise FileNotFoundError(folder) from error
             raise
     storage.sync(folder)
@@ -362,7 +363,7 @@ def put_index(
 
 
 def write_small_file(storage: Storage, file: str, data: bytes) -> None:
-    """Write a small file; on return its bytes are durable, its name is not yet."""
+    """Write a small file. On return its bytes are durable; its name needs a sync of the folder."""
     writer = storage.create(file, len(data))
     try:
         with ExitStack() as stack:
@@ -384,7 +385,7 @@ def _discard(storage: Storage, file: str) -> None:
 
 
 def is_folder_gone(storage: Storage, folder: str) -> bool:
-    """Return True if a folder that existed is certainly removed."""
+    """Return True if a folder is missing, False if it exists or the storage fails."""
     try:
         storage.list(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -395,7 +396,7 @@ def is_folder_gone(storage: Storage, folder: str) -> bool:
 
 
 def make_folders(storage: Storage, path: str, new_folders: list[str]) -> None:
-    """Create `path` and its missing parents; append the new ones to `new_folders`, top first."""
+    """Create `path` and its missing parents. Append the new ones to `new_folders`, top first."""
     try:
         _make_folder(storage, path, new_folders)
     except FileNotFoundError:

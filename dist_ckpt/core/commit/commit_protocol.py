@@ -1,18 +1,17 @@
-"""The commit protocol: claim, commit, abandon. It decides what survives a crash.
+"""The commit protocol: claim an attempt, then commit or abandon it. Decides what survives a crash.
 
-1. `claim`: a new attempt's folder; lower open attempts are abandoned; the claim, all durable.
-2. The ranks write their files into it, each made durable, then the folder (`shard_io`).
-3. `build_file_tables` (`receipts.py`), `check_files`: the files are as planned, and all exist.
-4. `commit`: the index under a temporary name, durable and read back; renamed, which never replaces;
-   the folder synced. The checkpoint exists from the rename on, and stays once it is durable.
-5. Superseded attempts are removed (`removal.py`).
+1. `claim` creates the folder of a new attempt, abandons lower open attempts, and writes the claim.
+2. The ranks write their files. They sync each file, then the folder (`shard_io/write/`).
+3. `build_file_tables` (`receipts.py`) and `check_files` check that all planned files exist.
+4. `commit` writes the index under a temporary name, syncs it and reads it back. It renames the
+   index, which never replaces a file, and syncs the folder. The checkpoint exists after the rename.
+5. `remove_superseded` (`removal.py`) removes older attempts.
 
-A crash before the rename leaves an open attempt, which is never read; a later save or `gc` abandons
-it. A crash after the rename leaves the checkpoint, and perhaps older ones. `attempts.py` reads and
-writes the one file that decides.
+A crash before the rename leaves an open attempt, which is never read. A later save or `gc` abandons
+it. A crash after the rename leaves the new checkpoint, and perhaps older ones.
 
-A call that raised an error may still have worked. So an error is reported only after a look at the
-storage: `abandon_or_find_outcome`.
+A storage call that raises an error may still have worked. So `abandon_or_find_outcome` looks at the
+storage before an error is reported.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ CommitOutcome = Literal["committed", "in place", "abandoned", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An attempt that this process created and alone may commit.
+    """An attempt that this process has created. No other process may commit it.
 
-    `new_folders` are the folders that were created for it. `incarnation` is that of its run, if
-    any: after a newer one has begun it is not committed.
+    `new_folders` are the folders that were created for it. `incarnation` is that of the run, if
+    there is a run: the attempt is not committed after a newer incarnation has begun.
     """
 
     path: str
@@ -103,14 +102,14 @@ class Claim:
 def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[Attempt, ...]:
     """Return the attempts at `path` that a new checkpoint would replace; change nothing.
 
-    Raises the errors of a claim for the contents of the path, but does not check for writing.
+    Raises the errors of `claim` about the contents of the path. Does not check if writes work.
     """
     check_upgraded(storage, posixpath.dirname(real_path(path)))
     entries = list_replaceable(storage, path, lambda _: overwrite)
     if entries is None:
         return ()
     attempts = tuple(parse_attempts(entries))
-    # By this host's clock: reading the storage's clock, as a claim does, needs a write.
+    # A claim uses the storage's clock, but that needs a write. Here this host's clock must do.
     check_unprotected(storage, path, attempts, lambda *_: time.time())
     return attempts
 
@@ -120,7 +119,7 @@ def list_replaceable(
 ) -> Sequence[Entry] | None:
     """Return the entries of `path`, which a new checkpoint may replace; None without the folder.
 
-    ExistsError if they are from another program, or for a checkpoint that `may_replace` refuses.
+    ExistsError if another program wrote them, or if `may_replace` refuses a checkpoint there.
     """
     try:
         entries = storage.list(path)
@@ -129,7 +128,7 @@ def list_replaceable(
         return None
     except NotADirectoryError:
         raise ExistsError(f"{path} is a file, or below one: choose another path") from None
-    # Next to attempts are trash, and the root's id if this is a root too.
+    # A folder of dist_ckpt has attempts, trash, or the id of a root.
     has_ours = any(parse_trash(entry.name) or entry.name == ROOT_ID for entry in entries)
     if entries and not has_ours and not any(parse_attempts(entries)):
         names = ", ".join(entry.name for entry in entries[:5])
@@ -184,15 +183,18 @@ def claim(
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
 
-    On return the attempt's folder is durable, lower open attempts are abandoned, and the storage is
-    known to rename exclusively. Raises ExistsError if the path has files of another program, or a
-    checkpoint that may not be replaced: without `overwrite`, or protected without `force`. Raises
-    ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade. After
-    any error nothing is left behind.
+    On return the attempt's folder is durable, and lower open attempts are abandoned. A test has
+    shown that a rename on this storage never replaces a file. After an error, the claim is undone
+    as far as the storage allows.
 
-    `incarnation` is the one that saves. It saves only above the step that it restored, so later
-    checkpoints of older incarnations are orphaned, and replaced without `overwrite`. ConflictError
-    if a newer incarnation exists, StorageError if this one has no attempts left.
+    Raises ExistsError if the path has files of another program, or a checkpoint that may not be
+    replaced: there is no `overwrite`, or it is protected and there is no `force`. Raises
+    ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade.
+
+    `incarnation` is the incarnation of the run that saves. It replaces checkpoints of older
+    incarnations at `path` without `overwrite`: it saves only above the step that it restored, so
+    they are orphaned. ConflictError if a newer incarnation exists, StorageError if this one has
+    used all its attempts.
     """
     new_folders: list[str] = []
     attempt: Attempt | None = None
@@ -203,7 +205,8 @@ def claim(
         check_upgraded(storage, posixpath.dirname(real_path(path)))
         for _ in range(MAX_TRIES):
             entries = _list_or_create(storage, path, new_folders, may_replace=may_replace)
-            if incarnation is None and not force:  # what a run replaces stays while protected
+            # A run does not check here: `remove_superseded` leaves protected attempts in place.
+            if incarnation is None and not force:
                 check_unprotected(storage, path, list(parse_attempts(entries)), read_storage_clock)
             attempt = _next_attempt(entries, path, incarnation)
             try:
@@ -246,7 +249,7 @@ def _may_replace(attempt: Attempt, *, overwrite: bool, incarnation: Incarnation 
 def _list_or_create(
     storage: Storage, path: str, new_folders: list[str], *, may_replace: MayReplace
 ) -> Sequence[Entry]:
-    """Return the entries of `path`, created if missing. ExistsError if it must not be changed."""
+    """Return the entries of `path`; create the folder if it is missing. Raises ExistsError."""
     entries = list_replaceable(storage, path, may_replace)
     if entries is None:
         make_folders(storage, path, new_folders)
@@ -266,10 +269,10 @@ def _next_attempt(entries: Sequence[Entry], path: str, incarnation: Incarnation 
 def _abandon_lower_rivals(
     storage: Storage, path: str, attempt: Attempt, *, may_replace: MayReplace, by: str
 ) -> None:
-    """Look again now that others can see the attempt: yield to higher ones, abandon lower ones.
+    """List the attempts again: give way to a higher one, abandon lower open ones.
 
-    If several savers claim at the same time, only the highest continues. Each has created its
-    folder before it looks, so the later one to look finds the other.
+    If several savers claim at the same time, only the highest continues. Each saver creates its
+    folder before it lists the others. So of two savers, at least the later one finds the other.
     """
     rivals = [other for other in list_attempts(storage, path) if other != attempt]
     for other in rivals:
@@ -283,7 +286,7 @@ def _abandon_lower_rivals(
         if not is_decided(storage, path, other) and abandon(
             storage, path, other, by=by, reason=reason
         ):
-            # Now, not after the decision: this save may need the space of a dead one.
+            # Do not wait until the commit: this save may need the space of the dead save.
             with suppress(StorageError):
                 remove(storage, path, other)
         elif not may_replace(other):
@@ -291,9 +294,9 @@ def _abandon_lower_rivals(
 
 
 def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None:
-    """Write `claim.json` by the rename that the commit will need; check that it is exclusive.
+    """Write `claim.json`. Check that a rename does not replace it, as the commit relies on that.
 
-    Its content is an index that says "abandoned": on a full disk `abandon` can rename it.
+    The content is an index that says "abandoned". So on a full disk, `abandon` can rename it.
     """
     folder = f"{path}/{attempt}"
     first, second = (f"{folder}/{temporary_name('claim', new_id())}" for _ in range(2))
@@ -317,7 +320,7 @@ def _undo_claim(
 ) -> None:
     """Undo a claim as far as the storage allows; the caller raises the first error."""
     if attempt is not None:
-        # Not abandoned before: no other process could commit it.
+        # No other process can commit it, so it need not be abandoned first.
         with suppress(CheckpointError, OSError):
             remove(storage, path, attempt)
     for folder in reversed(new_folders):
@@ -326,10 +329,11 @@ def _undo_claim(
 
 
 def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float) -> None:
-    """Wait until the coordinator's claim is visible. Every rank but the coordinator.
+    """Wait until the coordinator's claim is visible. Every rank except the coordinator calls this.
 
-    A rank never creates the folder itself: on storage that is not shared, parts of the checkpoint
-    would end up on several hosts. Raises StorageError after `timeout_s`.
+    A rank never creates the folder itself. Otherwise, on storage that is not shared, each host
+    would get a part of the checkpoint. Raises StorageError after `timeout_s`, ConflictError if the
+    attempt is abandoned or removed.
     """
     folder = f"{path}/{attempt}"
     deadline = time.monotonic() + timeout_s
@@ -358,9 +362,9 @@ def check_files(
 ) -> None:
     """Check that an attempt's folder has exactly the files of the receipts. Coordinator only.
 
-    `expected` maps names to sizes. Files of other hosts may take `timeout_s` to appear: NFS caches
-    listings. Raises StorageError with the missing, unexpected or wrong files, ConflictError if the
-    folder is gone.
+    `expected` has the size of each file by name. NFS caches listings, so a file of another host may
+    appear late: wait up to `timeout_s`. Raises StorageError, which names missing, unexpected and
+    wrong files. Raises ConflictError if the folder is gone.
     """
     deadline = time.monotonic() + timeout_s
     while problems := _compare(storage, folder, expected):
@@ -381,7 +385,7 @@ def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list
         raise ConflictError(
             f"{folder} was removed while it was written: find out by which program, then save again"
         ) from None
-    # A rank that abandons the attempt may be writing an index: the commit detects it.
+    # A rank may abandon the attempt now, by an index. The rename of the commit detects that.
     of_protocol = {entry.name for entry in entries if is_temporary(entry.name)} | {CLAIM, INDEX}
     entry_of = {entry.name: entry for entry in entries if entry.name not in of_protocol}
     problems = [f"{name} is missing" for name in sorted(expected.keys() - entry_of.keys())]
@@ -400,12 +404,12 @@ def commit(
 ) -> None:
     """Make the checkpoint exist. Coordinator only, after `check_files`, once.
 
-    `encoded_catalog` is that of the index, if a save of the same plan has cached it. On return
-    the index is durable and readers on any host see it.
+    `encoded_catalog` is the catalog of the index, if an earlier save has encoded it. On return the
+    index is durable, and all hosts can read the checkpoint.
 
-    Raises ConflictError with the cause if the attempt was abandoned or a newer incarnation has
-    taken over. Raises StorageError if the checkpoint exists in spite of an error, or if that is
-    unknown. After any other error nothing is committed.
+    Raises ConflictError if the attempt was abandoned, or a newer incarnation has begun. Raises
+    StorageError if the storage fails; the message says if the checkpoint exists, or may exist.
+    After all other errors nothing is committed.
     """
     temporary = f"{claim.folder}/{temporary_name('index', new_id())}"
     try:
@@ -416,7 +420,8 @@ def commit(
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back with other content: check the storage")
         if claim.incarnation is not None:
-            claim.incarnation.check(storage)  # last: `secure` abandons only attempts opened before
+            # Check last: `secure_incarnation` abandons only attempts that exist when it is called.
+            claim.incarnation.check(storage)
     except FileNotFoundError:
         raise _conflict(storage, claim.path, claim.attempt, None) from None
     try:
@@ -436,7 +441,7 @@ def commit(
 
 
 def _check_readable(data: bytes, encoded_catalog: EncodedCatalog, file: str) -> None:
-    """Refuse to commit an index that cannot be loaded; it would be a bug of the plan."""
+    """Raise CheckpointError for an index that cannot be loaded. That would be a bug of the plan."""
     try:
         index_json.read_back(data, encoded_catalog, label=file)
     except (CorruptError, IncompatibleError) as error:
@@ -450,7 +455,7 @@ def _check_readable(data: bytes, encoded_catalog: EncodedCatalog, file: str) -> 
 def _conflict(
     storage: Storage, path: str, attempt: Attempt, document: Index | Abandoned | None
 ) -> ConflictError:
-    """Return the error of an attempt that another process abandoned or removed, with the cause."""
+    """Return the error for an attempt that another process has abandoned or removed."""
     if isinstance(document, Abandoned):
         cause = f"abandoned by {document.by}: {document.reason}"
     else:
@@ -469,7 +474,7 @@ def _conflict(
 def discard_attempt(storage: Storage, claim: Claim) -> None:
     """Remove an attempt that will not be committed, and the folders created for it.
 
-    Coordinator only, after `abandon`, or instead of `commit`: no process can commit it then.
+    Coordinator only, after `abandon`, or if `commit` was not called.
     """
     remove(storage, claim.path, claim.attempt)
     for folder in reversed(claim.new_folders):
@@ -483,27 +488,28 @@ def discard_attempt(storage: Storage, claim: Claim) -> None:
 def abandon_or_find_outcome(
     storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str
 ) -> CommitOutcome:
-    """Abandon an attempt that may have been committed, and return what became of it.
+    """Abandon an attempt that may be committed already. Return its outcome.
 
-    Raises no error of the storage: where it refuses to abandon, it may still allow to read.
+    Never raises an error of the storage: if the storage refuses writes, the index may still be
+    readable.
     """
     with suppress(CheckpointError, OSError):
         return "abandoned" if abandon(storage, path, attempt, by=by, reason=reason) else "committed"
     with suppress(CheckpointError, OSError):
         document = read_index(storage, path, attempt)
-        if document is not None:  # else a server may still execute a call without an answer
+        if document is not None:  # without an index, a server may still execute a late rename
             return "in place" if isinstance(document, Index) else "abandoned"
     return "unknown"
 
 
 def unknown_outcome_error(result: CommitOutcome, path: str, reason: str) -> StorageError:
-    """Return the error of a commit that was stopped, for `reason`, and was not abandoned."""
+    """Return the error of a commit that failed for `reason` and could not be abandoned."""
     if result == "unknown":
         return StorageError(
             f"{reason}. Now it is unknown whether it is committed at {path}: check the storage, "
             f"list the path with `dist-ckpt ls`, then repeat the call with overwrite=True"
         )
-    # A second fsync does not repair a failed one, as fsync forgets its errors.
+    # A second fsync proves nothing: fsync reports an error only once.
     return StorageError(
         f"{reason}. The checkpoint is in place at {path}, but it is unknown whether it survives a "
         f"power cut: check the storage, then repeat the call with overwrite=True"

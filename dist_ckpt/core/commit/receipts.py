@@ -22,7 +22,7 @@ def build_file_tables(
 ) -> tuple[tuple[ShardFileRecord, ...], tuple[ObjectsFileRecord, ...]]:
     """Return the index's tables of shard files and objects files. Receipts are in rank order.
 
-    Raises StorageError unless each rank wrote exactly its planned files, of the planned size.
+    Raises StorageError if a rank wrote other files than planned, or other sizes.
     """
     numbers = {component.stem: n for n, component in enumerate(catalog.components)}
     files: list[ShardFileRecord] = []
@@ -54,18 +54,18 @@ def build_file_tables(
 
 
 def build_attached_table(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
-    """Return the index's table of attached files, which rank 0 writes."""
+    """Return the index's table of attached files. Rank 0 writes them."""
     parsed = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
     return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in parsed if name)
 
 
 def file_sizes(receipts: Sequence[Receipt]) -> dict[str, int]:
-    """Return the size in bytes of every written file."""
+    """Return the size in bytes of every written file, by name."""
     return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
 
 
 def find_unequal_groups(receipts: Sequence[Receipt]) -> list[str]:
-    """Return the replica groups whose members have different data."""
+    """Return the ids of replica groups whose ranks report different digests."""
     digests: dict[str, set[str]] = defaultdict(set)
     for receipt in receipts:
         for group, digest in receipt.replicas:

@@ -1,8 +1,8 @@
-"""Removal of attempts: un-commit by one rename, make that durable, then unlink.
+"""Remove attempts: rename the folder to trash, make that durable, then delete the files.
 
-A renamed folder is not an attempt any more, and a process that still uses it gets "not found". An
-open attempt is abandoned before it is removed, except by the saver that claimed it. Files with
-other names than dist_ckpt's are never touched.
+Trash is not an attempt any more. A process that still uses the old name gets "not found". An open
+attempt is abandoned before it is removed, except by the saver that claimed it. Files that dist_ckpt
+did not write are never touched.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _DATA_IS_KEPT = ("committed", "damaged", "incompatible")
 
 
 def remove(storage: Storage, path: str, attempt: Attempt) -> None:
-    """Remove an attempt that is abandoned, superseded or deleted; do nothing if it is gone.
+    """Remove an attempt that is abandoned, superseded or deleted. Do nothing if it is gone.
 
-    On return its removal is durable and its space is free. Files that are not dist_ckpt's stay and
-    are logged.
+    On return the removal is durable and the space is free. Files that dist_ckpt did not write stay;
+    their names are logged.
     """
     trash = f"{path}/{trash_name(attempt)}"
     try:
@@ -54,11 +54,11 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
 def remove_superseded(
     storage: Storage, path: str, attempt: Attempt, incarnation: Incarnation | None = None
 ) -> None:
-    """Remove attempts lower than the one just committed, and all trash.
+    """Remove all attempts below `attempt`, which was just committed, and all trash.
 
-    The save has succeeded, so errors of the storage are only logged: the next save or `gc` removes
-    the rest. Pinned, tagged and leased attempts stay, and all of them if a newer incarnation has
-    taken over.
+    Pinned, tagged and leased attempts stay. If a newer incarnation has begun, all attempts stay.
+    The save has succeeded, so an error of the storage is only logged: the next save or `gc` removes
+    the remaining attempts.
     """
     by = f"the saver of {attempt}"
     try:
@@ -81,9 +81,10 @@ def remove_superseded(
 def delete(storage: Storage, path: str) -> None:
     """Remove the checkpoint at `path`, and `path` itself if it is empty then.
 
-    Attempts that were claimed before the call can never be committed after it. One that is
-    committed during it stays. A stopped delete is completed. Raises NotFoundError without a
-    checkpoint, StorageError with what is left.
+    An attempt that was claimed before the call is never committed after the call. An attempt that
+    is committed during the call stays. A second call completes a delete that was stopped. Raises
+    NotFoundError without a checkpoint. Raises StorageError after a partial delete; the message says
+    if the checkpoint still exists.
     """
     attempts = check_deletable(storage, path)
     try:
@@ -93,13 +94,13 @@ def delete(storage: Storage, path: str) -> None:
             if status.state != "open"
             or abandon(storage, path, status.attempt, by="a delete", reason=f"{path} was deleted")
         ]
-        # Lowest first, each durably: if it stops, the newest attempts are left.
+        # The lowest first, each durably. So a delete that is stopped leaves the newest attempts.
         for attempt in doomed:
             remove(storage, path, attempt)
         _empty_all_trash(storage, path)
     except CheckpointError as error:
         raise _partial_delete_error(storage, path, error) from error
-    # The folder may have foreign files or a new attempt, or be a link.
+    # The folder may be a link, or have files of other programs or a new attempt.
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(path)
 
@@ -127,9 +128,9 @@ def _partial_delete_error(storage: Storage, path: str, error: BaseException) -> 
 
 
 def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
-    """Return the attempts at `path` if it has a checkpoint, or the rest of a stopped delete.
+    """Return the attempts at `path` if it has a checkpoint, or remains of a stopped delete.
 
-    Raises NotFoundError otherwise: a single open attempt may be the first save of another job.
+    Raises NotFoundError otherwise: an open attempt may be the first save of another job.
     """
     attempts = list_statuses(storage, path)
     if any(status.state in _DATA_IS_KEPT for status in attempts):
@@ -143,9 +144,9 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
 def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     """Remove the remains of dead and abandoned saves at `path`; return the removed names.
 
-    These are trash, abandoned attempts, and those below a later committed one. By the storage's
-    clock, open attempts without a write for `grace_s` follow, and ids of the folder that were not
-    renamed for as long. Damaged attempts stay, and with them all older checkpoints.
+    These are trash, abandoned attempts, and attempts below a later committed one. Also, by the
+    storage's clock: open attempts without a write for `grace_s`, and temporary files of a root's id
+    that are older than that. If an attempt is damaged, it stays, and so do all older checkpoints.
     """
     names = _empty_all_trash(storage, path)
     attempts = list_statuses(storage, path)
@@ -155,7 +156,7 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     now = read_storage_clock(storage, path) if has_open or ids else 0.0
     for entry in ids:
         if now - entry.modified_at > grace_s:
-            with suppress(FileNotFoundError):  # renamed after all
+            with suppress(FileNotFoundError):  # its writer has renamed it now
                 storage.remove(f"{path}/{entry.name}")
                 names.append(entry.name)
     reason = f"nothing was written in it for more than {grace_s:g} seconds"
@@ -197,7 +198,7 @@ def _temporary_ids(storage: Storage, path: str) -> list[Entry]:
 def list_all_collectable(
     storage: Storage, root: str, *, grace_s: float, now: float
 ) -> tuple[str, ...]:
-    """Return the paths that `collect_all` would remove, as `list_collectable` does."""
+    """Return the paths that `collect_all` would remove at the storage's time `now`."""
     return tuple(
         f"{path}/{name}"
         for path in _list_folders(storage, root)
@@ -208,13 +209,13 @@ def list_all_collectable(
 def _find_superseded(
     storage: Storage, path: str, attempts: Sequence[Status], now: Callable[[Storage, str], float]
 ) -> Sequence[Attempt]:
-    """Return the committed attempts below a later one that is certainly durable."""
+    """Return the unprotected attempts below the highest committed one, after a sync of that one."""
     committed = [status.attempt for status in attempts if status.state == "committed"]
     readable = all(status.state not in ("damaged", "incompatible") for status in attempts)
     if len(committed) < 2 or not readable:
         return ()
     try:
-        storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before
+        storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before its own sync
     except FileNotFoundError:  # deleted or overwritten since it was listed
         return ()
     protections = protections_at(storage, path, committed[:-1], now)
@@ -224,7 +225,7 @@ def _find_superseded(
 def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
     """Call `collect` at `root` and at every folder in it; return the removed paths.
 
-    Raises NotFoundError if `root` does not exist, IncompatibleError if it, or the folder above it,
+    Raises NotFoundError if `root` does not exist. Raises IncompatibleError if `root` or its parent
     needs an upgrade.
     """
     return tuple(
@@ -235,7 +236,7 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
 
 
 def _list_folders(storage: Storage, root: str) -> Sequence[str]:
-    """Return a folder, and those in it. IncompatibleError if its records are old."""
+    """Return `root` and the folders in it. Raises the errors of `collect_all`."""
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -246,7 +247,7 @@ def _list_folders(storage: Storage, root: str) -> Sequence[str]:
 
 
 def read_storage_clock(storage: Storage, path: str) -> float:
-    """Return the time by the storage's clock: that of a folder just created there, as trash."""
+    """Return the storage's time: create an empty trash folder, and return its modification time."""
     name = trash_name(Attempt(1, new_id()))
     try:
         with suppress(FileExistsError):  # the name is unique: the call was answered twice
@@ -270,12 +271,12 @@ def _empty_all_trash(storage: Storage, path: str) -> list[str]:
 
 
 def _empty_trash(storage: Storage, path: str, trash: str) -> bool:
-    """Remove a trash folder and dist_ckpt's files in it; return True if all of it is gone."""
+    """Remove a trash folder and the files of dist_ckpt in it. Return False if something stays."""
     try:
-        # Before any removal, also if another process renamed the folder: without a durable rename
-        # a power cut would bring back the attempt without its files.
+        # Sync before any removal, also if another process has renamed the folder. Without a durable
+        # rename, a power cut would bring back the attempt without its files.
         storage.sync(path)
-        # Links are not followed: one may replace the folder at any time.
+        # Do not follow links: another program may replace the folder by a link at any time.
         foreign = []
         for entry in storage.list(trash, follow=False):
             if entry.kind == "folder" or not is_in_attempt(entry.name):

@@ -1,8 +1,8 @@
 """The transaction that makes every new checkpoint: claim an attempt, write, commit or abort.
 
-Saves, background saves, averages, imports and rewrites all go through `Transaction`. The ranks of
-a group agree by exchanges, which spread the error of any rank to all. A single process uses a
-channel with one rank.
+Saves, background saves, averages, imports and rewrites all use `Transaction`. The ranks agree by
+exchanges, which raise the error of any rank on all ranks. A single process uses a channel with one
+rank.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _log = logging.getLogger("dist_ckpt")
 class IndexFields:
     """The fields of an index that do not follow from the plan or the receipts.
 
-    Only the coordinator's are used. `metadata` are the scalars of the user's metadata. With
-    `saved_at` None the time of the commit is used. `save` is the random id of the save.
+    Only the fields of the coordinator are used. `metadata` has the scalars of the user's metadata.
+    `saved_at` is the time of the commit by default. `save` is the random id of the save.
     """
 
     step: int | None
@@ -79,7 +79,7 @@ class WriteDecision(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankWriteResult:
-    """The files that one rank has written, the digests of its replicas, and its seconds."""
+    """The files that one rank has written or linked, the digests of its replicas, and its time."""
 
     files: tuple[FileReceipt, ...]
     replicas: ReplicaDigests
@@ -88,7 +88,7 @@ class RankWriteResult:
 
     @property
     def receipt(self) -> Receipt:
-        """The receipt of the rank. It has one digest for each replica group."""
+        """The receipt that this rank sends. It has one digest for each replica group."""
         replicas = (
             (group, document_digest("".join(digest for _, digest in members).encode()))
             for group, members in self.replicas
@@ -98,7 +98,7 @@ class RankWriteResult:
 
 
 class Transaction:
-    """One new checkpoint: it is committed as a whole, or nothing of it remains.
+    """One new checkpoint, which is committed completely or not at all.
 
         with Transaction(channel, config) as transaction:
             with channel.exchange("claim") as claiming:
@@ -109,11 +109,11 @@ class Transaction:
             decision = transaction.commit(encoded_catalog, fields, write)
             transaction.remove_superseded()
 
-    If the block ends without a commit, the coordinator aborts the attempt. Errors are raised as
-    they are. `label` names the writer in the claim: the rank by default, or a tool.
+    If the block ends without a commit, the coordinator aborts the attempt. The error of the block
+    is raised unchanged. `label` names the writer in the claim, such as a tool; by default the rank.
     """
 
-    # After `claim` or `join`.
+    # Set by `claim` or `join`.
     storage: Storage
     attempt: Attempt
 
@@ -156,7 +156,8 @@ class Transaction:
     ) -> Attempt:
         """Claim an attempt at `path`. Coordinator only, inside an exchange with other ranks.
 
-        This is the first change on disk. Raises the errors of `commit_protocol.claim`.
+        This is the first change on disk: put a check that may refuse a save before it. Raises the
+        errors of `commit_protocol.claim`.
         """
         self.storage, self._path = storage, path
         self._claim = commit_protocol.claim(
@@ -180,13 +181,15 @@ class Transaction:
         """Write this rank's part, commit, and return the decision. Collective.
 
         `write` gets the folder of the attempt. `receipts_by_rank` turns the receipts of the writers
-        into one for each rank of the plan; by default each rank writes its own part.
+        into one receipt for each rank of the plan. By default each rank writes its own part.
 
-        On return the checkpoint is durable. A rank that gets no answer abandons the attempt, or
-        returns the decision if the attempt is committed already. After any error there is no
-        new checkpoint, except for a StorageError that says so: the checkpoint exists but may not
-        survive a power cut, or its outcome is unknown. An interrupt of the commit is raised
-        unchanged on its rank, which logs the answer to the others.
+        On return the checkpoint is durable. After an error no new checkpoint exists, except after
+        a StorageError with one of two messages. Either the checkpoint exists, but may not survive a
+        power cut; or the outcome is unknown.
+
+        A rank that gets no answer abandons the attempt. If the attempt is committed already, that
+        rank returns the decision. An interrupt of the commit is raised unchanged on its rank. That
+        rank still sends the outcome to the others.
         """
         self._step, self._num_tensors = fields.step, len(encoded_catalog.catalog.tensors)
         try:
@@ -282,7 +285,7 @@ class Transaction:
         elif state != "abandoned":
             unknown = commit_protocol.unknown_outcome_error(state, path, reason)
             writing.refuse(unknown)
-            # This process may exit on the interrupt without showing the outcome.
+            # The interrupt may end this process before anything shows the outcome.
             _log.warning("%s: %s", type(error).__name__, unknown)
 
     def commit_index(
@@ -293,9 +296,9 @@ class Transaction:
         linked: IoCount | None = None,
         before: Callable[[], None] | None = None,
     ) -> CommitDecision:
-        """Commit an index whose files one process has written, in `seconds`, or linked.
+        """Commit an index whose files this single process has written or linked, in `seconds`.
 
-        `before` is called after the check of the files, right before the commit.
+        `before` is called between the check of the files and the commit.
         """
         assert self._claim is not None
         storage = self.storage
@@ -309,7 +312,7 @@ class Transaction:
         return _decision(index, 0, seconds, linked)
 
     def _abandon_or_find_outcome(self, error: NoAnswerError) -> CommitDecision | None:
-        """Abort the attempt if no answer came. Return the decision if it is committed."""
+        """Abandon the attempt after a missing answer. Return the decision if it is committed."""
         self._has_ended = True
         try:
             if self._abandon(self.attempt, error):
@@ -320,7 +323,7 @@ class Transaction:
                 f"{self._path}: the outcome of this save is unknown. This rank got no answer "
                 f"({error}), and the storage could not be read ({failure}). Run `dist-ckpt ls`"
             ) from error
-        # It is durable: `abandon` syncs a committed index before it returns False.
+        # The checkpoint is durable: `abandon` syncs a committed index before it returns False.
         return _decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None
 
     def _abandon(self, attempt: Attempt, error: BaseException) -> bool:
@@ -348,7 +351,10 @@ class Transaction:
         writes: IoCount,
         collectives: IoCount | None = None,
     ) -> SaveReport:
-        """Return and log the report of a transaction that is committed."""
+        """Return and log the report of the committed transaction.
+
+        Every save, copy, rewrite and import calls this once, on every rank: the place for a hook.
+        """
         report = SaveReport(
             path=self._path,
             step=self._step,
@@ -375,7 +381,7 @@ def _decision(
 
 
 def _unequal_replicas(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
-    """Return the error text: the values that differ, and their ranks."""
+    """Return an error text that names the values that differ, and their ranks."""
     ranks_by_digest: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, groups in enumerate(groups_by_rank):
         for members in groups.values():

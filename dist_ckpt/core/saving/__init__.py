@@ -1,6 +1,9 @@
 """`dc.save`: read the state, agree on a plan, write; carry over the rest of a checkpoint.
 
-`save.py` has the steps: `local_save_state.py` reads the state of this rank, `agreement.py` agrees
-on a plan, `core/commit/transaction.py` claims, writes and commits. Background saves go the same
-way, in two processes: see `dist_ckpt.async_save.trainer`.
+- A new argument: `SaveOptions` in `save.py`; if it must be equal on all ranks, also
+  `SaveArguments` in `agreement.py`.
+- What a rank reads and writes: `local_save_state.py`; attached files: `attachments.py`.
+- `carry_over`: the plan in `carry_plan.py`, reads and writes in `carry_over.py`.
+- The claim, a check of the disk before it, and a hook after a save: `core/commit/`.
+- Background saves take the same steps in two processes: `dist_ckpt.async_save.trainer`.
 """

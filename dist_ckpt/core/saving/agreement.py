@@ -1,4 +1,4 @@
-"""All ranks agree on what a save writes. A new plan is made only if the cached one is not valid."""
+"""Agree on the plan and the name of a save. Make a new plan only if the cached one is not valid."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dist_ckpt.errors import listed, ranks_text
 class AgreedPlan:
     """A plan and its input: this rank's inventory, and `bodies`, the encoded ones of all ranks.
 
-    `encoded_catalog` is the plan's catalog as in an index. `save_name` is the name of the first
-    save of the plan, or "" before it has one. The plan is valid while no rank's inventory changes.
+    The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
+    an index. `save_name` is the name of the first save with this plan, "" before that save.
     """
 
     inventory: Inventory
@@ -40,7 +40,7 @@ class AgreedPlan:
 class RankPlan:
     """The part of one rank in a plan: its files, its replica groups, and its numbered cells.
 
-    `origins` has the source cell of each item of each file.
+    `origins` has, for each file, the source cell of each item.
     """
 
     plan: SavePlan
@@ -63,7 +63,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class LinkPatterns:
-    """The tensors that the patterns of `link_unchanged` match, by the names of their data."""
+    """The tensors that `link_unchanged` matches: `names` of tensors with data, not of aliases."""
 
     patterns: tuple[str, ...]
     tensors: tuple[TensorEntry, ...]
@@ -73,7 +73,7 @@ class LinkPatterns:
 
     @staticmethod
     def of(patterns: tuple[str, ...], inventory: Inventory) -> LinkPatterns:
-        """Match patterns and the names of an inventory."""
+        """Match patterns with the names of an inventory."""
         names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
         matches = {
             pattern: {to for fqn, to in names.items() if fqn in Selection((pattern,))}
@@ -88,16 +88,16 @@ class LinkPatterns:
         return LinkPatterns(patterns, inventory.tensors, inventory.aliases, matched, unmatched)
 
     def is_for(self, patterns: tuple[str, ...], inventory: Inventory) -> bool:
-        """Return True if they are the result for these patterns and names."""
+        """Return True if this is the result for these patterns and this inventory."""
         same = (patterns, inventory.tensors, inventory.aliases)
         return (self.patterns, self.tensors, self.aliases) == same
 
 
 @dataclass(slots=True)
 class SaveCache:
-    """The cache of one session. A plan may be out of date: compare the inventories.
+    """The cache of one session. A cached plan may be invalid: compare the inventories.
 
-    `link_patterns` are cached because matching thousands of names takes long.
+    `link_patterns` are cached because a match of thousands of names takes long.
     """
 
     plan: AgreedPlan | None = None
@@ -113,13 +113,13 @@ PreparationT = TypeVar("PreparationT", bound="Preparation")
 class SaveArguments(Message, frozen=True):
     """The arguments of one rank; they must be the same on all ranks.
 
-    `metadata` is the digest of the user's metadata, and `attached` has the digests of the attached
-    files by name. It may be empty on other ranks than rank 0. `selection` is the text of the
-    options that select names. `root`, `incarnation_number` and `boundary` are of the run that
-    saves; without a run they are "", 0 and None.
+    `metadata` is the digest of the user's metadata. `attached` has the digests of the attached
+    files by name; only on rank 0 it must be complete. `selection` is a text of the options that
+    select names. `root`, `incarnation_number` and `boundary` belong to the run that saves; without
+    a run they are "", 0 and None.
     """
 
-    step: int | None  # it is first: users see in it which ranks are late; a path says less
+    step: int | None  # first, because an error about different arguments shows it first
     path: str
     overwrite: bool
     metadata: str
@@ -138,9 +138,9 @@ class SaveArguments(Message, frozen=True):
 class SaveProposal(Message, frozen=True):
     """The arguments of a rank, and its cache.
 
-    `cached` names the save of the cached plan if that plan is valid on this rank, else "".
-    `connection_epoch` numbers the bulk connections. `unmatched` are the problems of patterns that
-    match nothing here.
+    `cached` is the `save_name` of the cached plan if that plan is valid on this rank, else "".
+    `connection_epoch` numbers the bulk connections. `unmatched` has a text for each pattern that
+    matches nothing on this rank.
     """
 
     arguments: SaveArguments
@@ -156,8 +156,8 @@ _COMPARED = tuple(name for name in SaveArguments.__struct_fields__ if name not i
 class SaveAgreement(Message, Generic[NameT], frozen=True):
     """The answer to the proposals: the name of the save if the cached plan is valid on all ranks.
 
-    The name is an attempt, or the id of a snapshot, and unique in this group. It is None if the
-    ranks have to make a new plan. `connection_epoch` numbers the bulk connections.
+    The name is an attempt, or the id of a snapshot, and unique in this group. None means that the
+    ranks must make a new plan. `connection_epoch` numbers the bulk connections.
     """
 
     name: NameT | None
@@ -177,7 +177,7 @@ class Preparation(Protocol):
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """The problems of patterns that match nothing here."""
+        """A text for each pattern that matches nothing on this rank."""
 
     def use(self, plan: AgreedPlan) -> None:
         """Use the plan before the save begins. All ranks raise the error of any rank."""
@@ -191,8 +191,9 @@ def agree(
 ) -> tuple[PreparationT, NameT, AgreedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
-    One exchange is enough if the cached plan is valid on all ranks. The coordinator calls `claim`
-    after all checks: it begins the save. All ranks raise the error of any rank.
+    If the cached plan is valid on all ranks, this takes one exchange; otherwise two. The
+    coordinator calls `claim` after all checks, which begins the save. All ranks raise the error of
+    any rank.
     """
     with session.channel.exchange("agree") as agreeing:
         prepared = prepare()
@@ -244,7 +245,7 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
 
 
 def _check_attached(arguments_by_rank: Sequence[SaveArguments]) -> None:
-    """Raise ValueError if a rank attaches other files than rank 0. It may attach none."""
+    """Raise ValueError if a rank attaches different files than rank 0, unless it attaches none."""
     first = dict(arguments_by_rank[0].attached)
     for rank, arguments in enumerate(arguments_by_rank):
         attached = dict(arguments.attached)
@@ -266,7 +267,7 @@ def plan_together(session: Session, inventory: Inventory) -> AgreedPlan:
 
 def build_plan(bodies: Bodies, world_size: int) -> SavePlan:
     """Plan a save from the encoded inventories of all ranks."""
-    # Garbage collection among thousands of new objects takes a third of the time.
+    # Without the pause, garbage collection of thousands of new objects takes a third of the time.
     with paused_collector():
         inventories = [(typed_msgpack.decode(body, Inventory), ranks) for body, ranks in bodies]
         return save_planner.plan_save(inventories, world_size)

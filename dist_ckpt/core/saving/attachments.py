@@ -1,4 +1,4 @@
-"""The attached files of a checkpoint as bytes. They are read once, before the claim."""
+"""Read the files that a user attaches to a checkpoint, once, before the claim."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dist_ckpt.core.format.index.index import MAX_ATTACHED, MAX_ATTACHED_NBYTES
 from dist_ckpt.core.format.strict_json import MAX_DEPTH, MAX_INTEGER, MIN_INTEGER, Json, Scalar
 from dist_ckpt.errors import StorageError
 
-# By name: a path, whose file is read; bytes; or a dict or list, which becomes JSON.
+# The value of each name is a path of a file, bytes, or a dict or list, which becomes JSON.
 Attachments = Mapping[str, object]
 
-# A function that returns them when the save begins. All ranks raise its error.
+# A function that returns the attachments when the save begins. All ranks raise its error.
 ReadAttachments = Callable[[], Attachments | None]
 
-_NAME = 'up to 100 letters, digits, ".", "_" and "-", and the first no "." or "-"'
+_NAME = 'up to 100 letters, digits, ".", "_" and "-", and do not begin with "." or "-"'
 
 
 def read_attached(attach: Attachments | ReadAttachments | None) -> dict[str, bytes]:
@@ -81,7 +81,7 @@ def _too_much(label: str) -> ValueError:
 
 
 def _read(path: str, label: str, most: int) -> bytes:
-    """Read a whole file. ValueError if it is missing, or has changed after the read."""
+    """Read a whole file. ValueError if it is missing, or changes during the read."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for its writer.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -98,7 +98,7 @@ def _read(path: str, label: str, most: int) -> bytes:
         if before.st_size > most:
             raise _too_much(label)
         data = _all_of(file, before.st_size)
-        # Compare with the path: another file may have replaced this one.
+        # Look at the path again, not at the open file: another file may have replaced it.
         if len(data) != before.st_size or _state(os.stat(path)) != _state(before):
             raise _changed(path, label)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def _read(path: str, label: str, most: int) -> bytes:
 
 
 def _all_of(file: int, nbytes: int) -> bytes:
-    """Read this many bytes, and one more if the file has it."""
+    """Read `nbytes` bytes, and one more if the file is longer."""
     parts = []
     while nbytes >= 0 and (part := os.read(file, nbytes + 1)):
         parts.append(part)
@@ -131,7 +131,7 @@ def _changed(path: str, label: str) -> ValueError:
 
 
 def _encoded(value: object, label: str) -> bytes:
-    """Return a value as JSON. Nothing is lost or changed, except that tuples become arrays."""
+    """Return a value as JSON without loss, except that tuples become arrays."""
     text = json.dumps(_json_of(value, label, 0), ensure_ascii=False, indent=2)
     return f"{text}\n".encode()
 

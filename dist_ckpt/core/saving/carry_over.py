@@ -1,7 +1,8 @@
-"""Carry over the rest of a partly loaded checkpoint: all ranks agree on it, and write it.
+"""Carry over into a save the names of a checkpoint that a load has not restored.
 
-The source must be the same attempt as in the load. Its whole files are linked, or copied; all
-copied data is checked. The source gets a lease meanwhile if its run keeps records.
+The source must be the attempt that was loaded. Files that are carried over completely are linked or
+copied; other data is copied. All copies are checked. If the source's run keeps records, the save
+leases the source.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class CarryRequest(Message, frozen=True):
-    """The source of a rank, equal on all ranks; `connection_epoch` numbers the bulk connections."""
+    """The source, equal on all ranks. `connection_epoch` numbers the bulk connections of a rank."""
 
     carry_over: str
     attempt: str
@@ -57,14 +58,14 @@ class CarryRequest(Message, frozen=True):
 
 
 class CarrySourceInfo(Message, frozen=True):
-    """The attempt of the source; `connection_epoch` numbers the connections for its index."""
+    """The attempt of the source, and the number of the bulk connections that send its index."""
 
     attempt: Attempt
     connection_epoch: int
 
 
 class RestoredNames(Message, frozen=True):
-    """The names of the source that one rank has restored, or dropped on purpose."""
+    """The names of the source that one rank has restored, or has dropped on request."""
 
     names: tuple[str, ...]
 
@@ -73,8 +74,8 @@ class RestoredNames(Message, frozen=True):
 class CarrySource:
     """The checkpoint from which a save carries names over.
 
-    No rank has restored the names in `remaining`. `names` are those without the `excluded` ones;
-    they are carried over unless the state has them. `reads` counts the reads of the index.
+    `remaining` has the names that no rank has restored. `names` has those that are not `excluded`:
+    they are carried over, unless the state has them too. `reads` counts the reads of the index.
     """
 
     path: str
@@ -88,7 +89,7 @@ class CarrySource:
     def opened(
         self, storage: Storage, slots: BufferPool | None = None, threads: int | None = None
     ) -> OpenCheckpoint:
-        """Return it as an open checkpoint on a storage."""
+        """Open the checkpoint on a storage."""
         return OpenCheckpoint(
             storage,
             self.path,
@@ -99,22 +100,22 @@ class CarrySource:
         )
 
     def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
-        """Return the problems without those of `exclude` patterns that match a name here."""
+        """Return the problems, without those of `exclude` patterns that match a remaining name."""
         exclude = self.excluded.unmatched(())
         matched = {*exclude} - {*self.excluded.unmatched(self.remaining)}
         return tuple(problem for problem in problems if problem not in matched)
 
     def planned(self, plan: SavePlan) -> CarryOver:
-        """Return the plan of the names that the state does not have. Raises ValueError."""
+        """Plan the names that the state does not have. ValueError if they do not fit the state."""
         names = select_carried_names(self.index.catalog, self.names, plan.catalog, plan.tree)
         carry_plan = plan_carried(plan.catalog, self.index, names)
         return CarryOver(self, carry_plan, EncodedCatalog(carry_plan.catalog))
 
     def take_lease(self, storage: Storage, stack: ExitStack) -> None:
-        """Take a lease on the source until `stack` is closed, if possible. Coordinator only.
+        """Lease the source until `stack` is closed, if its storage allows it. Coordinator only.
 
-        If the save replaces the source, its claim would refuse a leased one. So the lease begins
-        after the claim, and ends before the clean-up.
+        Take the lease after the claim: if the save replaces its own source, the claim would refuse
+        a leased one. Close the stack before the clean-up, which removes the source.
         """
         try:
             stack.enter_context(leased_source(storage, self.path))

@@ -54,9 +54,9 @@ class CarriedNames:
 def find_not_loaded(
     source: Catalog, done: Collection[str], excluded: Selection
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of which nothing was loaded, and those of them that are not excluded.
+    """Return two tuples: the names that were not loaded, and those that are also not excluded.
 
-    A tensor that is made of others counts as a whole, by its own name.
+    The inner tensors of a tensor subclass count as one tensor, under the name of the subclass.
     """
     wholes = {name: whole_or_name(name, source) for name in source.names}
     loaded = {whole_or_name(name, source) for name in done}
@@ -66,21 +66,21 @@ def find_not_loaded(
 
 
 def whole_or_name(name: str, source: Catalog) -> str:
-    """Return the tensor that a name is a part of, or the name itself."""
+    """Return the name of the tensor subclass that `name` is inside, or `name` itself."""
     return whole_of(name, source.values) or name
 
 
 def select_carried_names(
     source: Catalog, names: Iterable[str], live: Catalog, tree: Iterable[Node]
 ) -> CarriedNames:
-    """Return the `names` that are carried over: those that the state does not have.
+    """Return the `names` that are carried over: the state does not have them.
 
-    `live` and `tree` are saved from the state. A name is `hidden` if it is inside a tensor or value
-    of the state, or if the state has a container there.
+    `live` and `tree` are the catalog and the containers of the state. A name is `hidden` if it is
+    inside a tensor or value of the state, or if the state has a container of that name.
     """
     in_state = frozenset(live.names)
     remaining = frozenset(names) - in_state
-    # Saved names are never inside each other, even `lr` and `lr.max`.
+    # In one checkpoint no name is inside another, as `lr.max` would be inside `lr`.
     new = in_state - frozenset(source.names)
     above_new = {above for fqn in new for above in names_above(fqn)} | {node.fqn for node in tree}
     below_new = {fqn for fqn in remaining if not new.isdisjoint(names_above(fqn))}
@@ -99,7 +99,10 @@ def select_carried_names(
 def _tied(
     source: Catalog, chosen: Collection[str], live: Catalog
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tensors, and the aliases. An alias of a tensor of the state uses its data."""
+    """Split chosen names into tensors and aliases.
+
+    A name that is tied to a tensor of the state becomes an alias of that tensor.
+    """
     ties: dict[str, list[str]] = {}
     for fqn, data in source.aliases.items():
         ties.setdefault(data, []).append(fqn)
@@ -120,7 +123,7 @@ def _tied(
 
 
 def _live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | None:
-    """Return the tensor of the state with one of these tied names, and the same dtype and shape."""
+    """Return the tensor of the state with one of these tied names, and equal dtype and shape."""
     for name in names:
         canonical = live.aliases.get(name, name)
         saved, record = source.tensors[source.aliases.get(name, name)], live.tensors.get(canonical)
@@ -135,9 +138,9 @@ def _live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | No
 def merge_objects_files(
     live: ObjectsFile, source: ObjectsFile, carried: CarriedNames, values: Mapping[str, object]
 ) -> ObjectsFile:
-    """Return the global objects file of both, with the carried `values`.
+    """Merge the global objects files of the state and the source, with the carried `values`.
 
-    ValueError if the state and the source have different kinds of containers of one name.
+    ValueError if they have containers of different kinds under one name.
     """
     names = carried.all
     return replace(
@@ -151,7 +154,7 @@ def merge_objects_files(
 def _name_lists(
     live: ObjectsFile, source: ObjectsFile, names: Collection[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the lists of parameter names of optimizer groups that are carried over in part."""
+    """Yield the `params` lists of optimizer groups of which some parameters are carried over."""
     carried = {above for name in names for above in names_above(name)}
     for fqn, params in source.values.items():
         group = fqn.removesuffix(_PARAMS)
@@ -168,7 +171,7 @@ def _name_lists(
 def _merged_tree(
     live: Sequence[Node], source: Sequence[Node], names: Collection[str]
 ) -> tuple[Node, ...]:
-    """Return the containers of the state with their carried contents, and carried containers."""
+    """Merge the containers of the state with the carried ones."""
     in_state = {node.fqn for node in live}
     empty = {node.fqn for node in source if not node.keys}
     on_path = {"", *names, *(above for name in names for above in names_above(name))}
@@ -187,7 +190,7 @@ def _merged_tree(
     nodes = [_merge(node, carried.pop(node.fqn, None)) for node in live]
     nodes += carried.values()
     for node in nodes:
-        # The indices of the other items of a list would change.
+        # A list without one of its items would give the next items other indices.
         if not is_mapping(node.kind) and node.keys != (*range(len(node.keys)),):
             missing = next(number for number, key in enumerate(node.keys) if number != key)
             raise ValueError(
@@ -218,8 +221,8 @@ def _merge(live: Node, carried: Node | None) -> Node:
 class CarryPlan:
     """The plan of all ranks. `catalog` is that of the whole new checkpoint.
 
-    `linked` are files of the source that the new checkpoint gets too, by their new names. `copied`
-    is the plan of the tensors that are written again; None if there are none.
+    `linked` has files of the source that the new checkpoint shares, by their new names. `copied`
+    plans the tensors that are read and written again; None without such tensors.
     """
 
     catalog: Catalog
@@ -229,7 +232,7 @@ class CarryPlan:
 
 
 def plan_carried(live: Catalog, source: Index, names: CarriedNames) -> CarryPlan:
-    """Return the plan of a save of the state, `live`, with names that are carried over.
+    """Plan a save of a state with the catalog `live`, with names that are carried over.
 
     ValueError for per-rank values of another mesh.
     """
@@ -257,7 +260,7 @@ def plan_carried(live: Catalog, source: Index, names: CarriedNames) -> CarryPlan
 
 
 def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
-    """Raise ValueError if the same rank numbers have another meaning in this mesh."""
+    """Raise ValueError if a carried per-rank value was saved under another mesh of ranks."""
     now = [axis for axis in live.mesh if axis[1] > 1]
     then = [axis for axis in source.mesh if axis[1] > 1]
     of_ranks = [
@@ -273,7 +276,7 @@ def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
 def _with_free_stems(
     used: Iterable[Component], components: Iterable[Component]
 ) -> tuple[Component, ...]:
-    """Return the components, with new stems for those whose stem is used."""
+    """Return the components; a component gets a new stem if its stem is used already."""
     stems = {component.stem for component in used}
     renamed = []
     for component in components:
@@ -287,7 +290,7 @@ def _with_free_stems(
 def _linked_part(
     source: Catalog, names: CarriedNames, components: Mapping[int, Component]
 ) -> Catalog:
-    """Return the catalog of the carried tensors in these components, given by number."""
+    """Return the catalog of carried tensors in these components of the source, by their numbers."""
     tensors = {
         fqn: source.tensors[fqn]
         for fqn in names.tensors
@@ -332,7 +335,7 @@ def _plan_copied(
 def _joined(
     live: Catalog, source: Catalog, names: CarriedNames, parts: Iterable[Catalog]
 ) -> Catalog:
-    """Return the catalog of the state, of the carried tensors in `parts`, and of carried values."""
+    """Join the catalogs of the state and of the carried tensors, and add the carried values."""
     components, layouts, tensors = [*live.components], [*live.layouts], {**live.tensors}
     parameters = {**live.parameters}
     for part in parts:

@@ -1,4 +1,4 @@
-"""One rank's part of a save: its inventory, and the files that it writes by a plan."""
+"""Read one rank's state for a save: its inventory, and the files that the rank writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 
-# A sample of a replica has all bytes up to this size. A larger tensor has 16 blocks of 64 KiB.
+# A sample of a replica has all its bytes up to this size. Above, it has 16 blocks of 64 KiB.
 _WHOLE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 64 << 10
 _BLOCKS = _WHOLE_NBYTES // _BLOCK_NBYTES
@@ -35,7 +35,7 @@ _ITEM_NBYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StateReader:
-    """A function that reads the state, for callers that choose its contents by themselves.
+    """A function that reads the state, for callers that build a `LocalState` themselves.
 
     It is called inside the exchange, so that its error reaches all ranks.
     """
@@ -102,9 +102,9 @@ class LocalSaveState:
         metadata: Mapping[str, object],
         attached: Mapping[str, bytes],
     ) -> RankFiles:
-        """Return the files that this rank writes. First call `local.synchronize`.
+        """Return the files that this rank writes, on rank 0 with the attached files.
 
-        Rank 0 also writes the attached files.
+        Call `local.synchronize` before.
         """
         with paused_collector():
             part = self._rank_plan(plan)
@@ -121,7 +121,7 @@ class LocalSaveState:
     def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
         """Return the digests of this rank's members of each replica group, by the group's id."""
         part = self._rank_plan(plan)
-        # The ranks identify a group: its members follow from the plan, the same everywhere.
+        # The id of a group is a digest of its ranks. Its members follow from the plan.
         ids = [document_digest(repr(group.ranks).encode()) for group in part.groups]
         digests = [tuple(self._digests(group, part.cells).items()) for group in part.groups]
         return tuple(zip(ids, digests, strict=True))
@@ -155,7 +155,7 @@ def encode_objects_files(
 ) -> dict[str, bytes]:
     """Return the encoded objects files of a rank, by name.
 
-    Rank 0 writes the global file. Another rank writes a file if only it has some values.
+    Rank 0 writes the global file. Another rank writes a file if the plan gives it values.
     """
     stored = {
         fqn: local.values[fqn]
@@ -183,7 +183,7 @@ def encode_objects_files(
 
 
 def digest_sample(source: CellSource, name: str) -> str:
-    """Return the digest of a sample: all up to 1 MiB, else 16 blocks of 64 KiB.
+    """Return the digest of a sample: all bytes up to 1 MiB, otherwise 16 blocks of 64 KiB.
 
     The offsets of the blocks follow from the size and `name`, so `name` must be the same on all
     ranks.

@@ -55,9 +55,8 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
 
-    `link_unchanged` is one or several patterns on names of tensors. The last three are internal:
-    the incarnation of the run, its boundary, and whether the save is urgent. An urgent background
-    save does not wait for another one.
+    Only a run sets the last three: its incarnation, the boundary, and whether the save is urgent.
+    An urgent background save does not wait for an earlier one.
     """
 
     step: int | None = None
@@ -154,38 +153,39 @@ def save(
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
     `path` is on storage that all ranks share. On return the checkpoint is complete and durable on
-    every rank. An error is raised on all ranks, an interrupt only on the rank that gets it. Then
-    there is no new checkpoint, unless a StorageError says that there is one, or that this is
-    unknown. Older ones are unchanged. A save does not change the state, and runs no step of an
-    optimizer.
+    every rank. A save does not change the state, and runs no step of an optimizer.
 
-    `sharding` declares plain local tensors as parts of global ones. `overwrite` replaces an
-    existing checkpoint, once the new one is durable. `metadata` is plain data, stored with the
+    An error is raised on all ranks, an interrupt only on the rank that gets it. After an error no
+    new checkpoint exists, unless a StorageError says that it exists or may exist. Older checkpoints
+    are unchanged.
+
+    `sharding` declares plain local tensors as parts of global ones. With `overwrite`, an existing
+    checkpoint is removed after the new one is durable. `metadata` is plain data, stored with the
     checkpoint. `include` and `exclude` are globs on the names of the state; each must match a name.
-    `include_frozen=False` leaves out parameters that require no gradient. Use the same three
-    options to load such a checkpoint.
+    `include_frozen=False` leaves out parameters that require no gradient. To load such a
+    checkpoint, pass `include`, `exclude` and `include_frozen` again.
 
-    `config` is the configuration of the model, a dict of plain data, and `kind` a short text, such
-    as the name of its class. They are stored in the metadata: `dc.load` compares them, and
-    `dc.build` makes the model from them. `attach` are small files by name: a `Path` whose file is
-    read now, bytes, or a dict or list that becomes JSON; at most 100 files and 64 MiB. Pass them on
-    rank 0, and none or the same on other ranks.
+    `config` is the configuration of the model, a dict of plain data. `kind` is a short text, such
+    as the name of its class. Both are stored in the metadata: `dc.load` compares them, and
+    `dc.build` makes the model from them. `attach` has small files by name, at most 100 files and 64
+    MiB. A value is a `Path`, which is read now, or bytes, or a dict or list, which becomes JSON.
+    Pass `attach` on rank 0; other ranks pass the same, or nothing.
 
-    Tensors whose names match the globs in `link_unchanged` get separate files. The first two saves
-    of this group write an unchanged tensor, such as frozen weights. Later saves link to these
-    files, if the storage has hard links and the older checkpoint is complete; otherwise they write.
-    At most 8 checkpoints share a file. At least every 8 saves a file is read back and checked.
+    Each tensor whose name matches a glob in `link_unchanged` gets a separate file. The first two
+    saves of this group write the file of an unchanged tensor, such as frozen weights. Later saves
+    link to it, if the storage has hard links and the older checkpoint exists; otherwise they write
+    again. At most 8 checkpoints share a file. At least every 8 saves a file is read back and
+    checked.
 
-    `carry_over` is the report of a `dc.load` of the same group that did not restore everything.
-    Names that were not restored, and are not in the state now, are taken from its checkpoint,
-    without those that `exclude` matches. Names that were restored and are no longer in the state
-    are not taken. Whole files are linked if the world size is the same; all else is copied and
-    checked. Raises NotFoundError if that checkpoint was replaced or deleted, CorruptError if it is
-    damaged.
+    `carry_over` is the report of a `dc.load` by the same group that did not restore everything. The
+    save takes each name that was not restored from the loaded checkpoint, unless the state has the
+    name now, or `exclude` matches it. Names that were restored are not taken. If the world size is
+    the same, whole files are linked; all other data is copied and checked. Raises NotFoundError if
+    the loaded checkpoint was replaced or deleted, CorruptError if it is damaged.
 
     Raises ValueError or TypeError for a state that cannot be saved, for differences between ranks,
-    and for a pattern that matches nothing. Raises ExistsError, ConflictError, StorageError, and
-    RankError if a rank dies or never calls.
+    and for a pattern that matches nothing. Raises ExistsError, ConflictError and StorageError.
+    Raises RankError if a rank dies or does not call `save`.
     """
     options = SaveOptions(
         step=step,
@@ -277,7 +277,7 @@ def _read_state(
     storage: Storage | None,
     source: CarrySource | None,
 ) -> _PreparedSave:
-    """Check the options and read the state. All ranks raise the error of any rank."""
+    """Check the options and read the state of this rank, inside the exchange "agree"."""
     options.check()
     default_storage, storage_path = open_storage(path)
     attached = read_attached(options.attach)
@@ -301,9 +301,9 @@ def _claim(transaction: Transaction, prepared: _PreparedSave) -> Attempt:
 
 @dataclass(slots=True)
 class _RankWriter:
-    """Writes the files of this rank, once. `saved` are files that later saves can link to.
+    """Writes the files of this rank, once. `saved` has the files to which later saves can link.
 
-    On the coordinator `lease` gets a lease on the source of `carried`.
+    On the coordinator, `lease` gets the lease on the source of `carried`.
     """
 
     session: Session

@@ -30,12 +30,12 @@ def to_bytes(state: State) -> bytes:
     """Return this rank's whole state as bytes, for tests, for transfer, or to embed in a program.
 
     The state is as for `dc.save`: modules, optimizers, tensors, plain values. The bytes have
-    checksums, and depend only on the state. `dc.from_bytes` and `dc.load_bytes` read them. They are
-    also a safetensors file, from which any such library reads the tensors by name.
+    checksums, and depend only on the state. `dc.from_bytes` and `dc.load_bytes` read them. They
+    are also a valid safetensors file, so other libraries can read the tensors by name.
 
-    Not collective: each rank gets separate bytes. In them a `PerRank` without a key is that of rank
-    0. ValueError names tensors that are sharded over several ranks. Raises ValueError
-    or TypeError for a state that cannot be saved. The bytes are in memory only once.
+    Not collective: each rank gets separate bytes. In them a `PerRank` without a key belongs to rank
+    0. Raises ValueError, with their names, for tensors that are sharded over several ranks. Raises
+    ValueError or TypeError for a state that cannot be saved. Memory has the bytes only once.
     """
     group = ranks_on_this_host()
     with paused_collector():
@@ -45,7 +45,7 @@ def to_bytes(state: State) -> bytes:
         plan = plan_save([(_single_rank_inventory(local.inventory), (0,))], 1)
     local.synchronize()
     files, objects = plan_rank_files(plan, 0), encode_objects_files(plan, local, 0, {})
-    # The length of the header does not depend on the data, so it is computed first.
+    # The length of the header does not depend on the data. So compute it first, with blank digests.
     blank = {}
     for file in files:
         digests = "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS)
@@ -66,7 +66,7 @@ def to_bytes(state: State) -> bytes:
 
 
 def _single_rank_inventory(inventory: Inventory) -> Inventory:
-    """Return the inventory of a job with only this rank. ValueError names sharded tensors."""
+    """Return the inventory of a job with only this rank. ValueError for sharded tensors."""
     sharded = []
     for entry in inventory.tensors:
         cells = compute_cells(inventory.views[entry.view], 0, entry.shape)
@@ -97,7 +97,7 @@ def _header(
     objects: dict[str, bytes],
     headers: dict[str, bytes],
 ) -> bytes:
-    """Return the bytes before the data. `headers` has the header of the shard file, if any."""
+    """Return the bytes before the data. `headers` has the header of each shard file by name."""
     receipts: list[FileReceipt] = [
         (file.name, file.nbytes, file.header.nbytes, document_digest(headers[file.name]))
         for file in files
@@ -152,7 +152,7 @@ class _DataWriter:
         return self._nbytes
 
     def discard(self) -> None:
-        """Do nothing: the caller drops the whole buffer."""
+        """Do nothing: after an error the caller drops `out`."""
 
     def sync(self, folder: str) -> None:
         """Do nothing: memory needs no sync."""

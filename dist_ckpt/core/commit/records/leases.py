@@ -36,10 +36,10 @@ class Lease:
     id: str = field(default_factory=new_id)
 
     def take(self) -> None:
-        """Take or renew the lease, for `ttl_s` from now on; durable on return.
+        """Take or renew the lease for `ttl_s` from now. Durable on return.
 
-        NotFoundError if the checkpoint is removed, or about to be; the lease is withdrawn.
-        StorageError if that took longer than the lease would last.
+        NotFoundError if the checkpoint is removed, or another process is about to remove it. Then
+        the lease is withdrawn. StorageError if the write took longer than the lease lasts.
         """
         began = monotonic()
         protect(self.subject, LEASE, {self.id: self.ttl_s})
@@ -50,7 +50,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """End the lease. If that cannot be written, it expires by itself."""
+        """End the lease. If the storage fails, the lease expires by itself."""
         with suppress(CheckpointError):
             if self.subject.exists():
                 self.subject.put(LEASE, {self.id: 0})
@@ -58,11 +58,11 @@ class Lease:
 
 @contextmanager
 def renewed_lease(subject: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[None]:
-    """Lease a checkpoint inside the `with`, however long that takes; released at its end.
+    """Lease a checkpoint inside the `with`. A thread renews the lease; the end releases it.
 
-    The lease lasts for `ttl_s` after the last renewal, by the storage's clock: that of a process
-    that dies, or stalls for longer, expires. NotFoundError if the checkpoint is removed, or about
-    to be.
+    If the process dies or stalls, the lease expires `ttl_s` after the last renewal, by the
+    storage's clock. NotFoundError if the checkpoint is removed, or another process is
+    about to remove it.
     """
     if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool):
         raise TypeError(f"ttl_s={ttl_s!r}: give a number of seconds")
@@ -77,7 +77,7 @@ def renewed_lease(subject: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[No
         yield
     finally:
         ended.set()
-        # A renewal in progress would come after the release. It has the storage's deadline.
+        # Wait for a renewal in progress, or it would undo the release. The storage has a deadline.
         thread.join(ttl_s)
         lease.release()
 
@@ -96,7 +96,7 @@ def _renew(lease: Lease, ended: threading.Event) -> None:
 
 @contextmanager
 def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]]:
-    """Yield the checkpoint at `path`, protected as `leased` does inside the `with`."""
+    """Yield the checkpoint at `path`, which is protected as by `leased` inside the `with`."""
     attempt, index = attempts.find_checkpoint(storage, path)
     with leased(storage, path, attempt, index):
         yield attempt, index
@@ -104,10 +104,9 @@ def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]
 
 @contextmanager
 def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Iterator[None]:
-    """Protect a checkpoint that was read against removal inside the `with`.
+    """Protect a checkpoint against removal inside the `with`, if its root has records of a run.
 
-    It is leased if the root has records of a run. Otherwise a removal inside the `with` becomes
-    NotFoundError.
+    Without records there is no lease: then a read of a removed checkpoint raises NotFoundError.
     """
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:

@@ -1,12 +1,14 @@
-"""Lease, pin and tag a checkpoint; remove a checkpoint that has no protection.
+"""Pin, tag or lease a checkpoint. Remove a checkpoint only if it has no such protection.
 
-To remove: write a deletion intent, look for protections, then rename the checkpoint, or withdraw
-the intent. To protect: write the pin, tag or lease, look for deletion intents, and then for the
-checkpoint. If there is an intent, or no checkpoint, withdraw the protection and raise. So at least
-one of the two sees the other, even if one of them dies. Deletion intents are removed last, as
-protectors look for them first.
+- To remove: write a deletion intent, and look for protections. If there is none, rename the
+  checkpoint; otherwise withdraw the intent.
+- To protect: write the pin, tag or lease. Look for deletion intents, then for the checkpoint. If
+  there is an intent, or no checkpoint, withdraw the protection and raise an error.
 
-`protections.py` defines the annotations; `docs/decisions/0016-leases-against-prune.md` has the
+So of two processes at least one sees the other, even if one of them dies. A removal deletes its
+intent last, because a protector looks for intents first.
+
+`protections.py` defines the annotations. `docs/decisions/0016-leases-against-prune.md` has the
 reasons.
 """
 
@@ -53,7 +55,7 @@ from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, Storag
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
-    """A committed attempt in a root: what annotations refer to. `path` is its checkpoint's."""
+    """A committed attempt in a root, to which annotations refer. `path` is its checkpoint."""
 
     storage: Storage
     root: str
@@ -61,22 +63,22 @@ class CheckpointRef:
     key: CheckpointKey
 
     def put(self, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> AnnotationName:
-        """Write an annotation of it; durable on return."""
+        """Write an annotation of this attempt, durable on return."""
         annotation = new_annotation(*self.key, kind, values)
         return put_annotation(self.storage, self.root, annotation, above=above)
 
     def annotations(self) -> tuple[StoredAnnotation, ...]:
-        """Return its annotations."""
+        """Return the annotations of this attempt."""
         return read_annotations_of(self.storage, self.root, *self.key)
 
     def withdraw(self, name: AnnotationName) -> None:
-        """Withdraw an annotation that was written just now; never raises."""
+        """Remove an annotation that was written just now. Never raises."""
         file = f"{annotations_folder(self.root, *self.key)}/{name}"
         with suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
             self.storage.remove(file)
 
     def exists(self) -> bool:
-        """Return True if it is not removed yet."""
+        """Return True if the attempt is not removed."""
         return has_folder(self.storage, self.path, self.key[1])
 
 
@@ -84,7 +86,7 @@ class CheckpointRef:
 
 
 def pin(subject: CheckpointRef, why: str) -> None:
-    """Keep a checkpoint until it is unpinned; durable on return. NotFoundError if it is gone."""
+    """Protect a checkpoint until `unpin`. Durable on return. NotFoundError if it is gone."""
     _check_text("why", why)
     protect(subject, PIN, {"pinned": True, "why": why})
 
@@ -95,7 +97,7 @@ def unpin(subject: CheckpointRef) -> None:
 
 
 def tag(subject: CheckpointRef, name: str) -> None:
-    """Give a checkpoint a tag, which protects it. Another checkpoint that had it loses it.
+    """Give a checkpoint a tag, which protects it. If another checkpoint has the tag, move the tag.
 
     Durable on return. NotFoundError if the checkpoint is gone.
     """
@@ -121,9 +123,9 @@ def _check_text(name: str, text: str) -> None:
 def protect(
     subject: CheckpointRef, kind: str, values: Mapping[str, Scalar], *, above: int = 0
 ) -> None:
-    """Write a pin, tag or lease. NotFoundError if the checkpoint is removed, or about to be.
+    """Write a pin, tag or lease. Withdraw it after an error.
 
-    After an error it is withdrawn.
+    NotFoundError if the checkpoint is removed, or another process is about to remove it.
     """
     name = subject.put(kind, values, above=above)
     try:
@@ -134,7 +136,7 @@ def protect(
 
 
 def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
-    """Look for deletion intents, then for the checkpoint: removal writes them in this order."""
+    """Raise NotFoundError for a deletion intent or a removed checkpoint. Look in that order."""
     annotations = subject.annotations()
     written = [annotation for annotation in annotations if annotation.name == name]
     now = written[0].modified_at if written else 0.0
@@ -150,7 +152,7 @@ def protections_at(
     candidates: Collection[Attempt],
     clock: Callable[[Storage, str], float],
 ) -> dict[Attempt, tuple[str, ...]]:
-    """Return the protections of attempts at a path, as texts; only of those that have some.
+    """Return the protections of attempts at a path, as texts. Unprotected attempts are left out.
 
     `clock` returns the storage's time at a folder. A root without annotations costs one listing.
     """
@@ -200,10 +202,11 @@ def remove_if_unprotected(
 ) -> tuple[str, ...]:
     """Remove a checkpoint, unless it is protected: then return its protections as texts.
 
-    `other_annotations` are those of other checkpoints, by which tags may have moved. `check` raises
-    an error if the removal is forbidden; it is called right before it. `remove` begins with the
-    rename. If it raises, the deletion intent stays, so that `finish` can complete the removal,
-    unless nothing is removed yet.
+    `other_annotations` are annotations of other checkpoints: they show if a tag has moved. `check`
+    is called right before `remove`, and raises an error if the removal is forbidden.
+
+    `remove` begins with the rename. If `remove` raises after the rename, the deletion intent stays,
+    so that a later prune can complete the removal.
     """
     began = monotonic()
     intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
@@ -233,7 +236,8 @@ def _find_protections(
     subject: CheckpointRef, other_annotations: Iterable[StoredAnnotation], intent: AnnotationName
 ) -> tuple[str, ...]:
     annotations = subject.annotations()
-    # The intent was written just now: so this is the time. Without it another has removed all.
+    # The intent was written just now, so its time is the current time. If it is missing, another
+    # process has removed the checkpoint and its annotations.
     times = [annotation.modified_at for annotation in annotations if annotation.name == intent]
     now = max(times, default=0.0)
     of_others = [other for other in other_annotations if (other.step, other.attempt) != subject.key]
@@ -243,12 +247,12 @@ def _find_protections(
 def forget(
     storage: Storage, root: str, key: CheckpointKey, annotations: Sequence[StoredAnnotation]
 ) -> None:
-    """Remove the annotations of a checkpoint that is gone; `annotations` are those of the root.
+    """Remove the annotations of a checkpoint that is gone. `annotations` has those of the root.
 
-    Deletion intents are removed last, so that remains of a crash are recognised.
+    Deletion intents are removed last, so that the next prune recognises the remains of a crash.
     """
-    # The newest annotation of a tag is removed with the checkpoint. Then older ones, of other
-    # checkpoints, would count again, and another checkpoint would have the tag.
+    # A tag belongs to the checkpoint with its newest annotation. That one is removed here. So first
+    # remove the older annotations of other checkpoints, or one of them would get the tag.
     tags = {name for name, (last, _) in newest_tagged(annotations).items() if last == key}
     for stored in annotations:
         is_outdated = stored.name.kind == TAG and stored.values and tags >= stored.values.keys()

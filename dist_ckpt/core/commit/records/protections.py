@@ -1,11 +1,11 @@
 """Protections of checkpoints against removal: pins, tags and leases. Each is an annotation.
 
     pin   {"pinned": true, "why": "..."}
-    tag   {"release": true}         the newest annotation of the root says where a tag is
+    tag   {"release": true}         a tag belongs to the checkpoint of its newest annotation
     hold  {"<its id>": 3600}        a lease: seconds by the storage's clock; 0 once released
     mark  {"<its id>": "step-100"}  a deletion intent: the folder of that name will be removed
 
-`protection_protocol.py` writes them, in an order that is safe against a removal at the same time.
+`protection_protocol.py` writes them in an order that is safe against a removal at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dist_ckpt.core.format.strict_json import Scalar
 
 PIN, TAG, LEASE, DELETION_INTENT = "pin", "tag", "hold", "mark"
 
-# A deletion intent counts for this long. Its owner renames within half of that, or not at all.
+# A deletion intent counts for this long. Its owner renames the checkpoint within half of this time,
+# or gives up.
 DELETION_INTENT_S = 3600.0
 
 # The key of a checkpoint in annotations: its step, and its attempt.
@@ -33,9 +34,9 @@ _Newest = Mapping[tuple[CheckpointKey, str], tuple[Scalar, StoredAnnotation]]
 
 @dataclass(frozen=True, slots=True)
 class Protections:
-    """The protections of each checkpoint: reasons of pins, tags, and owners of leases.
+    """The protections of each checkpoint: reasons of pins, names of tags, owners of leases.
 
-    `unreadable` has errors of protections that are damaged, or of a newer version.
+    `unreadable` has the errors of annotations that are damaged, or of a newer dist_ckpt.
     """
 
     pins: Mapping[CheckpointKey, str]
@@ -44,7 +45,7 @@ class Protections:
     unreadable: Mapping[CheckpointKey, Sequence[str]]
 
     def of(self, key: CheckpointKey) -> tuple[str, ...]:
-        """Return the protections of a checkpoint as texts; nothing if it may be removed."""
+        """Return the protections of a checkpoint as texts; () if it may be removed."""
         why = self.pins.get(key)
         texts = [] if why is None else [f"pinned: {why}" if why else "pinned"]
         texts += [f"tag {name!r}" for name in self.tags.get(key, ())]
@@ -66,7 +67,7 @@ def protections_of(annotations: Iterable[StoredAnnotation], now: float) -> Prote
         tags[key].append(name)
     leases: dict[CheckpointKey, list[str]] = defaultdict(list)
     for (key, _), (value, annotation) in newest_values(annotations, LEASE).items():
-        # A value that has no meaning protects forever.
+        # An invalid value protects forever.
         ttl_s = inf if isinstance(value, str | bool) else float(value or 0)
         if annotation.modified_at + ttl_s > now:
             leases[key].append(annotation.by)
@@ -95,7 +96,10 @@ def tagged(annotations: Iterable[StoredAnnotation]) -> dict[str, CheckpointKey]:
 def newest_tagged(
     annotations: Iterable[StoredAnnotation],
 ) -> dict[str, tuple[CheckpointKey, Scalar]]:
-    """Return the newest annotation of each tag of a root; a tag may be removed by it. Pure."""
+    """Return the checkpoint and the value of each tag's newest annotation. Pure.
+
+    The value is false if the tag was removed.
+    """
     newest: dict[str, tuple[CheckpointKey, Scalar]] = {}
     for annotation in _select_kind(annotations, TAG):
         for name, value in annotation.values.items():
@@ -112,8 +116,8 @@ def _select_kind(annotations: Iterable[StoredAnnotation], kind: str) -> list[Sto
 def deletion_intents_of(annotations: Iterable[StoredAnnotation], now: float) -> tuple[str, ...]:
     """Return the owners of deletion intents among the annotations of a checkpoint. Pure.
 
-    An intent that cannot be read counts. An old one does not: its owner has died, or will not
-    remove anything any more.
+    An intent that cannot be read counts. An expired intent does not: its owner has died, or has
+    given up.
     """
     return tuple(
         annotation.by or "another process"
@@ -124,7 +128,7 @@ def deletion_intents_of(annotations: Iterable[StoredAnnotation], now: float) -> 
 
 
 def _is_set(value: Scalar) -> bool:
-    # A value that is neither true nor false protects: its writer had a reason for it.
+    # An invalid value counts as true: a protection is never lost.
     return value is not None and value is not False
 
 

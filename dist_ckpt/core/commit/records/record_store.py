@@ -1,19 +1,19 @@
-"""Annotations of checkpoints, in their root: written once, durable, never changed.
+"""Write and read annotations of checkpoints: durable files in the root that never change.
 
-A committed attempt never changes, so what is added about it later is stored in the root, as
+A committed attempt never changes. So facts that are added later are stored in the root, as
 
     <root>/.annotations/<step>/<attempt>/<kind>-<number>-<id>.json    metrics, tags, pins, ...
 
-Each file is written under another name and renamed, which never replaces. So it is whole or absent,
-on every storage that keeps the protocol. The records of `incarnations.py` are written alike.
+Each file is written under a temporary name and renamed, which never replaces a file. So a file is
+complete or absent. The records of `incarnations.py` are written in the same way.
 
-Records of dist_ckpt 0.1.0 are read, and nothing is written next to them:
+dist_ckpt reads the records of 0.1.0, and writes nothing next to them:
 
     <root>/.facts     now `.annotations`
     <root>/.starts    now `.incarnations`, with other names of fields
 
-A job of 0.1.0 does not see the new folders, so a pin there would not keep a checkpoint from it.
-`dist-ckpt upgrade` converts both folders; until then every write and removal is refused.
+A job of 0.1.0 does not see the new folders, and would remove a checkpoint with a pin there. So all
+writes and removals are refused until `dist-ckpt upgrade` has converted both folders.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _log = logging.getLogger("dist_ckpt")
 
 OLD_FOLDERS = (OLD_ANNOTATIONS, OLD_INCARNATIONS)
 
-# The annotation kind for checkpoints of which every byte was read and is correct.
+# The kind of annotation for a checkpoint of which every byte was read and is correct.
 VERIFIED = "verified"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnnotation:
-    """An annotation in its file, which was created at `modified_at` by the storage's clock.
+    """An annotation and its file, which was created at `modified_at` by the storage's clock.
 
-    `by` names its writer. `problem` is why it cannot be read; then only its name and path count.
-    `is_old`: it is in the folder of dist_ckpt 0.1.0. While that folder exists nothing writes to
-    the new one, so an old annotation is the most recent one.
+    `by` names the writer. If the file cannot be read, `problem` says why, and `values` is empty.
+    `is_old` annotations are in the folder of dist_ckpt 0.1.0. While that folder exists, nothing is
+    written into the new one. So old annotations are more recent than new ones.
     """
 
     step: int
@@ -88,8 +88,8 @@ def put_annotation(
 ) -> AnnotationName:
     """Add an annotation to a checkpoint; it is durable on return.
 
-    Its number is above those of its kind there, and above `above`. Missing folders are made, the
-    root too. StorageError if it is not certain that the annotation exists, IncompatibleError if the
+    Its number is higher than `above`, and than all numbers of its kind there. Missing folders are
+    created, also the root. StorageError if the annotation may not exist. IncompatibleError if the
     root needs an upgrade.
     """
     data = encode_record(annotation)
@@ -115,10 +115,10 @@ def put_annotation(
 def read_annotations(
     storage: Storage, root: str, *, with_old: bool = False
 ) -> tuple[StoredAnnotation, ...]:
-    """Return all annotations of a root, by step, attempt and name; nothing without the folder.
+    """Return all annotations of a root, by step, attempt and name; () without the folder.
 
-    `with_old` includes those of dist_ckpt 0.1.0, if the root has any. Only writers, which are
-    refused there, leave it out.
+    `with_old` includes annotations of dist_ckpt 0.1.0. A writer does not need them, because it is
+    refused if there are any.
     """
     return _sorted(
         _read_attempt(storage, above, step, attempt)
@@ -172,7 +172,7 @@ def new_annotation(
 
 
 def this_process() -> str:
-    """Return the name of this process as writer of a record, for people."""
+    """Return the name of this process for a record, such as "process 12 on host"."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -188,7 +188,7 @@ def annotations_folder(root: str, step: int, attempt: Attempt) -> str:
 
 
 def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> StoredAnnotation:
-    """Return an annotation with the values in its file, or with the reason that it has none."""
+    """Return an annotation with the values in its file, or with its `problem`."""
     try:
         annotation = read_record(storage, file, Annotation)
     except (CorruptError, IncompatibleError) as error:
@@ -204,23 +204,23 @@ def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> Store
 
 
 def make_record_folders(storage: Storage, root: str, folder: str) -> None:
-    """Make a folder in the root and its missing parents; their names are durable on return.
+    """Make a folder in the root and its missing parents. Their names are durable on return.
 
-    IncompatibleError if the root needs an upgrade: nothing is recorded next to old records.
+    IncompatibleError if the root has old records and needs an upgrade.
     """
     check_upgraded(storage, root)
     make_durable_folders(storage, root, folder)
 
 
 def make_durable_folders(storage: Storage, root: str, folder: str) -> None:
-    """Make the same folders without a check for old records, for an upgrade only."""
+    """Do the same without a check for old records. Only an upgrade calls this."""
     new_folders: list[str] = []
     attempts.make_folders(storage, folder, new_folders)
-    # The process that made an existing folder may have died before it synced the name.
+    # Also sync folders that exist: the process that made them may have died before its own sync.
     parents = map(str, PurePosixPath(folder).parents)
     below = {parent for parent in parents if parent.startswith(root)}
     for parent in below | {posixpath.dirname(path) for path in new_folders}:
-        with suppress(FileNotFoundError):  # removed since: the caller detects it
+        with suppress(FileNotFoundError):  # removed meanwhile: the caller detects that
             storage.sync(parent)
 
 
@@ -251,7 +251,7 @@ def put_verified(storage: Storage, root: str, key: tuple[int, Attempt], level: s
 
 
 def note_verified(storage: Storage, path: str, key: tuple[int, Attempt], level: str) -> None:
-    """Record that for the checkpoint at a path, if a run keeps records there. Never raises."""
+    """Call `put_verified` for the checkpoint at a path, if its root has records. Never raises."""
     root = path.rpartition("/")[0] or "/"
     try:
         if can_keep_records(storage, root):
@@ -261,18 +261,18 @@ def note_verified(storage: Storage, path: str, key: tuple[int, Attempt], level: 
 
 
 def can_keep_records(storage: Storage, root: str) -> bool:
-    """Return True if a folder has records of a run, also old ones."""
+    """Return True if a folder has records of a run, new or old."""
     return _has_records(storage, root)[0]
 
 
 def can_lease(storage: Storage, root: str) -> bool:
-    """Return True if a folder has records of a run, and more may be written there."""
+    """Return True if a folder has records of a run, and needs no upgrade."""
     has_records, is_old = _has_records(storage, root)
     return has_records and not is_old
 
 
 def _has_records(storage: Storage, root: str) -> tuple[bool, bool]:
-    """Return whether there are records, and whether they are old; those are logged."""
+    """Return whether a folder has records, and whether it has old ones. Warn of old ones."""
     entries = attempts.list_entries(storage, root)
     old = old_folders_in(entries)
     warn_of_old(root, old)
@@ -294,8 +294,7 @@ def find_old_folders(
 ) -> tuple[str, ...]:
     """Return the names of the old folders in a root.
 
-    Costs one listing each of a missing folder: cheaper than listing a root of a thousand
-    checkpoints.
+    Lists each old folder: that is cheaper than to list a root with a thousand checkpoints.
     """
     return tuple(name for name in names if _is_folder(storage, f"{root.rstrip('/')}/{name}"))
 
@@ -309,7 +308,7 @@ def _is_folder(storage: Storage, path: str) -> bool:
 
 
 def check_upgraded(storage: Storage, root: str) -> None:
-    """Raise IncompatibleError if a root has old records: call it before anything is written."""
+    """Raise IncompatibleError if a root has old records. Call this before anything is written."""
     refuse_old(root, find_old_folders(storage, root))
 
 
