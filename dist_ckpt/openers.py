@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import ParamSpec, TypeVar
 
-from dist_ckpt.async_save.snapshots.recovered_snapshots import snapshots_on_host
+from dist_ckpt.async_save.snapshots.recovered_snapshots import find_files_on_host
 from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.interop.registry import foreign_at
@@ -37,7 +37,7 @@ def _resolve(storage: Storage, path: str, stack: ExitStack | None) -> str:
 
 # Opens our checkpoints, selectors of runs, and safetensors files. Snapshots that background saves
 # have left in this host's memory are loaded from there.
-OPENER = Opener("default", _open, _resolve, MemorySource(snapshots_on_host))
+OPENER = Opener("default", _open, _resolve, MemorySource(find_files_on_host))
 
 
 def with_opener(function: Callable[P, R]) -> Callable[P, R]:

@@ -73,11 +73,12 @@ writer_of() {
     .venv/bin/python - "$root" "$1" <<'PYTHON'
 import sys
 
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.storage import open_storage
 
 storage, root = open_storage(sys.argv[1])
-job = JobFolder.find(job_id(root, find_root_id(storage, root)))
+job = JobFolder.find(make_job_name(root, find_root_id(storage, root)))
 print(job.rank(int(sys.argv[2])).owner("writer").pid)
 PYTHON
 }

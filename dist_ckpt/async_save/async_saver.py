@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Self, get_args
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.memory_restore import restore_together
-from dist_ckpt.async_save.snapshots.job_folder import check_job, job_id, make_root_id
+from dist_ckpt.async_save.snapshots.job_folder import check_job
+from dist_ckpt.async_save.snapshots.root_id import make_job_name, make_root_id
 from dist_ckpt.async_save.trainer.background_save import save_in_background
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy, check_savers
@@ -81,7 +82,7 @@ class SaverOptions:
         return make_root_id(*self.open_root())
 
     def open_root(self) -> tuple[Storage, str]:
-        """Return the storage and the path of the root, which is given."""
+        """Return the storage and the path of `root`, which must be set."""
         assert self.root is not None
         try:
             return open_storage(self.root)
@@ -248,12 +249,13 @@ class AsyncSaver:
     ) -> int | None:
         """Fill a state from the newest snapshot in memory; return its step. Collective.
 
-        This run or an earlier one of this job staged the snapshot completely on all ranks, and the
-        writers digested it. The snapshot is the committed checkpoint at its path. Or it was never
-        committed, because its run died or the storage failed; then its path has no checkpoint, or
-        one that the save would overwrite. A snapshot is not used if a later step was committed in
-        the same folder since, or if a later incarnation orphaned it. Another number of ranks may
-        have saved it. Files that are not in the memory of this host are read from the storage.
+        A snapshot is used if this run or an earlier one of this job staged it completely on all
+        ranks, and the writers digested it. It is the committed checkpoint at its path, or it was
+        never committed: its run died, or the storage failed. In the second case the path must have
+        no checkpoint, or one that the save would overwrite. A snapshot is not used if a later step
+        was committed in the same folder since, or if a later incarnation orphaned it. Another
+        number of ranks may have saved it. Files that are not in the memory of this host are read
+        from the storage.
 
         Without such a snapshot, as after a reboot, returns None and changes nothing: load the
         newest checkpoint then. `restored` is the report, with the number of bytes from memory. A
@@ -321,7 +323,7 @@ class AsyncSaver:
         The memory is freed, with three exceptions: `keep`; the last save failed; nothing was saved,
         and the snapshots of an earlier run were never committed. A later run of the job finds the
         snapshots then. Raises an error of a save that was not raised yet. ValueError while another
-        thread is in `save` or `restore`: let it end first.
+        thread is in `save` or `restore`: wait until that call ends.
         """
         self._end(lambda job: job.close(keep=keep))
 
@@ -368,8 +370,8 @@ class AsyncSaver:
                 check_savers("AsyncSaver", savers)
                 comparing.decide(options.make_root_id() or "")
         self._root_id = root_id = comparing.result(str) or None
-        name = options.job if root_id is None else job_id(options.open_root()[1], root_id)
-        if name is None:  # the first save decides it
+        name = options.job if root_id is None else make_job_name(options.open_root()[1], root_id)
+        if name is None:  # the path of the first save decides it
             return
         try:
             with channel.exchange("job"):
@@ -383,7 +385,7 @@ class AsyncSaver:
         if self._job is None:
             assert self._root_id is not None
             root = os.path.dirname(open_storage(path)[1])
-            self._job = self._begin_job(job_id(root, self._root_id))
+            self._job = self._begin_job(make_job_name(root, self._root_id))
         return self._job
 
     def _begin_job(self, name: str) -> Job:
@@ -410,8 +412,9 @@ class AsyncSaver:
             )
         if not self._is_used.acquire(blocking=False):
             raise ValueError(
-                "this AsyncSaver is in a call already, in another thread or below a signal "
-                "handler. Save, restore and close it in one thread, and not in a signal handler"
+                "this AsyncSaver is in a call already, in another thread or in the code that a "
+                "signal interrupted. Save, restore and close it in one thread, and not in a "
+                "signal handler"
             )
         try:
             if self._is_closed:

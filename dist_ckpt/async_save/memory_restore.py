@@ -14,9 +14,9 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
     SaveIdentity,
-    files_in_memory,
+    find_checkpoint_files,
+    make_uncommitted_source,
     open_saves,
-    uncommitted_source,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
 from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
@@ -77,9 +77,10 @@ def restore_together(
     - It was never committed, each host has all of it, and its path has no checkpoint or one that it
       would overwrite.
 
-    It is not usable if a later step was committed in the same folder since: this host may have left
-    the run meanwhile. Nor if it is orphaned, by the `history` of the run. Rank 0 reads the history
-    from the folder of the checkpoint by default. Orphaned checkpoints do not count as committed.
+    A save is not usable if a later step was committed in the same folder since: this host may have
+    left the run meanwhile. It is not usable either if the `history` of the run says that the save
+    is orphaned. By default, rank 0 reads the history from the folder of the checkpoint. Orphaned
+    checkpoints do not count as committed.
 
     The number of ranks may differ from that of the save. Raises the errors of `dc.load` on all
     ranks. StorageError if the storage cannot be read.
@@ -118,7 +119,10 @@ class _HostReport(Message, frozen=True):
 
 
 class _RestoreChoice(Message, frozen=True):
-    """The save to restore, or "". `attempt` is that of its rebuilt index, "" if it is committed."""
+    """The save to restore; `id` is "" if there is none.
+
+    `attempt` is the attempt of its rebuilt index, or "" if the save is committed.
+    """
 
     id: str
     path: str
@@ -178,16 +182,18 @@ class _MemoryRestore:
         save = saves.get(choice.id)
         if choice.attempt:
             assert save is not None, "each host has it"
-            return choice, uncommitted_source(save, choice.attempt, self._index)
+            return choice, make_uncommitted_source(save, choice.attempt, self._index)
         if save is None:
             return choice, NOTHING_IN_MEMORY
-        return choice, MemorySource(lambda path, index, stack: files_in_memory(save, path, index))
+        return choice, MemorySource(
+            lambda path, index, stack: find_checkpoint_files(save, path, index)
+        )
 
     def _decide(self, reports: Sequence[_HostReport], unusable: set[str]) -> _RestoreChoice:
         """Choose the newest usable save. Coordinator only."""
         for problem in sorted({problem for report in reports for problem in report.problems}):
             _log.warning("not restored from memory: %s", problem)
-        for candidate in _merge([report.saves for report in reports]):
+        for candidate in _merge_hosts([report.saves for report in reports]):
             save = candidate.save
             if save.id in unusable:
                 continue
@@ -202,14 +208,14 @@ class _MemoryRestore:
     def _read_host(self) -> tuple[Mapping[str, RecoveredSave], _HostReport]:
         problems: Sequence[str] = ()
         if self._saves is None:
-            self._saves, problems = self.stack.enter_context(open_saves(self._folders()))
+            self._saves, problems = self.stack.enter_context(open_saves(self._find_folders()))
         saves = tuple(
             _SaveOnHost(save.identity, save.attempt, save.was_committed, frozenset(save.sealed))
             for save in self._saves.values()
         )
         return self._saves, _HostReport(saves, tuple(problems))
 
-    def _folders(self) -> Iterator[RankFolder]:
+    def _find_folders(self) -> Iterator[RankFolder]:
         """Yield the folders of this run's ranks, and those without a living trainer."""
         for folder in self.folder.rank_folders():
             # This run has the trainer's locks of its ranks.
@@ -237,7 +243,7 @@ class _MemoryRestore:
             raise _UnusableError(f"it is orphaned by incarnation {history.newest} of the run")
         if newer := _find_newer(storage, save, history, self.session.config.threads):
             raise _UnusableError(f"{newer} was committed since")
-        attempt = _uncommitted_attempt(storage, candidate, history)
+        attempt = _choose_attempt(storage, candidate, history)
         if attempt is not None:
             self._index = self._rebuild_index(candidate, attempt)
         return attempt
@@ -252,10 +258,13 @@ class _MemoryRestore:
             raise _UnusableError(str(error)) from error
 
 
-def _uncommitted_attempt(
+def _choose_attempt(
     storage: Storage, candidate: _SaveOnAllHosts, history: IncarnationHistory
 ) -> str | None:
-    """Return the attempt by which a save would be the checkpoint. None if it is committed."""
+    """Return the attempt that makes a save the checkpoint at its path. None if it is committed.
+
+    _UnusableError if another checkpoint has the path, or if the save was deleted.
+    """
     save = candidate.save
     try:
         committed, index = attempts.find_checkpoint(storage, save.path)
@@ -284,10 +293,10 @@ def _is_orphaned(history: IncarnationHistory, step: int | None, attempt: Attempt
 def _find_newer(
     storage: Storage, save: SaveIdentity, history: IncarnationHistory, threads: int
 ) -> str | None:
-    """Return a checkpoint in the same folder with a later step and a later commit, if any.
+    """Return a checkpoint in the same folder with a later step that was saved later, if any.
 
-    Later in both: a save that began earlier may be committed later, and a run that went back to an
-    older step saves lower steps.
+    Both must be later. A save that began earlier may be committed later, and a run that returned to
+    an older step saves lower steps.
     """
     folder, _, saved_name = save.path.rpartition("/")
     if save.step is None:
@@ -313,7 +322,7 @@ class _UnusableError(Exception):
     """A save cannot be restored. The text is the reason."""
 
 
-def _merge(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_SaveOnAllHosts]:
+def _merge_hosts(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_SaveOnAllHosts]:
     """Merge the saves of all ranks' hosts, the newest first."""
     by_save: dict[SaveIdentity, dict[int, _SaveOnHost]] = {}
     for rank, saves in enumerate(host_saves):
@@ -337,7 +346,8 @@ def _merge(host_saves: Sequence[Sequence[_SaveOnHost]]) -> list[_SaveOnAllHosts]
 def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
     """Return the index of a complete save, as a commit would have written it.
 
-    StorageError or ValueError if it could not be committed, or another version planned it.
+    StorageError or ValueError if the save could not be committed, or another version of dist_ckpt
+    made it.
     """
     sealed = [save.sealed[rank] for rank in range(save.identity.world_size)]
     details = [typed_msgpack.decode(s.snapshot.details, SnapshotMetadata) for s in sealed]

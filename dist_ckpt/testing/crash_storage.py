@@ -52,9 +52,9 @@ class Operation:
 class CrashStorage:
     """A storage in memory that records its operations. Threads may share it.
 
-    `client` returns a view that records the name of a client. `forget` is called with the number of
-    each finish and sync. If it returns True, the call succeeds, but nothing becomes durable, as if
-    the call were not in the code.
+    `client` returns a view that records the name of a client. `forget` gets the number of each
+    finish and sync. If `forget` returns True, the call succeeds but makes nothing durable: a test
+    sees what happens if the code lacks this call.
     """
 
     def __init__(self, *, forget: Callable[[int, Operation], bool] | None = None) -> None:
@@ -130,7 +130,7 @@ class _Recording:
     num_syncs: int = 0
 
     def record(self, operation: Operation, act: Callable[[], object]) -> None:
-        """Run `act`. If it succeeds, record the operation, unless `forget` says not to."""
+        """Run `act`. If it succeeds, record the operation, unless `forget` returns True."""
         with self.lock:
             act()
             if operation.kind in ("finish", "sync"):
@@ -196,8 +196,8 @@ def states(
 
     `own_syncs`: a sync covers only the names that its client changed, as on a network file system
     whose clients delay changes. Each state is yielded once for the same marks. If a point has more
-    than `limit` states, only a sample is yielded. It has the two extremes, all states that differ
-    from an extreme in one choice, and `limit` random ones.
+    than `limit` states, a sample is yielded: the first `limit`, the two extremes, all states that
+    differ from an extreme in one choice, and `limit` random ones.
     """
     disk = _Disk(own_syncs=own_syncs)
     marks: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ Node = int
 
 @dataclass(slots=True)
 class _Change:
-    """One change of the names in a folder: `old` is removed, `new` becomes `node`."""
+    """One change of the names in a folder: `old` is removed, `new` is a name of `node`."""
 
     old: str
     new: str
@@ -266,7 +266,7 @@ class _Disk:
         self._names: dict[str, Node] = {"/": 0}
 
     def apply(self, operation: Operation) -> None:
-        """Apply one operation."""
+        """Update folders and files by one operation."""
         match operation.kind:
             case "make_folder" | "create":
                 node = len(self._folders) + len(self._files)

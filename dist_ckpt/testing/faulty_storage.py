@@ -12,11 +12,12 @@ from dist_ckpt.errors import CheckpointError, StorageError
 
 
 class FaultyStorage(ForwardingStorage):
-    """Forward calls to `inner`, but fail one call, counted from 1: loop over all to fail each.
+    """Forward calls to `inner`, but fail the call with number `fail_at_call`, counted from 1.
 
-    Every method of storage and files counts, except `discard` and `close`, which never fail.
-    `calls` is the number of calls so far. `sticky`: all later calls fail too. `done`: the call does
-    its work and then fails, as if the reply of a server was lost.
+    A test fails each call in turn: it loops over the numbers. Every method of storage and files
+    counts, except `discard` and `close`, which never fail. `calls` is the number of calls so far,
+    and `failed` describes the first call that failed. With `sticky`, all later calls fail too. With
+    `done`, the call does its work and then fails, as if the reply of a server was lost.
     """
 
     def __init__(

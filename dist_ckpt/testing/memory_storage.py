@@ -28,7 +28,7 @@ class _FileNode:
 class MemoryStorage:
     """A storage in memory that starts with `tree`. Threads may share it.
 
-    `alignment` is the alignment that its files report.
+    `alignment` is the alignment that its files report. `clock` gives the times of changes.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class MemoryStorage:
             self._folder(folder)
 
     def write(self, node: _FileNode, offset: int, data: Buffer) -> None:
-        """Write into an open file; its name may be gone."""
+        """Write into an open file, which may have lost its name."""
         view = memoryview(data).cast("B")
         with self._lock:
             content = node.data

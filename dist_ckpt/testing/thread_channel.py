@@ -105,7 +105,7 @@ _Route = tuple[int, int, int, int]
 
 
 class Meeting:
-    """The shared memory of one group of thread ranks."""
+    """The memory by which the ranks of one group of threads exchange bytes."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
@@ -118,7 +118,7 @@ class Meeting:
         self._broken: set[int] = set()
 
     def gather(self, epoch: int, rank: int, body: bytes) -> list[bytes]:
-        """Return the bodies of all ranks. RankError if one does not arrive in time."""
+        """Return the bodies of all ranks. SecondaryError if a rank does not arrive in time."""
         with self._lock:
             barrier = self._barriers.setdefault(epoch, threading.Barrier(self.world_size))
             self._bodies[rank] = body

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dist_ckpt.async_save.snapshots import job_folder
-from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
     Image,
     Seal,
@@ -22,6 +22,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     SnapshotMetadata,
     arena_nbytes,
 )
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job
@@ -134,11 +135,11 @@ def test_what_ranks_left_that_are_no_more_is_removed_once_a_checkpoint_is_durabl
         gone, _ = job(rank, 6)
         gone.close(keep=True)
     first, fake = job(0)
-    first.reclaim(has_all_ranks=True)
+    first.remove_stale_folders(has_all_ranks=True)
     assert ranks() == [0, 1, 5]
     commit(first, fake)
     # Rank 1 of this run is on another host.
-    first.reclaim(has_all_ranks=True)
+    first.remove_stale_folders(has_all_ranks=True)
     assert ranks() == [0]
 
 

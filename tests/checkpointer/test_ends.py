@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.storage import open_storage
 from run_training import fresh, keeper_of, steps_at, train
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.multi_process
 def writer_of(root: Path) -> int:
     """Return the process that writes what this one has staged."""
     root_id = find_root_id(*open_storage(root))
-    owner = JobFolder(job_id(str(root), root_id or "")).rank(0).owner("writer")
+    owner = JobFolder(make_job_name(str(root), root_id or "")).rank(0).owner("writer")
     assert owner is not None
     return owner.pid
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.core.storage import open_storage
 from ranks import Options, run_ranks, try_ranks
 from tests.multi_process.test_background_saves import (
@@ -47,7 +48,7 @@ def fail(root: Path) -> Iterator[Callable[..., str]]:
         assert [one.signal for one in ended] == [signal.SIGKILL] * WORLD_SIZE, ended
         root_id = find_root_id(*open_storage(root))
         assert root_id is not None
-        jobs.append(job_id(str(root), root_id))
+        jobs.append(make_job_name(str(root), root_id))
         for rank in range(WORLD_SIZE):
             await_end(jobs[-1], rank)
         return jobs[-1]

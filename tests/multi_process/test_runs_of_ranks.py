@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.checkpointer import run_session
 from dist_ckpt.checkpointer.barrier_rounds import Boundary
 from dist_ckpt.core.runtime.lock_files import LockOwner
@@ -44,7 +45,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def job_of(root: str | Path) -> str:
-    return job_id(str(root), find_root_id(*open_storage(root)) or "")
+    return make_job_name(str(root), find_root_id(*open_storage(root)) or "")
 
 
 def checkpointer(root: str, **options: Any) -> dc.Checkpointer:

@@ -1,6 +1,8 @@
 """Snapshots in shared memory: staged, sealed, found and read again.
 
-A trainer stages a snapshot into an arena, and its writer seals it (`arena.py`). `arena_layout.py`
-has the layout of an arena, and `job_folder.py` the folder of the arenas of a job. After the
-trainer's end, `recovered_snapshots.py` finds complete snapshots, and serves their files to a load.
+- A field of a snapshot or a seal: `arena_layout.py`. Increase `VERSION` there.
+- How a trainer and its writer share an arena: class `Arena` and class `ArenaReader` in `arena.py`.
+- Which arena is overwritten, and memory without a name: class `ArenaPool` in `arena_pool.py`.
+- Paths and locks of a job: `job_folder.py`. The default name of a job: `root_id.py`.
+- What an earlier run left in memory, and its files for a load: `recovered_snapshots.py`.
 """

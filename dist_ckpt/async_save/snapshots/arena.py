@@ -1,16 +1,17 @@
-"""An arena: shared memory with a snapshot, and the two arenas of a trainer.
+"""An arena: shared memory with one snapshot.
 
-The trainer stages a snapshot (`Arena`), and the writer writes it from there (`ArenaReader`).
-`recovered_snapshots.py` reads it after the trainer's end. Three words in the header have the state:
+The trainer stages the snapshot (`Arena`), and its writer reads it (`ArenaReader`). After the
+trainer's end, `recovered_snapshots.py` reads it. Three words in the header are its state:
 
 - `sequence` is odd while a snapshot is staged, and even when it is complete.
 - `ready` is the first byte that is not staged.
 - `committed` is the sequence of the last snapshot that became a checkpoint.
 
-A word is stored at once: an item of a memoryview of words is, while `struct` copies byte by byte.
-`_fence` orders it with the bytes that it describes. Otherwise the writer could digest bytes before
-they are staged, and no check would detect that. x86 keeps the order of stores anyway. ARM does not,
-but the release and acquisition of a lock are a full barrier there (POSIX: "synchronize memory").
+A word must be stored in one step. Assignment to an item of a memoryview of words does this, but
+`struct` copies byte by byte. `_fence` orders the store of a word with the stores of the bytes that
+the word describes. Without it the writer could digest bytes before they are staged, and no check
+would detect that. x86 keeps the order of stores. ARM does not, but the release and acquisition of a
+lock are a full barrier there (POSIX: "synchronize memory").
 """
 
 from __future__ import annotations
@@ -19,36 +20,19 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Collection
-from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
-from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
-from dist_ckpt.async_save.snapshots.recovered_snapshots import (
-    RecoveredSnapshot,
-    SaveIdentity,
-    open_first,
-)
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.shared_memory import (
-    create_anonymous,
-    create_named,
     detach_in_child,
-    is_out_of_space,
     map_writable,
     open_existing,
     reserve,
 )
 from dist_ckpt.core.runtime.threads import run_after_fork
-from dist_ckpt.errors import (
-    CheckpointError,
-    ConflictError,
-    CorruptError,
-    IncompatibleError,
-    StorageError,
-)
+from dist_ckpt.errors import ConflictError, CorruptError
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -94,13 +78,13 @@ class _MappedArena:
 
 
 class Arena:
-    """The trainer's side of an arena. It holds the trainer's lock. One thread stages at a time."""
+    """The trainer's side of an arena. One thread stages at a time. The caller has the lock."""
 
     def __init__(self, path: str, fd: int, job: str) -> None:
         """Open a file of shared memory. A snapshot of this job in it stays until `begin`.
 
-        Other processes open it by `path`. CorruptError or IncompatibleError unless it is empty or
-        an arena of this job. `close` closes the descriptor, and so does an error here.
+        Other processes open it by `path`. CorruptError or IncompatibleError unless the file is
+        empty or an arena of this job. `close` closes the descriptor. An error here closes it too.
         """
         self.path = path
         self._fd = fd
@@ -131,16 +115,17 @@ class Arena:
         return self._mapped.view
 
     def reserve(self, nbytes: int) -> None:
-        """Make it at least this large, with its content. OSError without enough memory.
+        """Enlarge the arena to `nbytes` if it is smaller. Its content stays.
 
-        A writer keeps its mapping, and maps the rest when a snapshot needs it.
+        OSError without enough memory. A writer keeps its mapping, and maps the new part when a
+        snapshot needs it.
         """
         if nbytes > self.nbytes:
             reserve(self._fd, nbytes)
             self._mapped = _MappedArena(self._fd, touch=True)
 
     def begin(self, snapshot: Snapshot) -> tuple[memoryview, ...]:
-        """Begin to stage a snapshot that fits, over the last. Return its images, with old bytes."""
+        """Overwrite the last snapshot with one that fits. Return its images, with old bytes."""
         document = typed_msgpack.encode(snapshot)
         spans = layout.compute_spans(snapshot, len(document))
         assert spans.nbytes <= self.nbytes, f"{spans.nbytes} bytes into {self.nbytes}"
@@ -164,7 +149,7 @@ class Arena:
         self._mapped.store(layout.READY_WORD, stop)
 
     def complete(self) -> None:
-        """Publish that the snapshot is complete. It must not change before the next `begin`."""
+        """Publish that the snapshot is complete. Nothing may change it before the next `begin`."""
         self.advance(self.spans.nbytes)
         odd = self._mapped.load(layout.SEQUENCE_WORD)
         assert odd % 2, "completed twice"
@@ -203,11 +188,11 @@ class FollowedArena:
 
     @property
     def is_complete(self) -> bool:
-        """True if it is completely staged. ConflictError as above."""
+        """True if all is staged. ConflictError if another snapshot is there now."""
         return self.check() == self.sequence
 
     def check(self) -> int:
-        """Return the sequence of the arena. ConflictError if it is another snapshot's."""
+        """Return the sequence of the arena. ConflictError if it has another snapshot now."""
         sequence = self._mapped.load(layout.SEQUENCE_WORD)
         if sequence not in (self.sequence - 1, self.sequence):
             raise ConflictError(
@@ -248,9 +233,9 @@ class ArenaReader:
             raise
 
     def follow(self, snapshot_id: str) -> FollowedArena:
-        """Return the snapshot that is being staged or complete.
+        """Return a view of a snapshot, which may still be incomplete.
 
-        ConflictError if the arena has another one, CorruptError if its content is invalid.
+        ConflictError if the arena has another snapshot, CorruptError if its content is invalid.
         """
         record = layout.decode_record(self._mapped.view, layout.DOCUMENT_RECORD)
         if record is None:
@@ -271,158 +256,7 @@ class ArenaReader:
         return followed
 
     def close(self) -> None:
-        """Close it now. Nothing can be followed any more."""
+        """Close the arena now. `follow` must not be called any more."""
         if self._close.alive:
             self._close()
             del self._mapped
-
-
-class ArenaPool:
-    """A trainer's arenas, by their numbers. It holds the trainer's lock of the folder.
-
-    Snapshots of an earlier run stay until they are overwritten, or their arena is replaced.
-    `newest` is the arena that was staged last, and is overwritten last. `newest_at` is the time of
-    its snapshot, by its coordinator's clock, or 0.
-    """
-
-    def __init__(self, folder: RankFolder) -> None:
-        self._folder = folder
-        began_at = {number: save.began_at for number, save in _complete_saves(folder).items()}
-        self.newest = max(began_at, key=began_at.__getitem__, default=0)
-        self.newest_at = began_at.get(self.newest, 0.0)
-        self._arenas: dict[int, Arena] = {}
-        self._has_warned = not folder.is_shared_memory  # the folder has warned already
-
-    def find_oldest(self, busy: Collection[int]) -> int:
-        """Return the number of the arena that is not busy and was staged longest ago."""
-        free = [number for number in range(NUM_ARENAS) if number not in busy]
-        return min(free, key=lambda number: number == self.newest)
-
-    def overwrite_last(self, snapshot: str) -> None:
-        """Overwrite this restored snapshot last: a newer one may not be complete on all ranks."""
-        for number, save in _complete_saves(self._folder).items():
-            if save.id == snapshot:
-                self.newest = number
-
-    def open_fitting(self, number: int, nbytes: int) -> Arena:
-        """Return an arena of at least this size. StorageError without enough memory.
-
-        An arena that must grow keeps its content if its file can grow. Otherwise anonymous memory
-        replaces it. Nothing stages into it during this call.
-        """
-        arena = self._arenas.pop(number, None) or self._reopen(number)
-        try:
-            if arena is not None:
-                try:
-                    arena.reserve(nbytes)
-                except OSError as error:
-                    arena.close()
-                    if not is_out_of_space(error):
-                        raise
-                    arena = None
-            if arena is None:
-                arena = Arena(*self._allocate(number, nbytes), self._folder.job)
-        except OSError as error:
-            raise StorageError(
-                f"no memory for a snapshot of {nbytes:,} bytes: {error.strerror}; save without "
-                f"background, use more ranks, or give the job more memory",
-                rank=self._folder.rank,
-            ) from error
-        self._arenas[number] = arena
-        return arena
-
-    def close(self) -> None:
-        """Release all memory. Named arenas stay for a later run."""
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
-
-    def _reopen(self, number: int) -> Arena | None:
-        """Return the arena of an earlier run of the job, if it is valid."""
-        for path in self._folder.open_paths(number):
-            with suppress(CheckpointError, OSError):
-                fd = open_existing(path, writable=True)
-                is_anonymous = path.startswith("/proc/")
-                opened_by = self._publish(number, fd) if is_anonymous else path
-                return Arena(opened_by, fd, self._folder.job)
-        return None
-
-    def _allocate(self, number: int, nbytes: int) -> tuple[str, int]:
-        path = self._folder.arena_path(number)
-        for replaced in (path, f"{path}.new"):  # by `create_named`
-            check_file(replaced)
-        has_anonymous = hasattr(os, "memfd_create")
-        if self._folder.is_shared_memory or not has_anonymous:
-            try:
-                return path, create_named(path, nbytes)
-            except OSError as error:
-                if not has_anonymous or not is_out_of_space(error):
-                    raise
-                self._warn(nbytes, error)
-        # The named arena would be opened first, and its memory is needed.
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        fd = create_anonymous(nbytes)
-        return self._publish(number, fd), fd
-
-    def _publish(self, number: int, fd: int) -> str:
-        """Publish anonymous memory. An error closes the descriptor."""
-        try:
-            return self._folder.publish("trainer", number, fd)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def _warn(self, nbytes: int, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s: no room for a snapshot of %d bytes (%s). Background saves stage into memory "
-                "without a name instead: a snapshot lives as long as the trainer or its writer, "
-                "and a restart after both have ended loads from storage. To keep it longer, "
-                "enlarge /dev/shm (docker run --shm-size)",
-                *(self._folder.path, nbytes, error.strerror),
-            )
-
-
-def find_only_copy(folder: RankFolder) -> str:
-    """Return the name of a save that may exist only in the arenas of a rank, or "".
-
-    It is the newest restorable snapshot, if it was never committed. For an arena of another version
-    of dist_ckpt, return the problem.
-    """
-    try:
-        snapshots = [_read_complete(folder, number) for number in range(NUM_ARENAS)]
-    except IncompatibleError as error:
-        return str(error)
-    sealed = [complete for complete in snapshots if complete and complete[1].seal is not None]
-    if not sealed:
-        return ""
-    save, recovered = max(sealed, key=lambda complete: complete[0].began_at)
-    return "" if recovered.is_committed else save.name
-
-
-def _complete_saves(folder: RankFolder) -> dict[int, SaveIdentity]:
-    """Return the save of the complete snapshot in each arena, if this version can read it."""
-    saves: dict[int, SaveIdentity] = {}
-    for number in range(NUM_ARENAS):
-        with suppress(IncompatibleError):
-            if (complete := _read_complete(folder, number)) is not None:
-                saves[number] = complete[0]
-    return saves
-
-
-def _read_complete(
-    folder: RankFolder, number: int
-) -> tuple[SaveIdentity, RecoveredSnapshot] | None:
-    """Return the complete snapshot in an arena, closed. IncompatibleError for another version."""
-    recovered, problems = open_first(folder, number)
-    for problem in problems:  # other problems: damaged arenas, or other files
-        if isinstance(problem, IncompatibleError):
-            raise problem
-    if recovered is None:
-        return None
-    with closing(recovered), suppress(ValueError):
-        if recovered.is_complete:
-            return SaveIdentity.of(recovered.snapshot), recovered
-    return None

@@ -6,38 +6,28 @@
         arena-0.trainer  arena-0.writer       the path of anonymous memory instead
         writer.log                            the log of the writer
 
-The root is /dev/shm. If no folder can be made there, it is the folder for temporary files. Files in
-/dev/shm outlive the processes, until they are removed or the host or container ends. Anonymous
-memory (`memfd`) lives as long as the trainer or its writer has it open. The folder of a job belongs
-to one user. Folders of other users are never opened, and links are never followed.
-
-By default the job is that of a folder of checkpoints: `job_id` computes it from the folder's random
-id. The id is in a file that `ls` shows, so `rm -rf root/*` removes it too. Inode numbers and birth
-times are not enough: ext4 reuses a number at once, FUSE may change it, and many file systems have
-no birth time.
+The root here is /dev/shm. If no folder can be made there, it is the folder for temporary files.
+Files in /dev/shm outlive the processes, until they are removed or the host or container ends.
+Anonymous memory (`memfd`) lives as long as the trainer or its writer has it open. The folder of a
+job belongs to one user. Folders of other users are never opened, and links are never followed.
+The name of a job is given, or `root_id.py` makes it from the folder of the checkpoints.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
-import posixpath
 import re
 import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from typing import Literal
 
-from dist_ckpt.core.commit.attempts import MAX_TRIES, make_folders, new_id, write_small_file
-from dist_ckpt.core.commit.records.record_store import check_upgraded
-from dist_ckpt.core.format.filenames import ROOT_ID, temporary_root_id
 from dist_ckpt.core.runtime.lock_files import LockFile, LockOwner, owner_of, take
-from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import ConflictError, CorruptError, StorageError
+from dist_ckpt.errors import ConflictError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -188,7 +178,10 @@ class RankFolder:
         self.path = f"{folder.path}/rank-{rank:05d}"
 
     def lock(self, role: Role) -> LockFile:
-        """Lock the rank as its only trainer or writer on this host. ConflictError if it has one."""
+        """Lock this rank as its only trainer or writer on this host.
+
+        ConflictError if the rank has a living one, StorageError if the file cannot be locked.
+        """
         for _ in range(_LOCK_TRIES):
             self.make()
             check_file(self.lock_path(role))
@@ -237,9 +230,10 @@ class RankFolder:
                     yield fd_path
 
     def publish(self, role: Role, number: int, fd: int) -> str:
-        """Publish anonymous memory that this process has open. Return its path for others.
+        """Store the path of anonymous memory that this process has open, and return the path.
 
-        The path of the other role stays: it may be of other memory.
+        Other processes open the memory by it. The file of the other role stays: its path may lead
+        to other memory.
         """
         fd_path = f"/proc/{os.getpid()}/fd/{fd}"
         path = f"{self.arena_path(number)}.{role}"
@@ -257,9 +251,9 @@ class RankFolder:
         return fd_path
 
     def remove(self) -> None:
-        """Remove the rank's arenas and its folder. ConflictError if an owner lives.
+        """Remove the rank's arenas and its folder. ConflictError if a trainer or writer lives.
 
-        Unknown names and other things than files stay, and the folder with them.
+        Only the files of the list above are removed. If there is anything else, the folder stays.
         """
         with ExitStack() as stack:
             for role in ROLES:
@@ -269,7 +263,7 @@ class RankFolder:
             for file in files:
                 if _RANK_FILE.fullmatch(file.name):
                     os.unlink(file.path)
-            # While both are locked: the next process creates new lock files, or the folder.
+            # Both are still locked: the next process creates new lock files, or the folder.
             for role in ROLES:
                 os.unlink(self.lock_path(role))
             with suppress(OSError):
@@ -330,7 +324,7 @@ def _ensure_job_folder(root: str, job: str, *, needs_space: bool) -> str:
     try:
         _ensure_folder(_user_folder(root))
     except StorageError as error:
-        # Another user may have used the name. This user's jobs must work all the same.
+        # Another user may have used the name. This user's jobs must still work.
         raise PermissionError(errno.EPERM, str(error)) from error
     return _ensure_folder(path, remedy=_OTHER_JOB)
 
@@ -371,101 +365,3 @@ def _read_text(path: str) -> str:
         return os.read(fd, _MAX_FD_PATH_NBYTES).decode(errors="replace")
     finally:
         os.close(fd)
-
-
-def job_id(root: str, root_id: str) -> str:
-    """Return the default job of a folder of checkpoints.
-
-    It is the same in every later run on this host that saves into the folder: a hash of the user,
-    the folder's id, its real path, and its device. The id is not enough: a copy has it too.
-    """
-    real = os.path.realpath(root)
-    words = f"{os.geteuid()}\0{_device(real)}\0{root_id}\0{real}"
-    return hashlib.blake2b(words.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-
-
-def find_root_id(storage: Storage, root: str) -> str | None:
-    """Return the id of a folder; None if it has no id or does not exist.
-
-    CorruptError if something else has the file's name, StorageError if it cannot be read.
-    """
-    file = posixpath.join(root, ROOT_ID)
-    try:
-        reader = storage.open(file)
-    except FileNotFoundError:
-        return None
-    except CorruptError as error:
-        raise CorruptError(
-            f"{file} is not a regular file: remove it, or use another root, or AsyncSaver(job=...)"
-        ) from error
-    data = bytearray(_ROOT_ID_NBYTES + 1)
-    with closing(reader):
-        count = reader.read_into(0, memoryview(data))
-    if (content := _ROOT_ID_CONTENT.fullmatch(data[:count])) is None:
-        raise CorruptError(
-            f"{file} is not what dist_ckpt writes there: remove it, or use another root, or "
-            f"AsyncSaver(job=...). If you remove it, snapshots of this folder in memory are not "
-            f"found again"
-        )
-    return content[1].decode()
-
-
-def make_root_id(storage: Storage, root: str) -> str:
-    """Return the id of a folder. Create the folder and the id, durably, if they do not exist.
-
-    Concurrent callers get the same id. StorageError or ExistsError if it cannot be made,
-    IncompatibleError if the folder needs an upgrade.
-    """
-    check_upgraded(storage, root)
-    for _ in range(MAX_TRIES):
-        if (root_id := find_root_id(storage, root)) is not None:
-            return root_id
-        with suppress(FileExistsError, FileNotFoundError):  # another process was first
-            _write_root_id(storage, root)
-    raise StorageError(f"{root} is removed again and again: find out what removes it")
-
-
-def _write_root_id(storage: Storage, root: str) -> None:
-    file = posixpath.join(root, ROOT_ID)
-    temporary = posixpath.join(root, temporary_root_id(new_id()))
-    try:
-        _make_folders_durably(storage, root)
-        write_small_file(storage, temporary, f"{secrets.token_hex(16)}\n".encode())
-        try:
-            storage.rename(temporary, file)
-        except BaseException:
-            with suppress(StorageError, OSError):
-                storage.remove(temporary)
-            raise
-        storage.sync(root)
-    except StorageError as error:
-        raise StorageError(
-            f"{root}: the file that identifies this folder cannot be written ({error}): "
-            f"make it writable, or use another root, or AsyncSaver(job=...)"
-        ) from error
-
-
-def _make_folders_durably(storage: Storage, root: str) -> None:
-    """Make the folder and its missing parents durably, or leave none of them.
-
-    A save that finds a folder assumes that its name is durable.
-    """
-    created: list[str] = []
-    try:
-        make_folders(storage, root, created)
-        for folder in created:
-            storage.sync(posixpath.dirname(folder))
-    except BaseException:
-        for folder in reversed(created):
-            with suppress(StorageError, OSError):
-                storage.remove(folder)
-        raise
-
-
-def _device(path: str) -> int:
-    """Return the device of a folder, or of the nearest one above it that exists."""
-    while True:
-        try:
-            return os.stat(path).st_dev
-        except (FileNotFoundError, NotADirectoryError):
-            path = os.path.dirname(path)

@@ -1,6 +1,6 @@
 """Snapshots in the arenas of earlier trainers, their saves, and their files as input of a load.
 
-They are read like files, not mapped: if another process truncates an arena, the read fails, and
+Arenas are read like files, not mapped. If another process truncates an arena, the read fails, but
 this process gets no SIGBUS.
 """
 
@@ -20,14 +20,8 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     SnapshotMetadata,
     SnapshotSpans,
 )
-from dist_ckpt.async_save.snapshots.job_folder import (
-    NUM_ARENAS,
-    JobFolder,
-    RankFolder,
-    find_root_id,
-    has_jobs,
-    job_id,
-)
+from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, JobFolder, RankFolder, has_jobs
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.core.checkpoint.opener import MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
@@ -51,8 +45,9 @@ _WORD_NBYTES = 8
 class RecoveredSnapshot:
     """A snapshot in an arena, open until `close`. Its digests were not checked yet.
 
-    Not complete: it is being staged, or its trainer died meanwhile. Without a seal: headers and
-    digests may be missing. Committed: it became a checkpoint, which may be deleted since.
+    If it is not complete, it is being staged, or its trainer died meanwhile. Without a seal, its
+    headers and digests may be missing. If it is committed, it became a checkpoint, which may have
+    been deleted since.
     """
 
     path: str
@@ -75,14 +70,14 @@ class RecoveredSnapshot:
             _read(fd, span.start + start, target, self.path)
 
     def check(self) -> None:
-        """Raise CorruptError if it was overwritten: bytes that were read are invalid then."""
+        """Raise CorruptError if the snapshot was overwritten: then the bytes read are invalid."""
         with self.descriptor.lend() as (fd,):
             sequence = _read_word(fd, layout.SEQUENCE_WORD, self.path)
         if sequence != self.sequence - (not self.is_complete):
             raise CorruptError(f"{self.path}: the snapshot was overwritten while it was read")
 
     def close(self) -> None:
-        """Release it. The arena stays."""
+        """Close the file of the arena. The arena stays."""
         self.descriptor.release()
 
 
@@ -217,8 +212,8 @@ class RecoveredSave:
     """One save of a job. `sealed` has the complete and sealed snapshots on this host, by rank.
 
     `attempt` is `UNCLAIMED` if the writers here received none, and None if no snapshot is sealed.
-    `was_committed`: it became a checkpoint, which may be deleted since. The digests were not
-    checked yet.
+    `was_committed`: the save became a checkpoint, which may have been deleted since. The digests
+    were not checked yet.
     """
 
     identity: SaveIdentity
@@ -231,10 +226,10 @@ class RecoveredSave:
 def open_saves(
     folders: Iterable[RankFolder],
 ) -> Iterator[tuple[Mapping[str, RecoveredSave], Sequence[str]]]:
-    """Open the saves in the arenas of some ranks, by id, until the block ends.
+    """Yield the saves in the arenas of some ranks, by id, and the problems of unreadable arenas.
 
-    Also yield the problems of other arenas. They are left unchanged: they may belong to another job
-    or a newer version.
+    The saves are open until the block ends. Unreadable arenas are left unchanged: they may belong
+    to another job or a newer version.
     """
     saves: dict[str, RecoveredSave] = {}
     problems: list[str] = []
@@ -301,18 +296,18 @@ class MemoryFile:
         self.recovered.check()
 
 
-def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, ServedFile]:
-    """Return the files of a checkpoint that its job has in the memory of this host.
+def find_files_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str, ServedFile]:
+    """Return the files of a committed checkpoint that are in the memory of this host.
 
-    The trainer of a snapshot is dead, or is this process. Without a job this costs a few system
-    calls. Problems are logged: the storage has the files too.
+    Only snapshots of this process or of dead trainers are used. Without a job this costs a few
+    system calls. Problems are logged: the storage has the files too.
     """
     try:
         if not has_jobs():  # saves a call of the storage
             return {}
         root = os.path.dirname(path)
         root_id = find_root_id(*open_storage(root))
-        job = None if root_id is None else JobFolder.find(job_id(root, root_id))
+        job = None if root_id is None else JobFolder.find(make_job_name(root, root_id))
         if job is None:
             return {}
         owners = ((folder, folder.owner("trainer")) for folder in job.rank_folders())
@@ -326,15 +321,16 @@ def snapshots_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str,
     return {
         name: file
         for save in saves.values()
-        for name, file in files_in_memory(save, path, index).items()
+        for name, file in find_checkpoint_files(save, path, index).items()
     }
 
 
-def uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
-    """Return the files of a save that is complete here and was never committed.
+def make_uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
+    """Return the files of a save that is complete on this host and was never committed.
 
-    They include `index`, which is rebuilt for `attempt`. Only the coordinator has it, and sends it
-    to the others. If the save was committed or superseded meanwhile, the source is empty.
+    They include `index`, which was rebuilt for `attempt`. Only the coordinator has the index, and
+    sends it to the other ranks. If the save was committed or superseded meanwhile, the source is
+    empty.
     """
     folder = f"{save.identity.path}/{attempt}"
     files: dict[str, ServedFile] = {f"{folder}/{n}": file for n, file, _ in _sealed_files(save)}
@@ -345,11 +341,11 @@ def uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | None) -
     )
 
 
-def files_in_memory(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFile]:
-    """Return the files of a checkpoint that a save has in memory, byte for byte.
+def find_checkpoint_files(save: RecoveredSave, path: str, index: Index) -> dict[str, ServedFile]:
+    """Return the files of a checkpoint that are in the memory of a save, byte for byte.
 
-    The random name of the attempt identifies the save. A load checks each block by the digests in
-    the file's header, and this function checks the header by the index.
+    The random name of the attempt identifies the save. This function checks each file's header by
+    the index. A load checks each block by the digests in that header.
     """
     if save.attempt != index.attempt:
         return {}
@@ -384,9 +380,9 @@ def file_receipts(index: Index) -> Iterator[FileReceipt]:
 
 
 def _check_header(file: MemoryFile, receipt: FileReceipt) -> str | None:
-    """Return the problem of a file's header, or of a complete file without header.
+    """Return the problem of a file's header, or of the whole file if it has no header.
 
-    Later the load could not use the storage instead for this file alone.
+    It is checked now, because a load cannot replace one file in memory by the file in storage.
     """
     _, nbytes, header_nbytes, digest = receipt
     head = bytearray(min(header_nbytes or nbytes, file.nbytes))

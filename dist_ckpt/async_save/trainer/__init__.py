@@ -1,7 +1,7 @@
 """The trainer's side of one background save.
 
-`background_save.py` agrees, plans, and copies into an arena. Copies from CUDA devices overlap with
-training (`dist_ckpt.core.shard_io.memory.cuda`). `writer_handle.py` sends the job to the writer
-process, `dist_ckpt.async_save.writer`, which continues if the trainer dies. The next run ends it
-(`job.py`) and restores from memory (`async_save/memory_restore.py`).
+- What is planned and copied, and what overlaps with training: `background_save.py`.
+- A busy rank, or an earlier save that failed: `start_handshake.py`.
+- How a writer starts, and what its death means; `SaveHandle`: `writer_handle.py`.
+- The resources of a job, and writers that an earlier run left: `job.py`.
 """

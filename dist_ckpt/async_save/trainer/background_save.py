@@ -1,8 +1,8 @@
 """One background save until it is staged: agree, plan, copy. Then the writers continue.
 
 Staging copies a rank's files, in order, into an arena. This copy is the only cost for training: the
-writer adds headers and digests. CUDA devices copy tensors that only optimizers change during the
-next step: see `stage_overlapped`, and `shard_io/memory/cuda.py`.
+writer adds headers and digests. During the next step, CUDA devices copy the tensors that only
+optimizers change: see `stage_overlapped`, and `core/shard_io/memory/cuda.py`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def stage_overlapped(
     """Stage like `stage`, but CUDA devices copy their own tensors.
 
     On return, tensors on the host may change. Later device work may change tensors on the devices,
-    except those in `late`: they may change only after a mark that is made now. Call the returned
-    function in any thread: it publishes the progress, and returns when the snapshot is complete.
+    except those in `late`: it may change them only after a mark that the caller makes now. Call the
+    returned function in any thread. It publishes the progress, and returns when the snapshot is
+    complete.
     """
     chunks = list(_split_into_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
     takes = device_copies.takes
@@ -147,7 +148,7 @@ class _CopyChunk:
     stop: int
 
     def copy(self, device_copies: SideStreamCopies | None = None) -> None:
-        """Copy all parts but those that the devices copy."""
+        """Copy all parts, except those that devices copy."""
         first = self.batches[0].start
         for batch in self.batches:
             target = self.memory[batch.start - first :]
@@ -221,7 +222,7 @@ def _nbytes(batch: Batch) -> int:
     return sum(part.stop - part.start for part in batch.parts)
 
 
-# As long as the real id, which is known when all ranks have agreed.
+# It has the length of the real id, which is known when all ranks have agreed.
 _PLACEHOLDER_ID = "0" * 32
 
 
@@ -252,8 +253,8 @@ def save_in_background(
     job, is_agreed = get_job(), False
     try:
         with phases.phase("agree"):
-            job.reclaim(has_all_ranks=True)
-            prepared, name, _ = agree(
+            job.remove_stale_folders(has_all_ranks=True)
+            prepared, save_id, _ = agree(
                 session,
                 partial(_read_state, session, job, start, options, state, path),
                 lambda _: secrets.token_hex(16),
@@ -265,16 +266,17 @@ def save_in_background(
         if start.queued:
             job.writer.end_pause(start.queued, drop=is_agreed)
     with phases.phase("stage"):
-        save = _stage(prepared, name)
+        save = _stage(prepared, save_id)
     report = _make_report_merger(session, phases.seconds)
     return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
 
 
 @dataclass(slots=True)
 class _BackgroundPreparation:
-    """A rank's part of a save before the ranks agree on it. `use` sets the fields after `attached`.
+    """A rank's part of a save before the ranks agree on it.
 
-    They are the files to stage, and an arena for them. The snapshot has no id yet.
+    `use` sets the fields after `attached`: the files to stage, their snapshot, which has no id yet,
+    and an arena for it.
     """
 
     session: Session
@@ -324,12 +326,12 @@ class _BackgroundPreparation:
             details=typed_msgpack.encode(details),
         )
         # Both arenas are still busy if the ranks could not all supersede a save.
-        job.writer.wait_for(lambda: len(self._busy()) < NUM_ARENAS, None)
-        number, nbytes = job.arenas.find_oldest(self._busy()), arena_nbytes(self.snapshot)
+        job.writer.wait_for(lambda: len(self._busy_arenas()) < NUM_ARENAS, None)
+        number, nbytes = job.arenas.find_oldest(self._busy_arenas()), arena_nbytes(self.snapshot)
         job.pinned.release(number, nbytes)
         self.arena_number, self.arena = number, job.arenas.open_fitting(number, nbytes)
 
-    def _busy(self) -> set[int]:
+    def _busy_arenas(self) -> set[int]:
         """Return the arenas of unsettled saves, except a save that will be superseded."""
         unsettled = self.job.writer.unsettled
         return {save.arena for save in unsettled if save.snapshot != self.start.queued}
@@ -351,13 +353,13 @@ def _read_state(
     return _BackgroundPreparation(session, job, start, options, arguments, local_state, attached)
 
 
-def _stage(prepared: _BackgroundPreparation, name: str) -> BackgroundSave:
+def _stage(prepared: _BackgroundPreparation, save_id: str) -> BackgroundSave:
     """Copy, while the writer follows. An error here makes the save fail on all ranks."""
     job, arena, local_state = prepared.job, prepared.arena, prepared.local_state
-    save = BackgroundSave(name, prepared.arena_number)
-    write = Write(name, prepared.arguments.path, arena.path, save.arena, *prepared.start.store)
+    save = BackgroundSave(save_id, prepared.arena_number)
+    write = Write(save_id, prepared.arguments.path, arena.path, save.arena, *prepared.start.store)
     try:
-        images = arena.begin(structs.replace(prepared.snapshot, id=name))
+        images = arena.begin(structs.replace(prepared.snapshot, id=save_id))
         job.writer.submit(save, write)
         if devices := local_state.cuda_devices:
             _copy_overlapped(prepared, save, images, devices)
@@ -365,7 +367,7 @@ def _stage(prepared: _BackgroundPreparation, name: str) -> BackgroundSave:
             local_state.local.synchronize()
             _copy(job, save, lambda: stage(arena, images, prepared.files))
     except BaseException as error:
-        if save not in job.writer.saves:  # other writers wait for it
+        if save not in job.writer.saves:  # the other writers wait for this one
             job.writer.submit(save, write)
         save.is_reported = True
         _abort(job, save, error)

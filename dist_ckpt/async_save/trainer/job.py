@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 from weakref import finalize
 
-from dist_ckpt.async_save.snapshots.arena import ArenaPool, find_only_copy
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool, find_only_copy
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS, WriterHandle
 from dist_ckpt.async_save.writer.messages import WRITER_END_S, Hello
@@ -38,11 +38,11 @@ _MAX_WORDS_NBYTES = 4096
 
 
 class Job:
-    """One rank's part of a job. It is this rank's only trainer on this host until `close`.
+    """One rank's part of a job: this process is the rank's only trainer on this host until `close`.
 
-    It ends the writers of an earlier run and starts a new one. ConflictError if the job has a
-    living trainer of this rank, in this process or another. Without `close` it ends with its last
-    reference: its writer continues as if this process had died.
+    The constructor ends the writers of an earlier run and starts a new one. ConflictError if the
+    job has a living trainer of this rank, in this process or another. Without `close` the job ends
+    with its last reference: its writer continues as if this process had died.
     """
 
     def __init__(self, hello: Hello, *, drain_timeout_s: float) -> None:
@@ -60,21 +60,21 @@ class Job:
             raise
         self.streams, self.pinned, self.fence = SideStreams(), PinnedArenas(), Fence()
         self._world_size = hello.world_size
-        self._has_reclaimed = False
+        self._has_removed_stale = False
         self._resources = _Resources(self._lock, self.arenas, self.pinned, self.fence, self.writer)
         self._finalizer = finalize(self, _detach_unclosed, self._resources, hello.job)
         # The exit of the process releases the resources.
         self._finalizer.atexit = False
 
-    def reclaim(self, *, has_all_ranks: bool) -> None:
+    def remove_stale_folders(self, *, has_all_ranks: bool) -> None:
         """Remove the folders of ranks that no longer exist, once a checkpoint is durable.
 
-        `has_all_ranks`: all ranks of this run have their locks now. Otherwise a rank may have ended
-        and left snapshots for the next run: its folder stays.
+        `has_all_ranks`: all ranks of this run have their locks now. Without it, a rank of this run
+        may have ended and left snapshots for the next run: its folder stays.
         """
-        if self._has_reclaimed or not self.writer.has_committed:
+        if self._has_removed_stale or not self.writer.has_committed:
             return
-        self._has_reclaimed = has_all_ranks
+        self._has_removed_stale = has_all_ranks
         for folder in self._find_ownerless():
             if folder.rank >= self._world_size or has_all_ranks:
                 _remove(folder)
@@ -110,7 +110,7 @@ class Job:
             self.fence.close()
             writer.wait_for(lambda: not writer.unsettled, None)
             writer.close(CLOSE_TIMEOUT_S)
-            self.reclaim(has_all_ranks=False)
+            self.remove_stale_folders(has_all_ranks=False)
         finally:
             self.pinned.close()
             self.arenas.close()
@@ -142,7 +142,7 @@ class Job:
 
 
 class _Resources(NamedTuple):
-    """The resources of a job, apart from the job: they outlive its last reference."""
+    """The resources of a job. They are a separate value, as they outlive the job."""
 
     lock: LockFile
     arenas: ArenaPool
@@ -163,7 +163,7 @@ class _Resources(NamedTuple):
 
 def _detach_unclosed(resources: _Resources, job: str) -> None:
     """Leave a job that was not closed. Log the state of its saves."""
-    if not resources.lock.is_locked:  # a forked child has no part in it
+    if not resources.lock.is_locked:  # a forked child does not have the lock
         return
     # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
     # an optimizer step may be iterating over all hooks now.
@@ -209,8 +209,8 @@ def _remove(folder: RankFolder) -> None:
 def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
     """Wait `drain_timeout_s` for the writers on this host whose trainer is gone; then end them.
 
-    They include an old writer of this rank: this process has the trainer's lock, but no writer yet.
-    On return none of them lives. Sealed snapshots stay. Several processes may call it at once.
+    An old writer of this rank is one of them: this process has the trainer's lock, but no writer
+    yet. On return none of them lives. Sealed snapshots stay. Several processes may call it at once.
 
     ConflictError if a writer's lock belongs to a process that is not a visible writer, StorageError
     if a writer does not end after it was killed.
@@ -249,7 +249,7 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
 
 
 def _await_end(orphans: dict[int, RankFolder], timeout_s: float) -> list[int]:
-    """Wait until no writer is left. Remove those that are gone, and return their ranks."""
+    """Wait until all writers have ended. Remove them from `orphans`, and return their ranks."""
     until = time.monotonic() + timeout_s
     gone: list[int] = []
     while True:

@@ -1,4 +1,7 @@
-"""The first exchange of a background save: failures, busy ranks, the store of the writers."""
+"""The first exchange of a background save.
+
+It raises earlier failures on all ranks, decides for busy ranks, and selects the writers' store.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Literal
 
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.writer_handle import WriterHandle, first_error
+from dist_ckpt.async_save.writer.messages import StoreAddress
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
@@ -21,9 +25,6 @@ from dist_ckpt.errors import RankError
 _log = logging.getLogger("dist_ckpt")
 
 WhenBusy = Literal["wait", "skip", "supersede"]
-
-# Where writers meet: host, port, token.
-StoreAddress = tuple[str, int, bytes]
 
 # A group of one rank needs no store.
 _NO_STORE: StoreAddress = ("", 0, b"")
@@ -66,10 +67,10 @@ class _WriterState(Message, frozen=True):
 
 
 class StartDecision(Message, frozen=True):
-    """How a save begins on all ranks. It does not begin if a save has `failed` or it `is_skipped`.
+    """How a save begins on all ranks. It begins if no save has `failed` and it is not skipped.
 
-    `committed` are saves that are committed according to some rank. `queued` is a paused save that
-    this one supersedes on all ranks once they agree on it, or "". The writers meet in `store`.
+    `committed` has the saves that a rank reports as committed. `queued` is a paused save, or "":
+    this save supersedes it once all ranks agree on this save. The writers meet in `store`.
     `began_at` is the coordinator's clock, but later than the newest save of any rank.
     """
 
@@ -133,7 +134,7 @@ def agree_on_start(
 def _wait_until_ready(
     writer: WriterHandle, session: Session, saver: SaverInfo, is_urgent: Callable[[], bool]
 ) -> None:
-    # A save that failed on another rank will fail here too: wait for that.
+    # A save that failed on another rank fails on this rank too: wait until it does.
     reported = [save for save in writer.unsettled if save.is_reported]
     settled_s = 2 * session.config.heartbeat_timeout_s + session.config.join_timeout_s
     writer.wait_for(lambda: all(save.is_settled for save in reported), settled_s)
@@ -178,9 +179,9 @@ def _choose_store(states: Sequence[_WriterState], writer: WriterHandle) -> Store
 
 def _apply_decision(start: StartDecision, writer: WriterHandle) -> StartDecision | None:
     """Apply the decision to this rank's writer. Return None if the save is skipped."""
-    # Committed saves whose writer here died before it reported them.
-    mistaken = [save for save in writer.failed if save.snapshot in start.committed]
-    for save in mistaken:
+    # These saves are committed, but the writer of this rank died before it reported them.
+    unreported = [save for save in writer.failed if save.snapshot in start.committed]
+    for save in unreported:
         save.is_reported = True
         _log.warning("other ranks report that this save is committed: %s", save.failure)
     if start.failed:
@@ -191,7 +192,7 @@ def _apply_decision(start: StartDecision, writer: WriterHandle) -> StartDecision
         error = first_error([error_of(failure) for failure in start.failed.values()])
         error.add_note("The failure is of an earlier save. This save was not begun: save again.")
         raise error
-    if mistaken:
+    if unreported:
         writer.ensure_running()
     if start.is_skipped:
         return None
@@ -216,7 +217,7 @@ def _check_store(store: StoreAddress) -> None:
 def _merge_failures(states: Sequence[_WriterState], committed: Set[str]) -> dict[str, Failure]:
     """Return the failure of each save that is not committed, by its snapshot; the oldest first.
 
-    The report of the rank that failed is preferred: others may only have seen that it is gone.
+    The report of the rank that failed is preferred: other ranks may only have seen its end.
     """
     reports: dict[str, list[tuple[bool, int, Failure]]] = {}
     for rank, state in enumerate(states):

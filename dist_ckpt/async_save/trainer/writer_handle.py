@@ -124,7 +124,10 @@ def _end_process(link: messages.Link, process: Popen[bytes] | None) -> None:
 
 @dataclass(slots=True)
 class BackgroundSave:
-    """A save that was sent to the writer. `is_reported`: its failure was raised somewhere."""
+    """A save that was sent to the writer, and its outcome.
+
+    `lost` is its failure if the writer died. `is_reported`: a call on some rank raised its failure.
+    """
 
     snapshot: str
     arena: int
@@ -146,13 +149,13 @@ class BackgroundSave:
 
     @property
     def failure(self) -> Exception | None:
-        """Its error, a new object each time."""
+        """The error of the save, a new object each time, or None."""
         failure = self.lost or (None if self.done is None else self.done.failure)
         return None if failure is None else error_of(failure)
 
 
 class WriterHandle:
-    """One rank's writer. A new process replaces one that has died. Threads may share it."""
+    """One rank's writer. A new process replaces a dead one. Threads may share the handle."""
 
     def __init__(self, folder: RankFolder, hello: messages.Hello) -> None:
         self._folder = folder
@@ -170,7 +173,7 @@ class WriterHandle:
         # The start of the newest save of this job, by its coordinator's clock.
         self.newest_at = 0.0
         # The store where it meets the other writers.
-        self.joined: tuple[str, int, bytes] | None = None
+        self.joined: messages.StoreAddress | None = None
         run_after_fork(self._detach_in_child)
 
     def ensure_running(self) -> None:
@@ -189,7 +192,7 @@ class WriterHandle:
 
     def receive_messages(self, timeout_s: float = 0.0) -> None:
         """Receive messages of the writer. Wait up to `timeout_s` for the first."""
-        # Wait without the lock: a thread that takes it again and again would starve the others.
+        # Wait without the lock: a thread that takes it repeatedly would starve other threads.
         if timeout_s > 0 and (link := self._link) is not None:
             link.wait(timeout_s)
         with self._lock:
@@ -213,7 +216,7 @@ class WriterHandle:
                 return condition()
             self.receive_messages(min(remaining_s, _POLL_INTERVAL_S))
             if time.monotonic() > ping_at:
-                # A frozen writer is lost now. Otherwise this would wait without end.
+                # This kills a frozen writer. Otherwise the wait would never end.
                 with suppress(RankError):
                     self._request(messages.Ping(), messages.Pong)
                 ping_at = time.monotonic() + PING_INTERVAL_S
@@ -234,7 +237,7 @@ class WriterHandle:
 
     @property
     def failed(self) -> list[BackgroundSave]:
-        """The saves whose failure was not reported."""
+        """The failed saves whose failure was not reported."""
         return [save for save in self.saves if not save.is_reported and save.failure]
 
     def raise_failed(self) -> None:
@@ -268,10 +271,10 @@ class WriterHandle:
                 self._fail_unsettled()
 
     def abort(self, save: BackgroundSave, reason: str) -> None:
-        """Make a save fail that could not be staged."""
+        """Fail a save that could not be staged."""
         self._send(messages.Abort(save.snapshot, reason))
 
-    def serve_store(self, peer_host: str) -> tuple[str, int, bytes]:
+    def serve_store(self, peer_host: str) -> messages.StoreAddress:
         """Make the writer serve a new store. Return its host, port and token."""
         token = secrets.token_bytes(32)
         answer = self._request(messages.Serve(token, peer_host), messages.Serving)
@@ -383,7 +386,7 @@ class WriterHandle:
 
     def _detach_in_child(self) -> None:
         """Close the link in a forked child. Otherwise the writer would wait for the child too."""
-        self._lock = threading.RLock()  # another thread may have held it
+        self._lock = threading.RLock()  # another thread may have had the old one
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -1,5 +1,7 @@
 """The writer process: `python -m dist_ckpt.async_save.writer`.
 
-`process.py` is its main loop: it listens to its trainer (`messages.py`), and outlives it until what
-was staged is settled. `write_jobs.py` carries one save after another out, logs and reports each.
+- A new message: a class in `messages.py`, and a case in `_process_message` of `process.py`.
+- SIGTERM, priority, log, and the end after the trainer's end: `process.py`.
+- How one save is claimed, written and committed, and the queue of saves: `writer_saves.py`.
+- How the writer waits for staged bytes, and seals a snapshot: `staged_save.py`.
 """

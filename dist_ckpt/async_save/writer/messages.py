@@ -125,7 +125,7 @@ class Ready(_TaggedMessage, frozen=True):
 
 
 class Refused(_TaggedMessage, frozen=True):
-    """The request has failed."""
+    """A request of the trainer has failed."""
 
     failure: Failure
 
@@ -138,7 +138,7 @@ class Serving(_TaggedMessage, frozen=True):
 
 
 class Paused(_TaggedMessage, frozen=True):
-    """A save is paused. If not `is_paused`, it has begun or is settled."""
+    """The answer to `Pause`. If not `is_paused`, the save has begun or is settled."""
 
     snapshot: str
     is_paused: bool
@@ -154,6 +154,9 @@ class Done(_TaggedMessage, frozen=True):
 
 _FromTrainer = Hello | Serve | Write | Abort | Pause | Go | Ping | Close
 WriterMessage = _FromTrainer | Ready | Refused | Serving | Paused | Pong | Done
+# The store where writers meet: host, port, token.
+StoreAddress = tuple[str, int, bytes]
+
 _DECODER: msgpack.Decoder[WriterMessage] = msgpack.Decoder(WriterMessage)
 
 

@@ -25,7 +25,7 @@ from types import FrameType
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.writer import messages
-from dist_ckpt.async_save.writer.write_jobs import (
+from dist_ckpt.async_save.writer.writer_saves import (
     OpenArenas,
     WriterContext,
     WriterQueue,
@@ -139,7 +139,7 @@ class Termination:
 
 
 class StoreServers:
-    """The stores of this writer: the newest, and older ones that a save still needs."""
+    """The stores that this writer serves: the newest, and older ones that a save still needs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class StoreServers:
             server.close()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all stores."""
         self._newest = b""
         self.close_unused(set())
 
@@ -187,14 +187,14 @@ class BackgroundWriter:
         self._queue = WriterQueue(hello.rank)
         self._stores = StoreServers()
         self._rendezvous = WriterRendezvous(hello)
-        self._saves = WriterContext(hello, self._rendezvous, self._check, rate_limit)
+        self._context = WriterContext(hello, self._rendezvous, self._check, rate_limit)
         self._hello = hello
         self._problem = ""
 
     def run(self) -> str:
-        """Process the trainer's messages until it has ended and all saves are settled.
+        """Process the trainer's messages until the trainer has ended and all saves are settled.
 
-        Returns the problem of this process, or "".
+        Return the problem of this process, or "".
         """
         self._termination.set_seal(self._seal)
         listener = threading.Thread(target=self._listen, name="dist_ckpt listener", daemon=True)
@@ -251,7 +251,7 @@ class BackgroundWriter:
         queue = self._queue
         match message:
             case messages.Write():
-                queue.put(WriterSave(self._saves, message, self._arenas.open(message)))
+                queue.put(WriterSave(self._context, message, self._arenas.open(message)))
             case messages.Serve():
                 self._link.send(self._serve(message))
             case messages.Abort(snapshot, reason):

@@ -30,8 +30,8 @@ _SHARE = 0.05
 _MIN_S = 0.0005
 _MAX_S = 0.02
 
-# At first the trainer has the memory and the processors for itself: training waits for its copy,
-# and nothing waits for the writer. A longer copy is followed.
+# At first the writer leaves the memory and the processors to the trainer: training waits for the
+# copy, and nothing waits for the writer. During a longer copy the writer follows.
 _HEAD_START_S = 0.25
 
 
@@ -52,16 +52,16 @@ class Staging:
             self._wait(lambda: self._read_ready() >= stop)
 
     def await_head_start(self) -> None:
-        """Wait until all is staged, or the trainer's head start is over. Raises as above."""
+        """Wait until all is staged or the head start is over. Raises like `await_ready`."""
         until = time.monotonic() + _HEAD_START_S
         self._wait(lambda: self._followed.is_complete or time.monotonic() > until)
 
     def await_complete(self) -> None:
-        """Wait until all is staged. Raises as above, even if it was complete before."""
+        """Wait until all is staged. Raises like `await_ready`, even if it was complete before."""
         self._wait(lambda: self._followed.is_complete)
 
     def check(self) -> None:
-        """Raise if it will never be complete."""
+        """Raise the error of `check` if the snapshot will never be complete."""
         try:
             self._check()
         except CheckpointError:
@@ -179,7 +179,7 @@ class _Objects(Mapping[str, bytes]):
 
 
 class StagedSave:
-    """A rank's part of one save. One thread writes it, and another one may seal it meanwhile.
+    """A rank's part of one save. One thread writes it, and another may seal it meanwhile.
 
     Both write the same bytes into the arena, so their order does not matter.
     """
@@ -218,10 +218,9 @@ class StagedSave:
         )
 
     def seal(self, attempt: str, *, threads: int, slots: BufferPool) -> None:
-        """Seal it when it is complete, without a write to storage.
+        """Compute the digests, and seal the snapshot when it is complete. Nothing is written.
 
-        This computes only digests: the memory is still valid, and a restore checks what was
-        committed meanwhile. Raises if no more will be staged.
+        A later run may restore it from memory. Raises if no more will be staged.
         """
         if not self._is_sealed:
             self.staging.await_complete()
@@ -229,7 +228,7 @@ class StagedSave:
             self.seal_as(attempt, files)
 
     def seal_as(self, attempt: str, files: tuple[FileReceipt, ...]) -> None:
-        """Seal it when it is complete. Its files are written, or digested."""
+        """Seal the snapshot when it is complete. `files` are the receipts of its files."""
         self.staging.await_complete()
         self.followed.seal(Seal(attempt, files))
         self._is_sealed = True

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.core.format.filenames import ROOT_ID
 from dist_ckpt.core.storage import open_storage
@@ -65,7 +66,7 @@ def clear_memory(folder: Path) -> None:
     """Remove what the runs whose roots lie in a folder have left in memory; end their writers."""
     for marker in folder.rglob(ROOT_ID):
         root_id = find_root_id(*open_storage(marker.parent))
-        job = JobFolder(job_id(str(marker.parent), root_id or ""))
+        job = JobFolder(make_job_name(str(marker.parent), root_id or ""))
         for one in job.rank_folders():
             if (owner := one.owner("writer")) is not None:
                 os.kill(owner.pid, signal.SIGKILL)

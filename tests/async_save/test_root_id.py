@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, job_id, make_root_id
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name, make_root_id
 from dist_ckpt.core.commit.attempts import has_folder
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.removal import collect
@@ -34,7 +35,7 @@ def found(root: Path) -> str | None:
 
 
 def job_of(root: Path) -> str:
-    return job_id(str(root), made(root))
+    return make_job_name(str(root), made(root))
 
 
 # --- the id ----------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_a_job_is_the_same_in_another_process(tmp_path: Path) -> None:
     code = (
         "from dist_ckpt.async_save.snapshots.job_folder import *; "
         "from dist_ckpt.core.storage import open_storage; "
-        f"print(job_id('{tmp_path}', make_root_id(*open_storage('{tmp_path}'))), end='')"
+        f"print(make_job_name('{tmp_path}', make_root_id(*open_storage('{tmp_path}'))), end='')"
     )
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)

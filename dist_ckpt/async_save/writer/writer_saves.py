@@ -20,7 +20,7 @@ from functools import partial
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
-from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, Write
+from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, StoreAddress, Write
 from dist_ckpt.async_save.writer.staged_save import StagedSave
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Bodies
@@ -68,13 +68,13 @@ class WriterRendezvous:
 
     def __init__(self, hello: Hello) -> None:
         self._hello = hello
-        self._store: tuple[str, int, bytes] | None = None
+        self._store: StoreAddress | None = None
         self._client: KeyClient | None = None
         self._channel: Channel | None = None
         self._patience = _PATIENCE
 
     def hurry(self) -> None:
-        """Wait less for the other writers: the trainer has ended. Any thread may call it."""
+        """Wait less for the other writers, as the trainer has ended. Any thread may call it."""
         self._patience = 1
         self._set_patience()
 
@@ -96,7 +96,7 @@ class WriterRendezvous:
         """The token of the current store."""
         return None if self._store is None else self._store[2]
 
-    def channel(self, write: Write) -> Channel:
+    def open_channel(self, write: Write) -> Channel:
         """Return the channel of a save. NoAnswerError if its store cannot be reached."""
         store = (write.host, write.port, write.token)
         if self._channel is not None and self._store == store:
@@ -126,7 +126,7 @@ class WriterRendezvous:
         return self._channel
 
     def close(self) -> None:
-        """Leave the store. The other writers get that at once."""
+        """Leave the store. The other writers are notified at once."""
         if self._channel is not None:
             self._channel.close()
         if self._client is not None:
@@ -141,15 +141,15 @@ def host_of(config: Config) -> str:
 
 @dataclass
 class WriterContext:
-    """The state that a writer's saves share. `check` raises, in any thread, if staging ended."""
+    """The state that a writer's saves share. `check` raises if no more of a save will be staged."""
 
     hello: Hello
     rendezvous: WriterRendezvous
     check: Callable[[Write], None]
     rate_limit: RateLimit | None = None
-    slots: BufferPool = field(default_factory=BufferPool)  # reused scratch memory
+    buffers: BufferPool = field(default_factory=BufferPool)  # reused scratch memory
     earlier: LinkableSaves = field(default_factory=LinkableSaves)
-    # One attribute: the thread that seals may read it while another one sets it.
+    # One attribute, because one thread may read it while another thread sets it.
     _cached_plan: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
 
     def plan(self, bodies: Bodies) -> tuple[SavePlan, EncodedCatalog]:
@@ -162,30 +162,30 @@ class WriterContext:
 
 
 class WriterSave:
-    """One rank's side of one save. One thread settles it, and another one may seal it.
+    """One rank's side of one save. One thread settles it, and another thread may seal it.
 
-    `arena` is its arena, or the error of opening it.
+    `arena` is the arena of the save, or the error of opening the arena.
     """
 
     def __init__(
-        self, saves: WriterContext, write: Write, arena: ArenaReader | CheckpointError
+        self, context: WriterContext, write: Write, arena: ArenaReader | CheckpointError
     ) -> None:
         self.write = write
         self._arena = arena
-        self._saves = saves
+        self._context = context
         self._staged: StagedSave | None = None
         self._attempt = UNCLAIMED
         self._saved: SavedFiles | None = None
 
     def settle(self) -> Done:
-        """Write it, and commit it together with the other writers.
+        """Write the save, and commit it together with the other writers.
 
         Collective: the writer of every rank calls this. Raises only interrupts. After a failure,
         the staged snapshot is sealed on return: then the trainer may overwrite it.
         """
-        path, hello = self.write.path, self._saves.hello
+        path, hello = self.write.path, self._context.hello
         try:
-            report = self._commit(self._saves.rendezvous.channel(self.write))
+            report = self._commit(self._context.rendezvous.open_channel(self.write))
         except Exception as error:  # noqa: BLE001 - the trainer gets any error
             _log.error("background save to %s failed: %s", path, error, exc_info=error)
             self.seal()
@@ -196,11 +196,11 @@ class WriterSave:
         return Done(self.write.snapshot, report, None)
 
     def _commit(self, channel: Channel) -> SaveReport:
-        path, is_quiet = self.write.path, self._saves.hello.rank != COORDINATOR
+        path, is_quiet = self.write.path, self._context.hello.rank != COORDINATOR
         phases = Phases("background save", path, quiet=is_quiet)
         channel.enter(f"background save to {path}")
         try:
-            with Transaction(channel, self._saves.hello.config) as transaction:
+            with Transaction(channel, self._context.hello.config) as transaction:
                 with phases.phase("claim"):
                     storage, staged = self._claim(channel, transaction)
                 with phases.phase("write"):
@@ -211,7 +211,7 @@ class WriterSave:
                     )
                 staged.followed.mark_committed()
                 if self._saved is not None:
-                    self._saves.earlier = self._saves.earlier.plus(self._saved)
+                    self._context.earlier = self._context.earlier.plus(self._saved)
                 with phases.phase("clean up"):
                     transaction.remove_superseded()
             return transaction.report(decision, phases, reads=storage.reads, writes=storage.writes)
@@ -226,8 +226,8 @@ class WriterSave:
         path = self.write.path
         try:
             self._staged = staged = self._staged or self._open_staged()
-            threads = self._saves.hello.config.threads
-            staged.seal(self._attempt, threads=threads, slots=self._saves.slots)
+            threads = self._context.hello.config.threads
+            staged.seal(self._attempt, threads=threads, slots=self._context.buffers)
         except Exception as error:  # noqa: BLE001 - the trainer gets the first error, not this one
             _log.warning("the snapshot of %s is not sealed: %s", path, error)
         else:
@@ -262,21 +262,21 @@ class WriterSave:
         if isinstance(self._arena, CheckpointError):
             raise self._arena
         followed = self._arena.follow(self.write.snapshot)
-        snapshot, saves = followed.snapshot, self._saves
+        snapshot, context = followed.snapshot, self._context
         save = snapshot.path, snapshot.rank, snapshot.world_size
-        if save != (self.write.path, saves.hello.rank, saves.hello.world_size):
+        if save != (self.write.path, context.hello.rank, context.hello.world_size):
             raise CorruptError(f"snapshot {snapshot.id} is of another save: {save}")
         # Without `self`: a cycle would keep the arena of a settled save alive.
-        return StagedSave(followed, partial(saves.check, self.write), saves.plan)
+        return StagedSave(followed, partial(context.check, self.write), context.plan)
 
     def _write(self, storage: CountingStorage, staged: StagedSave, folder: str) -> RankWriteResult:
         start = time.monotonic()
-        saves = self._saves
+        context = self._context
         staged.staging.await_head_start()
-        target = RateLimitedStorage(storage, saves.rate_limit) if saves.rate_limit else storage
-        threads, slots = saves.hello.config.threads, saves.slots
+        target = RateLimitedStorage(storage, context.rate_limit) if context.rate_limit else storage
+        threads, buffers = context.hello.config.threads, context.buffers
         part = write_or_link(
-            target, folder, staged.files, saves.earlier, threads=threads, slots=slots
+            target, folder, staged.files, context.earlier, threads=threads, slots=buffers
         )
         staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved
@@ -285,7 +285,7 @@ class WriterSave:
 
 
 class WriterQueue:
-    """The queue of one writer. One thread adds and changes saves, another one takes them."""
+    """The queue of one writer. One thread adds and changes saves, another thread takes them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -375,14 +375,14 @@ def _snapshot_ids(saves: Iterable[WriterSave]) -> list[str]:
 
 
 class OpenArenas:
-    """A rank's arenas. They outlive the trainer. A replaced one is closed with its last save."""
+    """The arenas of a rank. They outlive the trainer. A replaced one closes with its last save."""
 
     def __init__(self, folder: RankFolder) -> None:
         self._folder = folder
         self._readers: dict[int, ArenaReader] = {}
 
     def open(self, write: Write) -> ArenaReader | CheckpointError:
-        """Return the arena of a save, or the error. Publish an anonymous arena."""
+        """Return the arena of a save, or the error of opening it. Publish an anonymous arena."""
         number, path = write.number, write.arena_path
         try:
             if not 0 <= number < NUM_ARENAS:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import HEADER_NBYTES
+from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
-from dist_ckpt.async_save.writer import write_jobs as writer_saves
+from dist_ckpt.async_save.writer import writer_saves
 from dist_ckpt.async_save.writer.messages import Done, Hello, Serve, Write
 from dist_ckpt.async_save.writer.process import StoreServers
-from dist_ckpt.async_save.writer.write_jobs import WriterContext, WriterRendezvous, WriterSave
+from dist_ckpt.async_save.writer.writer_saves import WriterContext, WriterRendezvous, WriterSave
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.storage.forwarding import RateLimit
@@ -259,12 +260,12 @@ def test_a_writer_without_trainer_waits_less_long_for_others(is_early):
     write = Write("0" * 32, "/ck", "", 0, serving.host, serving.port, b"t" * 32)
     if is_early:
         meetings.hurry()
-    channel = meetings.channel(write)
+    channel = meetings.open_channel(write)
     assert isinstance(channel, StoreChannel)
     expected = CONFIG.heartbeat_timeout_s if is_early else 3 * CONFIG.heartbeat_timeout_s
     assert channel._state.unseen_s == expected
     meetings.hurry()
     assert channel._state.unseen_s == CONFIG.heartbeat_timeout_s
-    assert meetings.channel(write) is channel
+    assert meetings.open_channel(write) is channel
     meetings.close()
     stores.close()
