@@ -33,7 +33,7 @@ from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.shard_io.memory.host_array import Array
-from dist_ckpt.core.state.tree.containers import RECORD, join, whole_of
+from dist_ckpt.core.state.tree.containers import RECORD, find_enclosing_subclass, join
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
@@ -364,7 +364,7 @@ def count_parameters(
         record = catalog.tensors[fqn]
         if component not in (None, catalog.components[record.component].name):
             continue
-        if (whole := whole_of(fqn, catalog.values)) is None:
+        if (whole := find_enclosing_subclass(fqn, catalog.values)) is None:
             wholes[fqn] = prod(record.shape), trainable
         elif whole not in wholes:
             wholes[whole] = _numel_of(whole, value_of(join(whole, RECORD))), trainable

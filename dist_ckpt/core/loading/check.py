@@ -30,9 +30,15 @@ from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, parse_cast,
 from dist_ckpt.core.runtime.gc_pause import paused_collector
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
-from dist_ckpt.core.state.binding.bind import Binding, Template, bind, read_template, saved_tree_of
+from dist_ckpt.core.state.binding.bind import (
+    Binding,
+    Template,
+    bind,
+    build_saved_tree,
+    read_template,
+)
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
-from dist_ckpt.core.state.binding.sources.rename import rename_of
+from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, Scopes, tag, untag
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
@@ -131,7 +137,7 @@ def _selection(
         parse_selection(use.source.include, use.source.exclude) for use in source_uses
     ]
     for use in source_uses:
-        rename_of(use.source.rename)
+        parse_rename(use.source.rename)
         if options.rename is not None and (len(source_uses) > 1 or use.source.rename is not None):
             raise ValueError(
                 "rename is given to a load from several sources, or twice: give each dc.Source "
@@ -179,7 +185,7 @@ class PreparedLoad:
         """Return each checkpoint with the names that it fills."""
         restored: list[list[str]] = [[] for _ in self.resolved.checkpoints]
         for name in self.binding.restored:
-            restored[self.saved.number_of(name)].append(name)
+            restored[self.saved.source_number(name)].append(name)
         return tuple(
             LoadedSource(source.path, source.index.step, source.index.attempt, tuple(names))
             for source, names in zip(self.resolved.checkpoints, restored, strict=True)
@@ -266,7 +272,7 @@ def _saved_tree(
     """Return the contents of the checkpoints under the names of the state."""
     with paused_collector():
         trees = [
-            saved_tree_of(
+            build_saved_tree(
                 sources.checkpoints[use.number].catalog,
                 *contents[use.number],
                 rename=options.rename if use.source.rename is None else use.source.rename,

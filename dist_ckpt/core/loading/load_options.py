@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.planning.selection import Cast, Selection, parse_cast, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.state.binding.sources.rename import rename_of
+from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.storage import open_storage
 
 # Blocks that several ranks need are read once on each host, once in the job, or by all.
@@ -48,7 +48,7 @@ class LoadOptions:
         if self.read_once not in get_args(ReadOnce):
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
         self.selection()
-        rename_of(self.rename)
+        parse_rename(self.rename)
         parse_cast(self.cast)
         check_description(None, self.config, self.kind)
 

@@ -23,8 +23,8 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.selection import Selection, names_above
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
-from dist_ckpt.core.state.binding.sources.saved_tree import state_of
-from dist_ckpt.core.state.tree.containers import is_mapping, join, whole_of
+from dist_ckpt.core.state.binding.sources.saved_tree import state_name
+from dist_ckpt.core.state.tree.containers import find_enclosing_subclass, is_mapping, join
 from dist_ckpt.errors import listed
 
 _PARAMS = ".params"
@@ -67,7 +67,7 @@ def find_not_loaded(
 
 def whole_or_name(name: str, source: Catalog) -> str:
     """Return the name of the tensor subclass that `name` is inside, or `name` itself."""
-    return whole_of(name, source.values) or name
+    return find_enclosing_subclass(name, source.values) or name
 
 
 def select_carried_names(
@@ -163,7 +163,7 @@ def _name_lists(
         if group in carried and fqn not in live.values:
             yield fqn, params
         elif isinstance(live_params := live.values.get(fqn), list) and group in live.values:
-            stem = state_of(group)
+            stem = state_name(group)
             more = (p for p in params if p not in live_params and join(stem, p) in carried)
             yield fqn, [*live_params, *more]
 

@@ -25,10 +25,10 @@ from dist_ckpt.core.state.named_optimizers import (
     states_branch,
 )
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, check_reported
-from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
+from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
-from dist_ckpt.core.state.tensors.read_tensor import LocalTensor, describe, tie_key
+from dist_ckpt.core.state.tensors.read_tensor import LocalTensor, describe_source, tie_key
 from dist_ckpt.core.state.tree.containers import PathKey, State, join
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
@@ -40,13 +40,13 @@ from dist_ckpt.core.state.tree.state_tree import (
     TensorLeaf,
     Tree,
     children_of,
-    choices,
     read_state,
+    read_state_dict,
     select_leaves,
-    state_of,
+    selectable_names,
     without_frozen,
 )
-from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
+from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
     chosen = select_leaves(root, "", selection, optimizer_names)
     assert chosen is None or isinstance(chosen, Branch), "as the root is"
     builder.add_root(chosen or Branch(root.kind, None, {}))
-    unmatched = selection.unmatched(choices(root, optimizer_names))
+    unmatched = selection.unmatched(selectable_names(root, optimizer_names))
     if chosen is None or not chosen.children:
         unmatched += (f"nothing of the state is left to save: change {selection}",)
     return replace(builder.local_state(), unmatched=unmatched)
@@ -192,14 +192,14 @@ class _InventoryBuilder:
             else:
                 if isinstance(wrapper.value, torch.optim.Optimizer):
                     check_reported(wrapper.value, fqn, ())
-                value = state_of(wrapper.value, fqn)
+                value = read_state_dict(wrapper.value, fqn)
             data = without_tensors(value, fqn)
             check_plain(data, fqn)
-            self.per_rank[fqn] = (key_of(wrapper, self.rank), data)
+            self.per_rank[fqn] = (per_rank_key(wrapper, self.rank), data)
 
     def local_state(self) -> LocalState:
         inventory = Inventory(
-            mesh=mesh_of(self.rules, self.views),
+            mesh=find_job_mesh(self.rules, self.views),
             components=tuple(self.components),
             views=tuple(self.views),
             tensors=tuple(self.tensors),
@@ -329,7 +329,7 @@ class _InventoryBuilder:
         self.tensors.append(self.last[number] if is_in_last else entry)
 
     def _describe(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
-        local = describe(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+        local = describe_source(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
         view, shape = local.view, local.shape
         if self.rules is not None and isinstance(view, Whole):
             view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)

@@ -28,7 +28,7 @@ class ModulePart:
     keys: Mapping[str, str]
     flat: FlatModule | None = None
 
-    def loads_itself(self) -> bool:
+    def has_own_load(self) -> bool:
         """Return True if `load_state_dict` may do more than fill tensors: an override or hooks."""
         if self.flat is not None:
             return False

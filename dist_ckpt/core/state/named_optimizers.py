@@ -60,10 +60,10 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     all_of_them = {id(leaf.state.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
         check_reported(leaf.state.optimizer, fqn, all_of_them)
-    return {fqn: _names(leaf, fqn, in_modules) for fqn, leaf in optimizers.items()}
+    return {fqn: _name_all(leaf, fqn, in_modules) for fqn, leaf in optimizers.items()}
 
 
-def _names(
+def _name_all(
     leaf: OptimizerLeaf, fqn: str, in_modules: Mapping[int, Sequence[ParameterName]]
 ) -> dict[int, ParameterName]:
     names: dict[int, ParameterName] = {}
@@ -131,7 +131,8 @@ def state_names(state: OptimizerState, names: Mapping[int, ParameterName], fqn: 
 def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:
     """Return the state of one parameter as a branch; `under` is the parameter."""
     trees: dict[PathKey, Tree] = {
-        name: _under(read_value(value, join(fqn, name)), under) for name, value in entries.items()
+        name: _attach_parameter(read_value(value, join(fqn, name)), under)
+        for name, value in entries.items()
     }
     return Branch("dict", None, trees)
 
@@ -146,9 +147,11 @@ def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
     return Branch("dict", None, options)
 
 
-def _under(tree: Tree, under: tuple[str, Shape]) -> Tree:
+def _attach_parameter(tree: Tree, under: tuple[str, Shape]) -> Tree:
     if isinstance(tree, TensorLeaf):
         return TensorLeaf(tree.value, under)
     if isinstance(tree, Branch):
-        return Branch(tree.kind, tree.live, {k: _under(t, under) for k, t in tree.children.items()})
+        return Branch(
+            tree.kind, tree.live, {k: _attach_parameter(t, under) for k, t in tree.children.items()}
+        )
     return tree

@@ -49,7 +49,7 @@ class OptimizerState:
         """Return the parameters of all groups."""
         return [parameter for group in self.groups for parameter in group[_PARAMS]]
 
-    def keeps(self, parameter: torch.Tensor) -> bool:
+    def has_state_here(self, parameter: torch.Tensor) -> bool:
         """Return True if the state of a parameter is on this rank."""
         return self.partition is None or id(parameter) in self.partition
 
@@ -89,7 +89,7 @@ def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
     if _has_own_methods(optimizer, Optimizer):
         return None
     return OptimizerState(
-        optimizer, optimizer.param_groups, optimizer.state, defaults_of(optimizer)
+        optimizer, optimizer.param_groups, optimizer.state, read_defaults(optimizer)
     )
 
 
@@ -113,12 +113,12 @@ def reported_state(
         {**group, _PARAMS: current[_PARAMS]}
         for group, current in zip(reported[GROUPS], optimizer.param_groups, strict=True)
     ]
-    return OptimizerState(optimizer, groups, state, defaults_of(optimizer), reported=reported)
+    return OptimizerState(optimizer, groups, state, read_defaults(optimizer), reported=reported)
 
 
 def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> None:
     """Raise ValueError for an inner optimizer that is neither reported nor in `listed`, by id()."""
-    for name, inner in _unreported(optimizer):
+    for name, inner in _unreported_optimizers(optimizer):
         if id(inner) not in listed:
             raise ValueError(
                 f"{fqn}: {type(optimizer).__name__} keeps a {type(inner).__name__} in `{name}`, "
@@ -142,21 +142,25 @@ def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
         )
 
 
-def defaults_of(optimizer: Optimizer) -> Mapping[str, object]:
+def read_defaults(optimizer: Optimizer) -> Mapping[str, object]:
     """Return the hyperparameters of an optimizer's class, or of those in a wrapper without any."""
     defaults = getattr(optimizer, "defaults", None)
     if defaults is not None and not _is_zero(optimizer):
         return dict(defaults)
-    return {k: value for _, inner in _inner(optimizer) for k, value in defaults_of(inner).items()}
+    return {
+        k: value
+        for _, inner in _inner_optimizers(optimizer)
+        for k, value in read_defaults(inner).items()
+    }
 
 
-def _unreported(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+def _unreported_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     """Yield inner optimizers, unless the outer one defines its state dict itself."""
     if _is_zero(optimizer) or _overrides(optimizer, Optimizer, "state_dict"):
         return
     if any(getattr(optimizer, name, None) for name in SAVE_HOOKS):
         return
-    for name, inner in _inner(optimizer):
+    for name, inner in _inner_optimizers(optimizer):
         if getattr(inner, STATE, None) is not optimizer.state:
             yield name, inner
 
@@ -180,7 +184,7 @@ def _read_zero(optimizer: Any, fqn: str) -> OptimizerState:
         )
     base = sys.modules["torch.distributed.optim"].ZeroRedundancyOptimizer
     for part, expected in ((optimizer, base), (inner, Optimizer)):
-        if _has_own_methods(part, expected) or any(_unreported(part)):
+        if _has_own_methods(part, expected) or any(_unreported_optimizers(part)):
             raise ValueError(
                 f"{fqn}: {type(part).__name__} overrides state_dict or load_state_dict, has hooks, "
                 "or has an inner optimizer, which does not work with a partition. Use "
@@ -190,7 +194,7 @@ def _read_zero(optimizer: Any, fqn: str) -> OptimizerState:
         optimizer,
         optimizer.param_groups,
         inner.state,
-        defaults_of(inner),
+        read_defaults(inner),
         partition=frozenset(id(p) for group in inner.param_groups for p in group[_PARAMS]),
     )
 
@@ -209,7 +213,7 @@ def _overrides(optimizer: Optimizer, base: type, method: str) -> bool:
     return method in vars(optimizer) or current is not getattr(base, method)
 
 
-def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     for name, value in vars(optimizer).items():
         items: Iterable[object] = (value,)
         if isinstance(value, Mapping):

@@ -122,7 +122,9 @@ class ShardingRules:
         return whole if prod(shape) == sum(cell.numel for cell in cells) else None
 
 
-def mesh_of(rules: ShardingRules | None, views: Iterable[View]) -> tuple[tuple[str, int], ...]:
+def find_job_mesh(
+    rules: ShardingRules | None, views: Iterable[View]
+) -> tuple[tuple[str, int], ...]:
     """Return the job's mesh: that of the config, else the largest of a tensor."""
     if rules is not None:
         return tuple(rules.sharding.mesh.items())

@@ -38,10 +38,10 @@ class LocalShard:
     offset: Shape
 
     def __init__(self, tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> None:
-        shape = _shape_of(tensor, "LocalShard")
+        shape = _read_shape(tensor, "LocalShard")
         object.__setattr__(self, "tensor", tensor)
-        object.__setattr__(self, "global_shape", _ints(global_shape, "global_shape"))
-        object.__setattr__(self, "offset", _ints(offset, "offset"))
+        object.__setattr__(self, "global_shape", _check_ints(global_shape, "global_shape"))
+        object.__setattr__(self, "offset", _check_ints(offset, "offset"))
         if not len(shape) == len(self.global_shape) == len(self.offset):
             raise ValueError(
                 f"LocalShard of shape {shape} at {self.offset} in {self.global_shape}: give as "
@@ -66,10 +66,10 @@ class FlatShard:
     start: int
 
     def __init__(self, tensor: Tensor, global_shape: Sequence[int], start: int) -> None:
-        numel = prod(_shape_of(tensor, "FlatShard"))
+        numel = prod(_read_shape(tensor, "FlatShard"))
         object.__setattr__(self, "tensor", tensor)
-        object.__setattr__(self, "global_shape", _ints(global_shape, "global_shape"))
-        object.__setattr__(self, "start", _ints((start,), "start")[0])
+        object.__setattr__(self, "global_shape", _check_ints(global_shape, "global_shape"))
+        object.__setattr__(self, "start", _check_ints((start,), "start")[0])
         if self.start + numel > prod(self.global_shape):
             raise ValueError(
                 f"FlatShard of {numel} elements from {self.start} on reaches beyond the "
@@ -125,12 +125,12 @@ class RNG:
             data["numpy"] = key, state["state"]["pos"], state["has_gauss"], state["gauss"]
         if "torch" in sys.modules:
             torch = sys.modules["torch"]
-            data["torch"] = _bytes(torch.get_rng_state())
-            device = _accelerator(torch)
+            data["torch"] = _to_bytes(torch.get_rng_state())
+            device = _accelerator_type(torch)
             module = None if device is None else getattr(torch, device)
             # Only if the program has used the accelerator; this must not initialise it.
             if module and (not hasattr(module, "is_initialized") or module.is_initialized()):
-                data["accelerator"] = (device, _bytes(module.get_rng_state()))
+                data["accelerator"] = (device, _to_bytes(module.get_rng_state()))
         return data
 
     def check(self, data: object) -> None:
@@ -208,12 +208,12 @@ class Named:
         return {key: name for name, (_, key) in zip(self.names, parameters, strict=True)}
 
 
-def key_of(wrapper: PerRank | RNG, rank: int) -> Key:
+def per_rank_key(wrapper: PerRank | RNG, rank: int) -> Key:
     """Return the key of a per-rank value: the rank, unless the user has set one."""
     return rank if wrapper.key is None else wrapper.key
 
 
-def _shape_of(tensor: object, wrapper: str) -> Shape:
+def _read_shape(tensor: object, wrapper: str) -> Shape:
     try:
         shape = getattr(tensor, "shape", None)
     except RuntimeError as error:  # torch's nested and uninitialised tensors have none
@@ -223,7 +223,7 @@ def _shape_of(tensor: object, wrapper: str) -> Shape:
     return tuple(shape)
 
 
-def _ints(value: Sequence[int], name: str) -> Shape:
+def _check_ints(value: Sequence[int], name: str) -> Shape:
     if not isinstance(value, Iterable):
         raise TypeError(f"`{name}` is {value!r}: give a tuple of integers")
     numbers = tuple(value)
@@ -272,24 +272,24 @@ def _set_numpy(state: Any, *, trial: bool) -> None:
         raise ValueError(f"its key has {len(key)} bytes instead of 2496")
     numbers = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
     arguments = "MT19937", numbers, position, has_gauss, gauss
-    if numpy := _module("numpy"):
+    if numpy := _import_if_installed("numpy"):
         (numpy.random.RandomState() if trial else numpy.random).set_state(arguments)
 
 
 def _set_torch(state: Any, *, trial: bool) -> None:
-    if torch := _module("torch"):
+    if torch := _import_if_installed("torch"):
         generator = torch.Generator() if trial else torch.default_generator
-        generator.set_state(_tensor(torch, state))
+        generator.set_state(_to_tensor(torch, state))
 
 
 def _set_accelerator(state: Any, *, trial: bool) -> None:
     device, data = state
-    torch = _module("torch")
-    here = _accelerator(torch) if torch else None
+    torch = _import_if_installed("torch")
+    here = _accelerator_type(torch) if torch else None
     if torch is None or here is None or device != here:
         raise ValueError(f"it is for {device!r}, the accelerator here is {here!r}")
     set_state = torch.Generator(device).set_state if trial else getattr(torch, device).set_rng_state
-    set_state(_tensor(torch, data))
+    set_state(_to_tensor(torch, data))
 
 
 # Each sets a generator; with `trial` only a new one, which shows whether the state is valid.
@@ -301,22 +301,22 @@ _SETTERS: dict[str, Callable[..., None]] = {
 }
 
 
-def _module(name: str) -> ModuleType | None:
+def _import_if_installed(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         return None
 
 
-def _accelerator(torch: ModuleType) -> str | None:
+def _accelerator_type(torch: ModuleType) -> str | None:
     if not torch.accelerator.is_available():
         return None
     return str(torch.accelerator.current_accelerator().type)
 
 
-def _bytes(state: Any) -> bytes:
+def _to_bytes(state: Any) -> bytes:
     return bytes(state.cpu().tolist())
 
 
-def _tensor(torch: ModuleType, state: bytes) -> Any:
+def _to_tensor(torch: ModuleType, state: bytes) -> Any:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

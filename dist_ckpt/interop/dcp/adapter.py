@@ -50,7 +50,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
 from dist_ckpt.core.saving.save import SaveOptions, save_together
-from dist_ckpt.core.state.binding.sources.rename import Rename, rename_of
+from dist_ckpt.core.state.binding.sources.rename import Rename, parse_rename
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
@@ -421,7 +421,7 @@ class RequiredValues:
         is_of_optimizer = not _OF_OPTIMIZERS.isdisjoint(saved.split("."))
         if not is_sure or (is_of_optimizer and self.options.rename):
             return True
-        name = self._rename.of_all([saved])[0].get(saved, saved)
+        name = self._rename.apply([saved])[0].get(saved, saved)
         if name is None:
             return False
         above = {*names_above(name)}
@@ -435,7 +435,7 @@ class RequiredValues:
 
     @cached_property
     def _rename(self) -> Rename:
-        return rename_of(self.options.rename)
+        return parse_rename(self.options.rename)
 
     @cached_property
     def _selection(self) -> Selection:

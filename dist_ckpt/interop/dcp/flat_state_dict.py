@@ -43,7 +43,7 @@ from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
-from dist_ckpt.core.state.tensors.read_tensor import describe
+from dist_ckpt.core.state.tensors.read_tensor import describe_source
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.errors import IncompatibleError
@@ -235,7 +235,7 @@ def local_state_of(
     parts: dict[str, tuple[torch.Tensor, ...]] = {}
     for fqn, items in items_by_tensor.items():
         chunks = _Chunks(planner, items)
-        local = describe(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
+        local = describe_source(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
         component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else LOOSE
         number = components.setdefault(component, len(components))
         view = views.setdefault(local.view, len(views))

@@ -22,8 +22,8 @@ from dist_ckpt.core.planning.selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     PathKey,
-    container,
-    entries_of,
+    container_entries,
+    create_container,
     join,
     kind_of,
 )
@@ -266,7 +266,7 @@ class Nested:
         budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
         chosen = [key for key, name in names.items() if not self.leaves_out(name)]
         items = ((key, self._select(names[key], value[key], budget, depth + 1)) for key in chosen)
-        return container(kind_of(value) or "dict", items)
+        return create_container(kind_of(value) or "dict", items)
 
     def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
         _check_depth(depth)
@@ -278,7 +278,7 @@ class Nested:
             self._values[fqn] = self._plain(fqn, value, pickled.budget, part_of)
             return
         pickled.budget.spend(_NAME_COST + len(fqn))
-        kind, entries = kind_of(value), entries_of(value)
+        kind, entries = kind_of(value), container_entries(value)
         if kind is None or entries is None:
             raise self._naming_error(fqn, f"a {type(value).__name__} that contains tensors")
         if strange := [key for key in entries if type(key) not in (str, int)]:
@@ -396,10 +396,12 @@ def _resolve_arrays(value: Any, budget: PickleBudget, depth: int) -> object:
         return value.value
     if type(value) is deque:
         return deque((_resolve_arrays(item, budget, depth + 1) for item in value), value.maxlen)
-    entries, kind = entries_of(value), kind_of(value)
+    entries, kind = container_entries(value), kind_of(value)
     if entries is None or kind is None:
         return value
-    return container(kind, ((k, _resolve_arrays(v, budget, depth + 1)) for k, v in entries.items()))
+    return create_container(
+        kind, ((k, _resolve_arrays(v, budget, depth + 1)) for k, v in entries.items())
+    )
 
 
 def _nbytes(value: object) -> int:

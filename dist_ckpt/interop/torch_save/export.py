@@ -28,10 +28,10 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, saved_tree_of
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, build_saved_tree
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make
-from dist_ckpt.core.state.tree.containers import RECORD, container, is_mapping
+from dist_ckpt.core.state.tree.containers import RECORD, create_container, is_mapping
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative_params
@@ -117,7 +117,7 @@ def plan_export_file(
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(source_path), real_path(path))
     opened = OpenCheckpoint.at(storage, source_path, make=make)
-    saved = saved_tree_of(opened.catalog, opened.objects(), opened.objects)
+    saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects)
     state, contained, not_plain = torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.
     tensors = sorted(contained, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
@@ -234,7 +234,7 @@ def torch_state(
     """
     if problems := selection.unmatched(saved.leaves):
         raise ValueError("; ".join(problems))
-    if only is not None and not saved.holds(only):
+    if only is not None and not saved.contains(only):
         components = [name for _, name in saved.children("")]
         raise IncompatibleError(
             f"{path} has no {only!r}: give a component, or a container within one (only=, on the "
@@ -277,7 +277,7 @@ class _Walk:
         saved = self._saved
         if (stored := saved.tensor(name)) is not None:
             return self._tensor(name, *stored)
-        if saved.keys_of(name) is not None:
+        if saved.per_rank_keys(name) is not None:
             self._refuse(name, "has a value for each rank")
             return None
         if name not in saved.leaves or name in saved.kinds:
@@ -311,7 +311,7 @@ class _Walk:
             items = [*{**group, "params": params}.items(), *items]
         if kind not in ("dict", "OrderedDict", "list", "tuple"):
             self.not_plain.append(name)
-        return container(kind, items)
+        return create_container(kind, items)
 
     def _is_chosen(self, name: str) -> bool:
         """Return True if something at or below a name is selected, or if it is empty.

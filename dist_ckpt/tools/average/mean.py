@@ -23,7 +23,7 @@ from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.buffers import BufferPool, scratch
 from dist_ckpt.core.shard_io.read.read_windows import Window, cut_into_windows, read_ahead
-from dist_ckpt.core.state.tree.containers import whole_of
+from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.tools.average.source_selection import AverageSource
 
@@ -83,7 +83,7 @@ def _select_from(path: str, catalog: Catalog, selection: Selection) -> set[str]:
             )
         # Inner tensors of tensor subclasses have no average: `_check_selection` refuses them.
         trainable = {name for name, is_trainable in catalog.parameters.items() if is_trainable}
-        parts = {name for name in trainable if whole_of(name, catalog.values)}
+        parts = {name for name in trainable if find_enclosing_subclass(name, catalog.values)}
         floating = floating & trainable | parts & catalog.tensors.keys()
     names = {name: [name] for name in floating}
     for alias, name in catalog.aliases.items():
@@ -104,7 +104,11 @@ def _check_selection(path: str, catalog: Catalog, chosen: set[str], selection: S
             f"among the floating-point tensors of {path}: {listed(problems, '; ')} "
             f"(`dist-ckpt tree` shows the names)"
         )
-    wholes = {whole for name in chosen if (whole := whole_of(name, catalog.values)) is not None}
+    wholes = {
+        whole
+        for name in chosen
+        if (whole := find_enclosing_subclass(name, catalog.values)) is not None
+    }
     if wholes:
         raise ValueError(
             f"{path}: {listed(sorted(wholes))} "

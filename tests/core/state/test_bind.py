@@ -22,7 +22,7 @@ from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.state.binding.bind import read_template, saved_tree_of, unexpected_problem
+from dist_ckpt.core.state.binding.bind import build_saved_tree, read_template, unexpected_problem
 from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, PerRank
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from in_memory import load, save
@@ -747,7 +747,7 @@ def test_many_unexpected_names_are_counted_by_component() -> None:
 def with_tree(*nodes: Node) -> Any:
     saved = save({"a": {"w": torch.ones(1)}, "v": 1, "p": PerRank(2)})
     main = ObjectsFile(tree=nodes, values={"v": 1})
-    return lambda: saved_tree_of(saved.catalog, main, lambda _: ObjectsFile())
+    return lambda: build_saved_tree(saved.catalog, main, lambda _: ObjectsFile())
 
 
 def test_trees_that_no_state_has_made_are_refused() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import in_memory
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.state.binding.bind import saved_tree_of
+from dist_ckpt.core.state.binding.bind import build_saved_tree
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, untag
 from long_mode import examples
@@ -33,7 +33,7 @@ TOPS = st.dictionaries(KEYS, STATES, min_size=1, max_size=3)
 def saved(state: Any) -> SavedTree:
     checkpoint = in_memory.save(state)
     main = checkpoint._decoded(checkpoint._main)
-    return saved_tree_of(checkpoint.catalog, main, lambda _: ObjectsFile())
+    return build_saved_tree(checkpoint.catalog, main, lambda _: ObjectsFile())
 
 
 def reference(sources: list[list[str]]) -> dict[str, int]:
@@ -71,8 +71,11 @@ def test_each_name_comes_from_the_first_that_has_it(states: Any, exclude: tuple[
     assert together.problems == ()
     for name, number in expected.items():
         assert untag(together.leaves[name])[1] == sources[number].leaves[name]
-        assert (together.number_of(name), together.source_text(name)) == (number, f" in /{number}")
-        assert together.kind_of(name) == sources[number].kind_of(name)
+        assert (together.source_number(name), together.source_text(name)) == (
+            number,
+            f" in /{number}",
+        )
+        assert together.describe_kind(name) == sources[number].describe_kind(name)
         if together.is_value(name):
             assert together.value(name) == sources[number].value(name)
         else:
@@ -100,7 +103,7 @@ def test_what_is_made_of_parts_comes_from_one_source() -> None:
             SourceView(n, s, Scope(f"/{n}", "", Selection())) for n, s in enumerate((one, other))
         ]
         together = merge_sources(offers, ["/0", "/1"])
-        of_first = {name for name in together.leaves if together.number_of(name) == 0}
+        of_first = {name for name in together.leaves if together.source_number(name) == 0}
         assert of_first == {*one.leaves}
         assert {*together.leaves} - of_first == {"u"}
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.state.binding.sources.rename import rename_of, rules_for
+from dist_ckpt.core.state.binding.sources.rename import parse_rename, suggest_rules
 from long_mode import examples
 
 
 def renamed(rules: dict[str, str | None], *names: str) -> tuple[dict[str, str | None], Any]:
-    return rename_of(rules).of_all(names)
+    return parse_rename(rules).apply(names)
 
 
 def test_the_text_of_a_star_goes_to_the_star_of_the_target() -> None:
@@ -74,7 +74,7 @@ def test_a_rule_that_matches_nothing_is_a_problem() -> None:
 )
 def test_rules_that_make_no_sense_are_refused(rules: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="rename has"):
-        rename_of(rules)
+        parse_rename(rules)
 
 
 # --- the wildcards ------------------------------------------------------------------------------
@@ -200,15 +200,15 @@ def test_a_rule_that_maps_everything_to_one_name_is_one_problem() -> None:
 def test_a_prefix_that_the_saved_names_have_is_found() -> None:
     missing = [f"model.{i}.{j}.w" for i in range(30) for j in range(30)]
     free = ["other.w", *(name.replace("model", "model.module") for name in missing)]
-    rules, found = rules_for(missing, free, {"step"})
+    rules, found = suggest_rules(missing, free, {"step"})
     assert rules == {"model.module.*": "model.*"}
     assert [*found] == missing
 
 
 def test_names_that_are_wildcards_in_a_rule_are_not_recommended() -> None:
-    assert rules_for(["m*.w"], ["m*.module.w"], ()) == (
+    assert suggest_rules(["m*.w"], ["m*.module.w"], ()) == (
         {"m*.module.*": "m*.*"},
         {"m*.w": "m*.module.w"},
     )
-    assert rules_for(["m[0].w"], ["m[0].module.w"], ()) == ({}, {})
-    assert rules_for(["{m.w"], ["{m.module.w"], ()) == ({}, {})
+    assert suggest_rules(["m[0].w"], ["m[0].module.w"], ()) == ({}, {})
+    assert suggest_rules(["{m.w"], ["{m.module.w"], ()) == ({}, {})

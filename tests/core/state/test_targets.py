@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.state.binding.targets import aliases_memory
+from dist_ckpt.core.state.binding.targets import find_aliased_tensors
 
 SIZE = 12
 
@@ -26,10 +26,10 @@ def test_tensors_that_share_a_byte_are_found_and_no_others(ends, is_split):
         for number, own in enumerate(held)
         if any(own & other for place, other in enumerate(held) if place != number)
     }
-    assert aliases_memory(tensors) == expected
+    assert find_aliased_tensors(tensors) == expected
 
 
 def test_many_tensors_apart_share_nothing_but_the_one_inside_another():
     tensors = [(torch.zeros(4),) for _ in range(50)]
-    assert aliases_memory(tensors) == frozenset()
-    assert aliases_memory([*tensors, (tensors[7][0][1:2],)]) == {7, 50}
+    assert find_aliased_tensors(tensors) == frozenset()
+    assert find_aliased_tensors([*tensors, (tensors[7][0][1:2],)]) == {7, 50}

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.save.save_planner import plan_save
 from dist_ckpt.core.state.inventory_builder import build_inventory
-from dist_ckpt.core.state.tensors.tensor_subclasses import LocalBox, inner_cut
+from dist_ckpt.core.state.tensors.tensor_subclasses import LocalBox, find_inner_box
 from in_memory import InMemory
 from subclass_tensors import CodedSGD, Codes, GatheredLow, Quantized
 
@@ -259,5 +259,5 @@ def test_how_an_inner_tensor_is_cut_follows_from_its_shape(
     shape: Any, is_table: Any, expected: Any
 ) -> None:
     cut = LocalBox((12, 8), Region((4, 0), (4, 8)))
-    found = inner_cut(cut, shape, is_table=is_table)
+    found = find_inner_box(cut, shape, is_table=is_table)
     assert (found and (found.shape, found.box.offset)) == expected

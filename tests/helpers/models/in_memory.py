@@ -15,8 +15,8 @@ from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.state.binding.bind import (
     Binding,
     bind,
+    build_saved_tree,
     read_template,
-    saved_tree_of,
     unexpected_problem,
 )
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
@@ -82,7 +82,7 @@ class InMemory:
         )
         return bind(
             template,
-            saved_tree_of(
+            build_saved_tree(
                 self.catalog, self._decoded(self._main), self._of_rank, rename=options.get("rename")
             ),
             strict=options.get("strict", True),

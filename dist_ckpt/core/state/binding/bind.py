@@ -33,13 +33,13 @@ from dist_ckpt.core.state.binding.bind_requests import (
     fill_container,
     fill_mapping,
 )
-from dist_ckpt.core.state.binding.sources.rename import rules_for
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, saved_tree_of
+from dist_ckpt.core.state.binding.sources.rename import suggest_rules
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.modules import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
-from dist_ckpt.core.state.tree.containers import entries_of, join, kind_of
+from dist_ckpt.core.state.tree.containers import container_entries, join, kind_of
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -58,7 +58,7 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.data import DataPosition, check_ranks
 from dist_ckpt.errors import MAX_LISTED, IncompatibleError
 
-__all__ = ["Binding", "Template", "bind", "read_template", "saved_tree_of", "unexpected_problem"]
+__all__ = ["Binding", "Template", "bind", "build_saved_tree", "read_template", "unexpected_problem"]
 
 
 def bind(
@@ -78,7 +78,7 @@ def bind(
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems:
         root = template.root
-        value = _branch(context, "", root) if root.children else context.subtree("")
+        value = _bind_branch(context, "", root) if root.children else context.request_subtree("")
         if isinstance(value, NewContainer):  # an empty state loads everything
             value = partial(fill_container, root.kind, root.live, value.items)
         if value is not None:
@@ -132,11 +132,11 @@ class Binding:
         # After the user's own rename, rules for the new names would not help.
         is_renamed = saved.dropped or any(name != fqn for name, fqn in saved.leaves.items())
         free = () if is_renamed else self.unclaimed
-        rules, misnamed = rules_for(self.missing, free, claimed)
+        rules, misnamed = suggest_rules(self.missing, free, claimed)
         if misnamed:
             problem = (
-                f"the checkpoint has another prefix for {_counted([*misnamed])}, as if the module "
-                f"was inside a wrapper or a list: load with rename={rules!r}"
+                f"the checkpoint has another prefix for {_list_names([*misnamed])}, as if the "
+                f"module was inside a wrapper or a list: load with rename={rules!r}"
             )
             self.problems += (problem,)
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in misnamed.values())
@@ -145,7 +145,7 @@ class Binding:
         lacking: dict[tuple[str, ...] | None, list[str]] = {}
         for name in self.missing:
             if name not in explained:
-                lacking.setdefault(self._context.looked_in(name), []).append(name)
+                lacking.setdefault(self._context.searched_paths(name), []).append(name)
         trained = requires_grad(self._context.template.root) if lacking else {}
         for paths, names in lacking.items():
             are_frozen = all(trained.get(name) is False for name in names)
@@ -179,23 +179,23 @@ class Binding:
 
 
 def _missing_problem(
-    names: Sequence[str], looked_in: Sequence[str] | None, *, are_frozen: bool
+    names: Sequence[str], searched_paths: Sequence[str] | None, *, are_frozen: bool
 ) -> str:
     """Return the error text for names of the state that the checkpoint lacks.
 
-    `looked_in` are the paths of the sources that may have them; None for a single source.
+    `searched_paths` are the paths of the sources that may have them; None for a single source.
     `are_frozen`: all of them are parameters that require no gradient.
     """
     fact = "the checkpoint lacks"
-    if looked_in is not None:
-        fact = f"{' and '.join(looked_in)} lack{'s' * (len(looked_in) == 1)}"
+    if searched_paths is not None:
+        fact = f"{' and '.join(searched_paths)} lack{'s' * (len(searched_paths) == 1)}"
     them = "them" if len(names) > 1 else "it"
     remedy = f"remove {them} from the state or `exclude` {them} from the load"
-    text = _counted(names)
+    text = _list_names(names)
     if are_frozen:
         text += f", which require{'s' * (len(names) == 1)} no gradient"
         remedy += ", load with include_frozen=False if it was saved with that"
-    if looked_in == ():
+    if searched_paths == ():
         fact, remedy = "no source is given for", f"give {them} one, {remedy}"
     return f"{fact} {text}: {remedy}, or load with strict=False"
 
@@ -203,13 +203,13 @@ def _missing_problem(
 def unexpected_problem(names: Sequence[str], holder: str = "the checkpoint") -> str:
     """Return the error text for saved names that are not in the state of any rank."""
     return (
-        f"the state does not have {_counted(names)}, which {holder} holds: set None or "
+        f"the state does not have {_list_names(names)}, which {holder} holds: set None or "
         "{} there to load the saved value, select the names to load with `include` (such as "
         "include=['model']), or load with strict=False"
     )
 
 
-def _counted(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     if len(names) <= MAX_LISTED:
         return f"{len(names)} names: " * (len(names) > 1) + ", ".join(names)
     groups: dict[str, list[str]] = {}
@@ -226,83 +226,85 @@ def _counted(names: Sequence[str]) -> str:
 # --- one walk over a template: each leaf requests the saved value of its name ----------------
 
 
-def _bind(context: BindContext, name: str, tree: Tree) -> Value | None:
+def _bind_node(context: BindContext, name: str, tree: Tree) -> Value | None:
     """Bind a node; return its new value, or None to leave it unchanged."""
     match tree:
         case Branch():
-            return _branch(context, name, tree)
+            return _bind_branch(context, name, tree)
         case TensorLeaf():
-            return _tensor(context, name, tree)
+            return _bind_tensor(context, name, tree)
         case SubclassLeaf():
-            context.subclass_tensor(name, tree)
+            context.request_subclass(name, tree)
         case PlainLeaf():
-            return _plain(context, name, tree.value)
+            return _bind_plain(context, name, tree.value)
         case PerRank() | RNG():
-            _per_rank(context, name, tree)
+            _bind_per_rank(context, name, tree)
         case ModuleLeaf():
-            bind_module(context, name, tree)
+            _bind_module(context, name, tree)
         case OptimizerLeaf():
             bind_optimizer(context, name, tree)
         case ObjectLeaf():
-            _object(context, name, tree)
+            _bind_object(context, name, tree)
         case _:
             assert_never(tree)
     return None
 
 
-def _branch(context: BindContext, name: str, tree: Branch) -> Value | None:
-    context.split(name)
+def _bind_branch(context: BindContext, name: str, tree: Branch) -> Value | None:
+    context.split_value(name)
     context.check_keys(name, tree.children)
-    bound = {key: _bind(context, join(name, key), child) for key, child in tree.children.items()}
+    bound = {
+        key: _bind_node(context, join(name, key), child) for key, child in tree.children.items()
+    }
     values = {key: value for key, value in bound.items() if value is not None}
     return partial(fill_container, tree.kind, tree.live, values) if values else None
 
 
-def _tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
-    if not context.takes(name):
+def _bind_tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
+    if not context.request_tensor(name):
         return None
-    value = context.targets.fill(name, leaf)
+    value = context.targets.request_fill(name, leaf)
     return None if value is leaf.value else FixedValue(value)
 
 
-def _plain(context: BindContext, name: str, live: object) -> Value | None:
+def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
-        saved = None if context.is_missing(name) else context.subtree(name)
+        saved = None if context.is_missing(name) else context.request_subtree(name)
         return None if saved is None else partial(fill_mapping, live, saved)
     if context.is_selected(name):
-        if (value := context.value(name)) is not None:
+        if (value := context.request_value(name)) is not None:
             return value
     elif not context.selected_leaves(name):
         return None
-    entries = entries_of(live)
+    entries = container_entries(live)
     if entries is None or not context.is_container(name):
         context.report_mismatch(name, "a value without tensors")
         return None
     children = {key: PlainLeaf(item) for key, item in entries.items()}
-    return _branch(context, name, Branch(kind_of(live) or "dict", live, children))
+    return _bind_branch(context, name, Branch(kind_of(live) or "dict", live, children))
 
 
-def _per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> None:
+def _bind_per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> None:
     if not context.is_selected(name):
         return
-    if (saved := context.per_rank(name, wrapper)) is None:
+    if (saved := context.request_per_rank(name, wrapper)) is None:
         return
     if isinstance(wrapper, RNG):
         # Cached: it is read before anything is set, and a user function may not be pure.
         context.generators.append((name, wrapper, cache(saved)))
     elif has_state(wrapper.value):
-        _load(context, name, wrapper.value, saved)
+        _load_object(context, name, wrapper.value, saved)
     else:
         context.effects.append(lambda: setattr(wrapper, "value", saved()))
 
 
-def _object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
+def _bind_object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
     """Request all of an object's state: its class decides what it loads."""
-    if context.is_selected(name) and context.saved.keys_of(name) is not None:
+    if context.is_selected(name) and context.saved.per_rank_keys(name) is not None:
         remedy = "load it in a dc.PerRank, as it was saved"
         context.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
-    if context.is_missing(name) or (state := context.subtree(name, leaf.content)) is None:
+    if context.is_missing(name) or (state := context.request_subtree(name, leaf.content)) is None:
         return
     saved = [name, *context.saved.below(name)]
     left_out = [
@@ -326,10 +328,10 @@ def _object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
             leaf.owner.check(state())  # it has no tensors, so nothing is left to read
     except IncompatibleError as error:
         context.problems.append(f"{name}: {error}")
-    _load(context, name, leaf.owner, state)
+    _load_object(context, name, leaf.owner, state)
 
 
-def _load(context: BindContext, name: str, owner: object, saved: Value) -> None:
+def _load_object(context: BindContext, name: str, owner: object, saved: Value) -> None:
     def load() -> None:
         state = saved()
         with calling_user_code(name, owner, "load_state_dict"):
@@ -338,12 +340,12 @@ def _load(context: BindContext, name: str, owner: object, saved: Value) -> None:
     context.loads.append((name, load))
 
 
-def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
+def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     """Request the values of a module's state dict. Modules are closed."""
     state = leaf.state
     assigned = _bind_live(context, fqn, state)
     further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
-    extras = context.parts(fqn, further)
+    extras = context.request_entries(fqn, further)
     for part in state.parts:
         if part.flat is not None:
             context.effects.append(part.flat.update_copies)
@@ -360,12 +362,12 @@ def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, 
         # The live tensor, not that of the state dict: a hook may have copied it.
         leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(leaf, SubclassLeaf):
-            context.subclass_tensor(full, leaf)
-        elif context.takes(full):
+            context.request_subclass(full, leaf)
+        elif context.request_tensor(full):
             # Tied parameters stay one object, which exists if another of its names came first.
             if id(live) in created:
                 leaf = replace(leaf, value=created[id(live)])
-            value = context.targets.fill(full, leaf)
+            value = context.targets.request_fill(full, leaf)
             if is_meta(live):
                 assigned[name] = created[id(live)] = value
     for name in tied:
@@ -404,7 +406,7 @@ def _load_part(
     assigned = {name: tensor for name, tensor in assigned.items() if name in part.keys}
     extras = {name: value for name, value in extras.items() if name in part.keys}
     restored = any(join(fqn, name) in context.restored for name in live)
-    whole = part.loads_itself() and (restored or extras)
+    whole = part.has_own_load() and (restored or extras)
 
     def assign() -> None:
         with calling_user_code(fqn, part.module, "load_state_dict"):

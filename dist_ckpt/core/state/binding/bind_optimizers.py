@@ -32,7 +32,7 @@ from dist_ckpt.core.state.named_optimizers import (
 )
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, OptimizerState, reported_state
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
-from dist_ckpt.core.state.tree.containers import PathKey, entries_of, is_mapping, join
+from dist_ckpt.core.state.tree.containers import PathKey, container_entries, is_mapping, join
 from dist_ckpt.core.state.tree.state_tree import (
     OptimizerLeaf,
     PlainLeaf,
@@ -43,7 +43,7 @@ from dist_ckpt.core.state.tree.state_tree import (
 )
 
 # Options of how a step is computed: torch allows changes of them between two steps.
-_WAYS_TO_STEP = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_STEP_VARIANTS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,9 @@ class _GroupBinding:
         if not self.sources and context.is_selected(self.fqn):
             context.missing[self.fqn] = None
         sources = list(filter(context.is_selected, self.sources))
-        groups = [options for name in sources if (options := self._ask(name)) is not None]
+        groups = [
+            options for name in sources if (options := self._request_options(name)) is not None
+        ]
         if not groups or len(groups) < len(sources) or self._has_several_tensors(sources):
             return
         if len(groups) > 1:
@@ -82,11 +84,11 @@ class _GroupBinding:
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
         context = self.context
         for name in names:
-            saved = context.peek(name)
+            saved = context.peek_value(name)
             options = saved.value if saved is not None else {}
             if isinstance(options, Mapping):
                 # A tensor is not a switch: it only has to exist.
-                parts = {str(key): context.peek(n) for key, n in context.children(name)}
+                parts = {str(key): context.peek_value(n) for key, n in context.children(name)}
                 tensors = {key: part.value if part else None for key, part in parts.items()}
                 self._check_options({**options, **tensors}, defaults)
 
@@ -103,12 +105,12 @@ class _GroupBinding:
         )
         return True
 
-    def _ask(self, name: str) -> dict[str, Value] | None:
+    def _request_options(self, name: str) -> dict[str, Value] | None:
         context = self.context
         # A group that was saved as a dict of tensors and values is a container.
         container = context.is_container(name)
         live = options_branch(self.group, name) if container else None
-        match context.subtree(name, live) if container else context.value(name):
+        match context.request_subtree(name, live) if container else context.request_value(name):
             case None:
                 context.report_mismatch(name, "a parameter group")
                 return None
@@ -125,11 +127,15 @@ class _GroupBinding:
                 return None
         for key, child in () if container else context.children(name):
             value = read_value(self.group.get(str(key)), child)
-            if (tensor := context.subtree(child, value)) is not None:
+            if (tensor := context.request_subtree(child, value)) is not None:
                 options[str(key)] = tensor
-        return {key: o for key, o in options.items() if key not in LOCAL_KEYS and self._takes(key)}
+        return {
+            key: o
+            for key, o in options.items()
+            if key not in LOCAL_KEYS and self._is_option_selected(key)
+        }
 
-    def _takes(self, key: str) -> bool:
+    def _is_option_selected(self, key: str) -> bool:
         """Return False if a pattern leaves out this hyperparameter of a loaded group."""
         selected = self.context.is_selected
         names = (self.fqn, *self.sources)
@@ -158,7 +164,11 @@ class _GroupBinding:
         A switch may be missing: torch's versions add some. A switch that is on here but was off may
         need state that was not saved.
         """
-        live = {key: self.group[key] for key in defaults if key in self.group and self._takes(key)}
+        live = {
+            key: self.group[key]
+            for key in defaults
+            if key in self.group and self._is_option_selected(key)
+        }
         absent = [
             key
             for key, value in live.items()
@@ -170,8 +180,8 @@ class _GroupBinding:
             "with strict=False"
         )
         # Other saved keys may be from a scheduler, or from the first step.
-        foreign = sorted(saved.keys() & _options_of_torch() - self.group.keys() - _WAYS_TO_STEP)
-        on = (key for key, value in live.items() if value is True and key not in _WAYS_TO_STEP)
+        foreign = sorted(saved.keys() & _torch_options() - self.group.keys() - _STEP_VARIANTS)
+        on = (key for key, value in live.items() if value is True and key not in _STEP_VARIANTS)
         switched = [k for k in on if k in saved and (saved[k] is None or saved[k] is False)]
         if absent:
             self._report(
@@ -202,7 +212,7 @@ def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
 
 
 @cache
-def _options_of_torch() -> frozenset[str]:
+def _torch_options() -> frozenset[str]:
     """Return the hyperparameters of all of torch's optimizers."""
     classes = (
         cls
@@ -228,10 +238,10 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         )
         return
     state, groups = join(fqn, STATE), join(fqn, GROUPS)
-    context.split(groups)
+    context.split_value(groups)
     # The saved group of each parameter.
     names_of_groups = takewhile(context.has, (join(groups, number) for number in count()))
-    saved = {param: name for name in names_of_groups for param in context.params(name)}
+    saved = {param: name for name in names_of_groups for param in context.parameter_names(name)}
     stored = _stored_names(optimizer, names, saved)
     if saved and all(name.isdecimal() for name in saved):
         stored = _names_by_number(context, fqn, optimizer, saved) or stored
@@ -240,11 +250,11 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     before = len(context.effects)
     for number, group in enumerate(optimizer.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
-        for parameter in filter(optimizer.keeps, group["params"]):
+        for parameter in filter(optimizer.has_state_here, group["params"]):
             name = stored[id(parameter)]
             hint = PlacementHint(parameter, names[id(parameter)].rule, on_host, classes)
             full = join(state, name)
-            if name in saved and not context.has(full) and context.saved.says_stepless(full):
+            if name in saved and not context.has(full) and context.saved.is_stepless(full):
                 _drop_state(context, full, optimizer, parameter)
             else:
                 _bind_state(context, full, optimizer, hint)
@@ -260,9 +270,9 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     if isinstance(optimizer, FlatOptimizer):
         _bind_flat(context, state, optimizer, stored)
         optimizer = optimizer.real
-    further = context.parts(fqn, leaf.further)
+    further = context.request_entries(fqn, leaf.further)
     if optimizer.reported is not None and (further or len(context.effects) > before):
-        _load(context, fqn, optimizer, further)
+        _load_reported(context, fqn, optimizer, further)
 
 
 def _bind_flat(
@@ -340,12 +350,12 @@ def _bind_state(
     parameter = hint.parameter
     under = hint.rule, tuple(parameter.shape)
     live = state_branch(optimizer.state.get(parameter, {}), fqn, under).children
-    context.split(fqn)
+    context.split_value(fqn)
     saved = context.children(fqn)
     values: dict[PathKey, Value] = {}
     for key, name in saved:
         if context.selected_leaves(name) and (
-            entry := _entry(context, name, key, live.get(key), hint)
+            entry := _request_entry(context, name, key, live.get(key), hint)
         ):
             values[key] = entry
     present = {key for key, _ in saved}
@@ -371,7 +381,7 @@ def _bind_shared(
     values: dict[PathKey, Value] = {}
     for key, name in names.items():
         tree = read_value(live[key], name) if key in live else None
-        if (value := context.subtree(name, tree)) is not None:
+        if (value := context.request_subtree(name, tree)) is not None:
             values[key] = value
     for key in live:
         if key in names or not context.is_selected(name := join(state, key)):
@@ -387,7 +397,7 @@ def _bind_shared(
         )
 
 
-def _entry(
+def _request_entry(
     context: BindContext, name: str, key: PathKey, live: Tree | None, hint: PlacementHint
 ) -> Value | None:
     """Request one entry of a parameter's state; the live one must be of the saved kind."""
@@ -395,19 +405,19 @@ def _entry(
         if isinstance(live, TensorLeaf):
             context.report_mismatch(name, "a tensor")
             return None
-        return context.subtree(name, live, replace(hint, on_host=False))
+        return context.request_subtree(name, live, replace(hint, on_host=False))
     if isinstance(live, TensorLeaf):
         context.restore(name)
-        return FixedValue(context.targets.fill(name, live))
+        return FixedValue(context.targets.request_fill(name, live))
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
         context.report_mismatch(name, "something else than a tensor")
         return None
     # As in torch: unless the step is computed on the device, its count is in host memory.
     on_host = hint.on_host and key == "step"
-    return context.subtree(name, None, replace(hint, on_host=on_host))
+    return context.request_subtree(name, None, replace(hint, on_host=on_host))
 
 
-def _load(
+def _load_reported(
     context: BindContext, fqn: str, optimizer: OptimizerState, further: Mapping[str, Value]
 ) -> None:
     """Give an optimizer its reported state back, with the saved values in it."""
@@ -435,4 +445,4 @@ def _load(
 def _dtypes(value: object) -> list[torch.dtype]:
     if isinstance(value, torch.Tensor):
         return [value.dtype]
-    return [dtype for item in (entries_of(value) or {}).values() for dtype in _dtypes(item)]
+    return [dtype for item in (container_entries(value) or {}).values() for dtype in _dtypes(item)]

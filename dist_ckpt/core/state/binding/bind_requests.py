@@ -13,13 +13,19 @@ from functools import cache
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, mesh_text
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
 from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
-from dist_ckpt.core.state.tree.containers import RECORD, PathKey, container, entries_of, join
+from dist_ckpt.core.state.tree.containers import (
+    RECORD,
+    PathKey,
+    container_entries,
+    create_container,
+    join,
+)
 from dist_ckpt.core.state.tree.state_tree import (
     ObjectLeaf,
     SubclassLeaf,
@@ -28,7 +34,7 @@ from dist_ckpt.core.state.tree.state_tree import (
     calling_user_code,
     children_of,
 )
-from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
+from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 from dist_ckpt.errors import CheckpointError
 
 Value = Callable[[], object]
@@ -54,14 +60,14 @@ class NewContainer:
 
     def __call__(self) -> object:
         """Return the new container."""
-        return container(self.kind, ((key, item()) for key, item in self.items.items()))
+        return create_container(self.kind, ((key, item()) for key, item in self.items.items()))
 
 
 def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
     """Replace some items of a container of the user; a tuple is created again."""
     new = {key: item() for key, item in items.items()}
     if isinstance(live, tuple):
-        return container(kind, enumerate(new.get(n, old) for n, old in enumerate(live)))
+        return create_container(kind, enumerate(new.get(n, old) for n, old in enumerate(live)))
     assert isinstance(live, MutableMapping | MutableSequence)
     for key, item in new.items():
         live[key] = item  # type: ignore[index]  # a list's keys are its indices
@@ -118,10 +124,10 @@ class BindContext:
 
     # --- names -------------------------------------------------------------------------------
 
-    def looked_in(self, name: str) -> tuple[str, ...] | None:
+    def searched_paths(self, name: str) -> tuple[str, ...] | None:
         """Return the paths of the sources that may have a name; None for a single source."""
         scopes = self._selection
-        return scopes.looked_in(name) if isinstance(scopes, Scopes) else None
+        return scopes.searched_paths(name) if isinstance(scopes, Scopes) else None
 
     def is_selected(self, name: str) -> bool:
         """Return True if `include` and `exclude` leave a name in."""
@@ -156,7 +162,7 @@ class BindContext:
 
     def has(self, name: str) -> bool:
         """Return True if anything is saved at or below a name."""
-        return name in self._split or self.saved.holds(name)
+        return name in self._split or self.saved.contains(name)
 
     def is_missing(self, name: str) -> bool:
         """Return True if nothing is saved at or below a name; if selected it is then missing."""
@@ -170,7 +176,7 @@ class BindContext:
         """Return True if a container with tensors was saved under a name."""
         return name not in self._split and name not in self.saved.leaves and self.has(name)
 
-    def takes(self, name: str) -> bool:
+    def request_tensor(self, name: str) -> bool:
         """Request a tensor; return True if it is selected and saved as one. Others are reported."""
         if name not in self._selection:
             return False
@@ -182,7 +188,7 @@ class BindContext:
 
     def report_mismatch(self, name: str, wanted: str, remedy: str = "make them alike") -> None:
         """Report a name that is missing, or that was saved as another kind than in the state."""
-        kind = "a value without tensors" if name in self._split else self.saved.kind_of(name)
+        kind = "a value without tensors" if name in self._split else self.saved.describe_kind(name)
         if kind is None:
             self.missing[name] = None
             return
@@ -205,13 +211,13 @@ class BindContext:
 
     # --- values ------------------------------------------------------------------------------
 
-    def value(self, name: str) -> FixedValue | None:
+    def request_value(self, name: str) -> FixedValue | None:
         """Request a value; None if the name is not a value."""
-        if (value := self.peek(name)) is not None:
+        if (value := self.peek_value(name)) is not None:
             self.restore(name)
         return value
 
-    def peek(self, name: str) -> FixedValue | None:
+    def peek_value(self, name: str) -> FixedValue | None:
         """Return a value that is only compared, without a request."""
         if name in self._split:
             return FixedValue(self._split[name])
@@ -231,7 +237,7 @@ class BindContext:
                     "use the same class of key"
                 )
 
-    def split(self, name: str) -> None:
+    def split_value(self, name: str) -> None:
         """Treat a saved value that is a container as its items, if the state has tensors there."""
         if name in self._split:
             value = self._split.pop(name)
@@ -239,7 +245,7 @@ class BindContext:
             value = self.saved.value(name)
         else:
             return
-        if (entries := entries_of(value)) is not None:
+        if (entries := container_entries(value)) is not None:
             self.claim(name)
             self._split.update((join(name, key), item) for key, item in entries.items())
 
@@ -248,7 +254,7 @@ class BindContext:
         parts = [n for n in self._split if n.startswith(f"{name}.")]
         return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
 
-    def params(self, group: str) -> Sequence[str]:
+    def parameter_names(self, group: str) -> Sequence[str]:
         """Return the saved names of the parameters of an optimizer's group; torch's are numbers."""
         value = self._split.get(group)
         params: object = None
@@ -264,7 +270,7 @@ class BindContext:
 
     # --- tensor subclasses -------------------------------------------------------------------
 
-    def subclass_tensor(self, name: str, leaf: SubclassLeaf) -> None:
+    def request_subclass(self, name: str, leaf: SubclassLeaf) -> None:
         """Request the inner tensors of a tensor subclass that was made in the same way."""
         cls = class_name(leaf.value)
         if is_meta(leaf.value) and self.selected_leaves(name):
@@ -280,12 +286,12 @@ class BindContext:
         for attribute, inner in leaf.inner.items():
             full = join(name, attribute)
             if isinstance(inner, SubclassLeaf):
-                self.subclass_tensor(full, inner)
-            elif self.takes(full):
-                self.targets.fill(full, inner, as_bits=True)
+                self.request_subclass(full, inner)
+            elif self.request_tensor(full):
+                self.targets.request_fill(full, inner, as_bits=True)
         if not self.is_selected(full := join(name, RECORD)):
             return
-        if (record := self.value(full)) is None:
+        if (record := self.request_value(full)) is None:
             self.report_mismatch(full, "the record of a tensor subclass")
         elif problem := difference(record.value, leaf.record):
             self.problems.append(
@@ -304,7 +310,7 @@ class BindContext:
             return None
         for part in parts:
             self.restore(part)
-            self.peek(part)  # errors of its file are not errors of the class
+            self.peek_value(part)  # errors of its file are not errors of the class
         try:
             return new_subclass_tensor(self.saved, self.targets, name, hint)
         except CheckpointError as error:
@@ -313,25 +319,25 @@ class BindContext:
 
     # --- per-rank values ---------------------------------------------------------------------
 
-    def per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
+    def request_per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
         """Request the value of this rank's key, by the policy of the wrapper."""
-        if (saved := self.saved.keys_of(name)) is None:
+        if (saved := self.saved.per_rank_keys(name)) is None:
             self.report_mismatch(name, f"a {type(wrapper).__name__}")
             return None
-        key, keys = key_of(wrapper, self.template.rank), dict(saved)
+        key, keys = per_rank_key(wrapper, self.template.rank), dict(saved)
         now = self._keys.get(name, (key,))
-        if set(now) == keys.keys() and (wrapper.key is not None or self._same_mesh(name)):
-            return self._keyed(name, key)
+        if set(now) == keys.keys() and (wrapper.key is not None or self._is_same_mesh(name)):
+            return self._request_key(name, key)
         self.claim(name)
         policy = wrapper.on_reshard
         if policy == "drop":
             self.dropped.append(name)
         elif policy == "error":
             self.problems.append(
-                f"{name}: saved{self.saved.source_text(name)} for the keys {_listed([*keys])} "
-                f"(mesh {mesh_text(self.saved.catalog_of(name).mesh)}), the state has "
-                f"{_listed(now)} (mesh {mesh_text(self._live_mesh())}): the value of one rank has "
-                'no meaning for another; choose on_reshard="drop" or a function for it (an '
+                f"{name}: saved{self.saved.source_text(name)} for the keys {_list_keys([*keys])} "
+                f"(mesh {format_mesh(self.saved.catalog_of(name).mesh)}), the state has "
+                f"{_list_keys(now)} (mesh {format_mesh(self._live_mesh())}): the value of one rank "
+                'has no meaning for another; choose on_reshard="drop" or a function for it (an '
                 f"argument of its dc.{type(wrapper).__name__}, not of dc.load), or exclude it"
             )
         else:
@@ -345,33 +351,33 @@ class BindContext:
             return reshard
         return None
 
-    def _without_wrapper(self, name: str, keys: set[Key]) -> FixedValue | None:
+    def _request_unwrapped(self, name: str, keys: set[Key]) -> FixedValue | None:
         """Request a per-rank value without a wrapper in the state, if the keys are ranks."""
-        if keys == {*range(self.template.world_size)} and self._same_mesh(name):
-            return FixedValue(PerRank(self._keyed(name, self.template.rank).value))
+        if keys == {*range(self.template.world_size)} and self._is_same_mesh(name):
+            return FixedValue(PerRank(self._request_key(name, self.template.rank).value))
         self.claim(name)
         self.dropped.append(name)
         return None
 
-    def _keyed(self, name: str, key: Key) -> FixedValue:
+    def _request_key(self, name: str, key: Key) -> FixedValue:
         self.restore(name)
         return FixedValue(self.saved.per_rank(name, [key])[key])
 
-    def _same_mesh(self, name: str) -> bool:
+    def _is_same_mesh(self, name: str) -> bool:
         return self.saved.is_of_mesh(name, self._live_mesh(), self.template.world_size)
 
     # --- whole subtrees ----------------------------------------------------------------------
 
-    def parts(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
+    def request_entries(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
         """Request the entries of an object; `trees` are its current ones."""
         return {
             str(key): value
             for key, tree in trees.items()
             if not self.is_missing(name := join(fqn, key))
-            and (value := self.subtree(name, tree)) is not None
+            and (value := self.request_subtree(name, tree)) is not None
         }
 
-    def subtree(
+    def request_subtree(
         self, name: str, tree: Tree | None = None, hint: PlacementHint | None = None
     ) -> Value | None:
         """Request everything saved at and below a name, as new containers of the saved kinds.
@@ -382,19 +388,19 @@ class BindContext:
         while isinstance(tree, ObjectLeaf):
             tree = tree.content
         if isinstance(tree, SubclassLeaf):
-            self.subclass_tensor(name, tree)
+            self.request_subclass(name, tree)
             return FixedValue(tree.value)
         if hint is not None and self.saved.is_wrapper_subclass(name):
             return self._new_subclass_tensor(name, hint)
-        leaf = self._leaf(name, tree, hint)
+        leaf = self._request_leaf(name, tree, hint)
         children = children_of(tree)
         items: dict[PathKey, Value] = {}
         for key, child in self.saved.children(name):
-            if (value := self.subtree(child, children.get(key), hint)) is not None:
+            if (value := self.request_subtree(child, children.get(key), hint)) is not None:
                 items[key] = value
         kind = self.saved.kinds.get(name)
         if items:
-            before = (entries_of(leaf.value) if isinstance(leaf, FixedValue) else None) or {}
+            before = (container_entries(leaf.value) if isinstance(leaf, FixedValue) else None) or {}
             constants = {key: FixedValue(value) for key, value in before.items()}
             return NewContainer(kind or "dict", {**constants, **items})
         is_empty = not self.saved.children(name)
@@ -402,21 +408,27 @@ class BindContext:
             return NewContainer(kind, {})
         return leaf
 
-    def _leaf(self, name: str, leaf: Tree | None, hint: PlacementHint | None) -> Value | None:
+    def _request_leaf(
+        self, name: str, leaf: Tree | None, hint: PlacementHint | None
+    ) -> Value | None:
         if not self.is_selected(name):
             return None
         if self.saved.tensor(name) is not None:
             self.restore(name)
-            if isinstance(leaf, TensorLeaf) and self.targets.fits(name, leaf):
-                return FixedValue(self.targets.fill(name, leaf))
-            return self.targets.whole(name) if hint is None else self.targets.like(name, hint)
-        if (keys := self.saved.keys_of(name)) is None:
-            return self.value(name)
+            if isinstance(leaf, TensorLeaf) and self.targets.can_fill(name, leaf):
+                return FixedValue(self.targets.request_fill(name, leaf))
+            return (
+                self.targets.request_whole(name)
+                if hint is None
+                else self.targets.request_like(name, hint)
+            )
+        if (keys := self.saved.per_rank_keys(name)) is None:
+            return self.request_value(name)
         if isinstance(leaf, PerRank | RNG):
-            return self.per_rank(name, leaf)
-        return self._without_wrapper(name, {key for key, _ in keys})
+            return self.request_per_rank(name, leaf)
+        return self._request_unwrapped(name, {key for key, _ in keys})
 
 
-def _listed(keys: Sequence[Key]) -> str:
+def _list_keys(keys: Sequence[Key]) -> str:
     more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
     return ", ".join(map(repr, keys[:8])) + more

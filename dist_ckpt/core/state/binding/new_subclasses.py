@@ -27,13 +27,13 @@ from dist_ckpt.core.state.tensors.local_tensors import class_name, full_name, to
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
     LocalBox,
     difference,
-    flatten_context_of,
-    inner_cut,
+    find_inner_box,
+    find_local_box,
     inner_tensors,
     is_wrapper_subclass,
     is_wrapper_subclass_type,
-    local_box,
     resize_context,
+    subclass_record,
     unwrap,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, join
@@ -115,7 +115,7 @@ def new_subclass_tensor(
     if not isinstance(parameter, DTensor):
         cut = LocalBox(shape, Region.whole(shape))
     elif shape == tuple(parameter.shape):
-        cut = local_box(parameter, name)
+        cut = find_local_box(parameter, name)
     else:
         raise IncompatibleError(
             f"{name}: saved with shape {shape} under a parameter of shape "
@@ -132,7 +132,7 @@ def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
         if (stored := saved.tensor(child)) is None:
             if not saved.is_wrapper_subclass(child):
                 raise IncompatibleError(
-                    f"{child}: saved as {saved.kind_of(child)}, where a part of a "
+                    f"{child}: saved as {saved.describe_kind(child)}, where a part of a "
                     f"{record['class']} is a tensor: {_REMEDY}"
                 )
             inner[attribute] = _trial(saved, child, hint)
@@ -143,7 +143,7 @@ def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
     assert isinstance(shape, tuple)
     tensor = _unflatten(cls, record["context"], inner, shape, name)
     with calling_user_code(name, tensor, "__tensor_flatten__"):
-        created, parts = flatten_context_of(tensor, name), inner_tensors(tensor, name)
+        created, parts = subclass_record(tensor, name), inner_tensors(tensor, name)
     problem = difference(record, created)
     if problem is None and parts.keys() != inner.keys():
         problem = f"saved with the parts {', '.join(inner)}, the state has other parts"
@@ -184,7 +184,7 @@ def _request_parts(
     inner: dict[str, NewTensor | NewSubclassTensor] = {}
     for attribute, child in _inner_names(saved, name):
         part, shape = parts[attribute], tuple(wholes[attribute].shape)
-        box = inner_cut(cut, tuple(part.shape), is_table=tuple(part.shape) == shape)
+        box = find_inner_box(cut, tuple(part.shape), is_table=tuple(part.shape) == shape)
         if box is None or box.shape != shape:
             raise IncompatibleError(
                 f"{name}: this rank needs a part of shape {tuple(part.shape)} of its "
@@ -194,7 +194,7 @@ def _request_parts(
         if is_wrapper_subclass(wholes[attribute]):
             inner[attribute] = _request_parts(saved, targets, child, hint, wholes[attribute], box)
         else:
-            inner[attribute] = targets.box(child, box.box, device)
+            inner[attribute] = targets.request_box(child, box.box, device)
     context = resize_context(record["context"], cut.shape, cut.box.shape)
     return NewSubclassTensor(name, local, context, inner, parameter)
 

@@ -54,7 +54,7 @@ class AliasStaging:
     parts: tuple[torch.Tensor, ...]
     read: tuple[torch.Tensor, ...]
 
-    def put(self) -> None:
+    def copy_to_parts(self) -> None:
         """Copy the read data to its destination: bits, never cast."""
         with torch.no_grad():
             for part, read in zip(self.parts, self.read, strict=True):
@@ -71,7 +71,7 @@ class AliasStaging:
         )
 
 
-def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
+def find_aliased_tensors(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
     """Return the numbers of tensors, given by parts, that share bytes or interleave."""
     all_parts = [part for parts in tensors for part in parts]
     if all(part.is_cpu and part.is_contiguous() for part in all_parts):
@@ -85,7 +85,7 @@ def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
     reaches = sorted(
         (device, start, stop, number)
         for number, parts in enumerate(tensors)
-        for device, (start, stop) in _reach(parts).items()
+        for device, (start, stop) in _memory_ranges(parts).items()
     )
     numbers: set[int] = set()
     last = ("", 0, 0, -1)  # the range with the highest end so far
@@ -97,13 +97,13 @@ def aliases_memory(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def _undoes(other: AliasStaging, staging: AliasStaging) -> bool:
-    staging.put()
-    other.put()
+def _overwrites(other: AliasStaging, staging: AliasStaging) -> bool:
+    staging.copy_to_parts()
+    other.copy_to_parts()
     return not staging.is_in_place()
 
 
-def _reach(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
+def _memory_ranges(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
     reach: dict[str, tuple[int, int]] = {}
     for part in parts:
         if numel := part.numel():
@@ -112,13 +112,13 @@ def _reach(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
                 numel = 1 + sum((size - 1) * stride for size, stride in dims)
             start = part.data_ptr()
             stop = start + numel * part.itemsize
-            device = _name(part.device)
+            device = _device_name(part.device)
             former = reach.get(device, (start, stop))
             reach[device] = min(start, former[0]), max(stop, former[1])
     return reach
 
 
-_name = lru_cache(maxsize=64)(str)
+_device_name = lru_cache(maxsize=64)(str)
 
 
 @dataclass(slots=True, eq=False)
@@ -189,13 +189,13 @@ class FillTargets:
         self._stagings: list[AliasStaging] = []
         self._stored: dict[int, frozenset[Cell]] = {}
 
-    def fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
+    def request_fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
         """Request a tensor in the memory of a leaf; return the leaf's value, or its replacement.
 
         Meta tensors and read-only arrays are replaced. With `as_bits` it is never cast.
         """
         value = leaf.value
-        fqn, record = self._tensor(name)
+        fqn, record = self._saved_tensor(name)
         # Ordinary tensors with the same key are requested alike.
         key = (
             (value.dtype, value.shape, record.dtype, record.shape, record.layout)
@@ -205,7 +205,7 @@ class FillTargets:
         if (kind_cells := self._kinds.get(key)) is not None:
             # Another tensor of its kind has been checked below.
             assert isinstance(value, torch.Tensor)
-            if self._is_new(name, value, value):
+            if self._claim_memory(name, value, value):
                 self._request(name, fqn, kind_cells, (value,))
             return value
         try:
@@ -213,7 +213,7 @@ class FillTargets:
                 value = materialize(value)
             elif is_array(value) and not value.flags.writeable:
                 value = value.copy()
-            local = self._local(value, name)
+            local = self._describe(value, name)
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
@@ -226,11 +226,11 @@ class FillTargets:
                 f"{name}: saved as {record.dtype}{self._saved.source_text(name)}, the state has "
                 f"{local.dtype}: {why}; make it {record.dtype}, load, and convert"
             )
-        elif not local.parts or self._is_new(name, value, local.parts[0]):
+        elif not local.parts or self._claim_memory(name, value, local.parts[0]):
             self._request(name, fqn, cells, local.parts, cast_from)
             # A cast may depend on the name, not only on the kind.
             is_kind = key is not None and cast_from is None
-            if self._are_stored(name, record, cells) and is_kind:
+            if self._check_stored_layout(name, record, cells) and is_kind:
                 self._kinds[key] = cells
         return value
 
@@ -240,25 +240,25 @@ class FillTargets:
             return "the inner tensors of a subclass are never cast"
         if self._cast is None or name not in self._cast:
             return "values are converted only with `cast`"
-        if not can_cast(self._tensor(name)[1].dtype, local.dtype):
+        if not can_cast(self._saved_tensor(name)[1].dtype, local.dtype):
             return "`cast` converts only between floating dtypes, or without loss"
         return None
 
-    def fits(self, name: str, leaf: TensorLeaf) -> bool:
-        """Return True if `fill` would accept class, shape and dtype."""
+    def can_fill(self, name: str, leaf: TensorLeaf) -> bool:
+        """Return True if `request_fill` would accept class, shape and dtype."""
         if is_meta(leaf.value):
             return False
         try:
-            local = self._local(leaf.value, name)
+            local = self._describe(leaf.value, name)
         except (TypeError, ValueError):
             return False
-        record = self._tensor(name)[1]
+        record = self._saved_tensor(name)[1]
         cells = self._find_cells(name, local, leaf, record.shape)
         return cells is not None and local.dtype == record.dtype
 
-    def whole(self, name: str) -> NewTensor:
+    def request_whole(self, name: str) -> NewTensor:
         """Request a whole tensor in new host memory. Tied names get the same tensor."""
-        fqn, record = self._tensor(name)
+        fqn, record = self._saved_tensor(name)
         as_array = name in self._saved.numpy
         if (fqn, as_array) not in self._whole:
 
@@ -273,15 +273,15 @@ class FillTargets:
             self._whole[fqn, as_array] = self._request_new(name, cells, make)
         return self._whole[fqn, as_array]
 
-    def like(self, name: str, hint: PlacementHint) -> NewTensor:
+    def request_like(self, name: str, hint: PlacementHint) -> NewTensor:
         """Request a new tensor: with the layout of a parameter of its shape, else whole."""
-        record = self._tensor(name)[1]
+        record = self._saved_tensor(name)[1]
         whole, dtype, parameter = Region.whole(record.shape), record.dtype, hint.parameter
         if hint.on_host:
-            return self.box(name, whole, torch.device("cpu"))
+            return self.request_box(name, whole, torch.device("cpu"))
         if isinstance(parameter, ParameterPart):
             return self._like_part(name, parameter, record)
-        local, like = self._local(parameter, name), parameter.detach()
+        local, like = self._describe(parameter, name), parameter.detach()
         rules = self._template.rules
         is_alike = record.shape == local.shape and isinstance(local.view, Whole)
         if is_alike and rules is not None and rules.sharding.flat and record.shape:
@@ -295,13 +295,13 @@ class FillTargets:
                 name, found, lambda: empty_like(parameter, torch_dtype(record.dtype))
             )
         if not record.shape:
-            return self.box(name, whole, parameter.device)
+            return self.request_box(name, whole, parameter.device)
         # As with `new_zeros` in the optimizer: replicated if the parameter is a DTensor.
         return self._request_new(name, (whole,), partial(_new, like, record.shape, dtype))
 
-    def box(self, name: str, box: Region, device: torch.device) -> NewTensor:
+    def request_box(self, name: str, box: Region, device: torch.device) -> NewTensor:
         """Request a box of a tensor in new memory."""
-        dtype = torch_dtype(self._tensor(name)[1].dtype)
+        dtype = torch_dtype(self._saved_tensor(name)[1].dtype)
         cells = (box,) if box.numel else ()
         return self._request_new(
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
@@ -312,7 +312,7 @@ class FillTargets:
         if record.shape == part.global_shape:
             return self._request_new(
                 name,
-                self._local(part, name).cells,
+                self._describe(part, name).cells,
                 lambda: replace(part, tensor=_new(part.tensor, part.tensor.shape, record.dtype)),
             )
         if record.shape:
@@ -321,7 +321,7 @@ class FillTargets:
                 f"{part.global_shape}, which FSDP1 has cut into flat parts: exclude it, or load "
                 "into `fully_shard`"
             )
-        return self.box(name, Region.whole(record.shape), part.tensor.device)
+        return self.request_box(name, Region.whole(record.shape), part.tensor.device)
 
     def wanted(self) -> tuple[TensorRequest, ...]:
         """Return the requests for a load plan."""
@@ -337,12 +337,12 @@ class FillTargets:
             tensor.value = tensor.make()
         targets: dict[tuple[str, int], Target] = {}
         all_parts = [
-            self._local(fill.parts.value, fill.name).parts
+            self._describe(fill.parts.value, fill.name).parts
             if isinstance(fill.parts, NewTensor)
             else fill.parts
             for fill in self._fills
         ]
-        shared = aliases_memory(all_parts)
+        shared = find_aliased_tensors(all_parts)
         self._tensors += [part for parts in all_parts for part in parts if not part.is_cpu]
         for index, (fill, parts) in enumerate(zip(self._fills, all_parts, strict=True)):
             memory = parts
@@ -350,7 +350,7 @@ class FillTargets:
                 memory = tuple(torch.empty(p.shape, dtype=p.dtype, device="cpu") for p in parts)
                 self._stagings.append(AliasStaging(fill.name, parts, memory))
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
-                targets[fill.fqn, number] = self._target(fill, part, cell)
+                targets[fill.fqn, number] = self._make_target(fill, part, cell)
         synchronize(self._tensors)  # before the first byte is written
         return targets
 
@@ -360,10 +360,10 @@ class FillTargets:
         Raises IncompatibleError if they cannot all be filled, or if a cast has overflowed.
         """
         for staging in self._stagings:
-            staging.put()
+            staging.copy_to_parts()
         for staging in self._stagings:
             if not staging.is_in_place():
-                other = next(other for other in self._stagings if _undoes(other, staging))
+                other = next(other for other in self._stagings if _overwrites(other, staging))
                 raise IncompatibleError(
                     f"{staging.name} and {other.name} share memory in the state, but were saved "
                     "with different values, so the state cannot hold both. Give one of them "
@@ -378,30 +378,30 @@ class FillTargets:
                 "has infinite values. Use a wider dtype (bfloat16 or float32) and load again"
             )
 
-    def _target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
+    def _make_target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
         if fill.cast_from is None:
             return TensorTarget(part, cell)
         target = CastTarget(part, cell, torch_dtype(fill.cast_from))
         self._casts.append((fill.name, target))
         return target
 
-    def _tensor(self, name: str) -> tuple[str, TensorRecord]:
+    def _saved_tensor(self, name: str) -> tuple[str, TensorRecord]:
         tensor = self._saved.tensor(name)
         assert tensor is not None, name
         return tensor
 
-    def _local(self, value: object, name: str) -> LocalTensor:
+    def _describe(self, value: object, name: str) -> LocalTensor:
         template = self._template
         return describe_target(value, name, rank=template.rank, group=template.group_ranks)
 
     def _find_cells(
         self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
-        if (view := self._view_of_rules(name, local, leaf)) is not None:
+        if (view := self._find_rule_view(name, local, leaf)) is not None:
             return target_cells(view, local.shape, self._template.rank, shape)
         return local.cells if local.shape == shape else None
 
-    def _view_of_rules(
+    def _find_rule_view(
         self, name: str, local: LocalTensor, leaf: TensorLeaf
     ) -> RuleSharded | Flattened | None:
         rules = self._template.rules
@@ -411,8 +411,8 @@ class FillTargets:
         return None if ruled is None else ruled[0]
 
     def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
-        shape = f"{self._tensor(name)[1].shape}{self._saved.source_text(name)}"
-        if self._view_of_rules(name, local, leaf) is None:
+        shape = f"{self._saved_tensor(name)[1].shape}{self._saved.source_text(name)}"
+        if self._find_rule_view(name, local, leaf) is None:
             return (
                 f"{name}: saved with shape {shape}, the state has {local.shape}: create the model "
                 "as it was saved, or exclude the name"
@@ -422,7 +422,7 @@ class FillTargets:
             f"of it than the {local.shape} in the state: change the rule or the shape"
         )
 
-    def _is_new(self, name: str, value: object, part: torch.Tensor) -> bool:
+    def _claim_memory(self, name: str, value: object, part: torch.Tensor) -> bool:
         """Return True if no other name has requested this data in this memory.
 
         `part` is the first of the value's. Two names of one tensor in the state may have been saved
@@ -435,18 +435,18 @@ class FillTargets:
             return True
         first = name
         for other in (starter, name):
-            if (tie := tie_key(self._local(self._values[other], other))) is not None:
+            if (tie := tie_key(self._describe(self._values[other], other))) is not None:
                 first = self._ties.setdefault(tie, other)
-        return first == name or self._tensor(first)[0] != self._tensor(name)[0]
+        return first == name or self._saved_tensor(first)[0] != self._saved_tensor(name)[0]
 
     def _request_new(
         self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]
     ) -> NewTensor:
         tensor = NewTensor(make)
         self.new_tensors.append(tensor)
-        fqn, record = self._tensor(name)
+        fqn, record = self._saved_tensor(name)
         self._request(name, fqn, cells, tensor)
-        self._are_stored(name, record, cells)
+        self._check_stored_layout(name, record, cells)
         return tensor
 
     def _request(
@@ -463,7 +463,9 @@ class FillTargets:
         if cells:
             self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
 
-    def _are_stored(self, name: str, record: TensorRecord, cells: tuple[Cell, ...]) -> bool:
+    def _check_stored_layout(
+        self, name: str, record: TensorRecord, cells: tuple[Cell, ...]
+    ) -> bool:
         """Return True if all cells are cells of the stored layout; else the name is resharded."""
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored:

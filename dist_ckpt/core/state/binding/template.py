@@ -11,7 +11,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters, state_names
 from dist_ckpt.core.state.optimizer_state import GROUPS
-from dist_ckpt.core.state.sharding_rules import ShardingRules, mesh_of
+from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.read_tensor import describe_target
 from dist_ckpt.core.state.tree.containers import State, join
 from dist_ckpt.core.state.tree.state_tree import (
@@ -19,11 +19,11 @@ from dist_ckpt.core.state.tree.state_tree import (
     ObjectLeaf,
     OptimizerLeaf,
     TensorLeaf,
-    choices,
     read_state,
+    selectable_names,
     walk,
 )
-from dist_ckpt.core.state.wrappers import RNG, PerRank, key_of
+from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class Template:
 
     def names(self) -> Iterator[str]:
         """Yield the names that a load may choose from; of an optimizer's groups each option."""
-        return choices(self.root, self._optimizer_names)
+        return selectable_names(self.root, self._optimizer_names)
 
     def _optimizer_names(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
         groups = enumerate(leaf.state.groups)
@@ -62,7 +62,7 @@ class Template:
                 except (TypeError, ValueError):
                     continue  # `bind` reports it
                 views.append(local.view)
-        return mesh_of(self.rules, views)
+        return find_job_mesh(self.rules, views)
 
 
 def read_template(
@@ -92,7 +92,7 @@ def read_template(
             )
         seen.add(fqn)
         if isinstance(tree, PerRank | RNG):
-            keys[fqn] = key_of(tree, rank)
+            keys[fqn] = per_rank_key(tree, rank)
     return Template(
         root=root,
         keys=keys,

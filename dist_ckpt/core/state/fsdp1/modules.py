@@ -74,7 +74,7 @@ class FlatModule:
             with torch.no_grad():
                 buffer.copy_(stored)
         for parameter in self.parameters:
-            parameter.forget_gathered()
+            parameter.free_gathered()
 
     def set_extra_state(self, values: Mapping[str, Any]) -> None:
         """Set extra state by the names of the entries, as `load_state_dict` does."""
@@ -104,7 +104,7 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
         raise type(error)(f"{fqn}: FullyShardedDataParallel: {error}") from error
 
 
-def check_whole(value: object, *path: str) -> None:
+def check_not_flattened(value: object, *path: str) -> None:
     """Refuse a flat part of a parameter without the module that has it."""
     if private_names.is_flattened(value):
         raise ValueError(
@@ -125,7 +125,7 @@ def _read(
     parts: dict[int, dict[str, ParameterPart]] = {}
     for flat in parameters:
         for original in flat.originals:
-            tensor, shape = original.part_of(flat.shard), original.shape
+            tensor, shape = original.slice_row(flat.shard), original.shape
             part = ParameterPart(tensor, shape, original.start, flat=flat, original=original)
             for owner, name in original.owners:
                 parts.setdefault(id(owner), {})[name] = part
@@ -150,11 +150,11 @@ def _read(
         }
         for key, value in tensors.items():
             for name in (
-                () if id(value) in rows else private_names.plain_names(module, join(prefix, key))
+                () if id(value) in rows else private_names.clean_names(module, join(prefix, key))
             ):
                 entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            for name in private_names.plain_names(module, join(prefix, EXTRA_STATE)):
+            for name in private_names.clean_names(module, join(prefix, EXTRA_STATE)):
                 extras[name] = owner
                 entries[name] = owner.get_extra_state()
     return FlatModule(entries, live, parameters, tuple(cast.values()), extras)

@@ -51,22 +51,28 @@ class FlatOptimizer(OptimizerState):
     fqn: str
 
     @staticmethod
-    def over(own: OptimizerState, by_parameter: ByParameter, fqn: str) -> FlatOptimizer:
+    def wrap(real: OptimizerState, by_parameter: ByParameter, fqn: str) -> FlatOptimizer:
         """Return this view of an optimizer. Raises ValueError for state that cannot be cut."""
         parts = {
             parameter: by_parameter[id(parameter)]
-            for group in own.groups
+            for group in real.groups
             for parameter in group["params"]
             if id(parameter) in by_parameter
         }
         groups = [
             {**group, "params": [part for p in group["params"] for part in parts.get(p, (p,))]}
-            for group in own.groups
+            for group in real.groups
         ]
         flat = FlatOptimizer(
-            own.optimizer, groups, defaultdict(dict), own.defaults, real=own, parts=parts, fqn=fqn
+            real.optimizer,
+            groups,
+            defaultdict(dict),
+            real.defaults,
+            real=real,
+            parts=parts,
+            fqn=fqn,
         )
-        for parameter, entries in own.state.items():
+        for parameter, entries in real.state.items():
             if parameter not in parts:
                 flat.state[parameter] = entries
                 continue
@@ -74,7 +80,7 @@ class FlatOptimizer(OptimizerState):
                 if part.original.parameter is not None and not part.original.numel:
                     continue  # its state, such as a count of steps, is about no element
                 flat.state[part] = {
-                    key: flat._cut(value, part, key) for key, value in entries.items()
+                    key: flat._slice_entry(value, part, key) for key, value in entries.items()
                 }
         return flat
 
@@ -102,12 +108,12 @@ class FlatOptimizer(OptimizerState):
             for part in parts:
                 self.state.pop(part, None)
 
-    def _cut(self, value: object, part: ParameterPart, key: str) -> object:
+    def _slice_entry(self, value: object, part: ParameterPart, key: str) -> object:
         """Return a part's share of an entry in the state of a parameter."""
         original, has_own = part.original, part.original.parameter is not None
         shape = part.shape if has_own else tuple(part.flat.shard.shape)
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
-            local = value if has_own else original.part_of(value.detach())
+            local = value if has_own else original.slice_row(value.detach())
             return FlatShard(local, original.shape, original.start)
         if isinstance(value, torch.Tensor) and not value.ndim:
             # A copy for each name: they may have been saved with several.
@@ -127,11 +133,11 @@ class FlatOptimizer(OptimizerState):
             raise self._mismatch_error("state")
         before = self.real.state.get(parameter, {})
         return {
-            key: self._entry([state[key] for state in states], parts, before.get(key), key)
+            key: self._join_entries([state[key] for state in states], parts, before.get(key), key)
             for key in states[0]
         }
 
-    def _entry(
+    def _join_entries(
         self, values: Sequence[Any], parts: Sequence[ParameterPart], before: Any, key: str
     ) -> object:
         first, part = values[0], parts[0]
@@ -147,7 +153,7 @@ class FlatOptimizer(OptimizerState):
             else:
                 row = torch.zeros_like(like, dtype=first.tensor.dtype)
             for value, part in zip(values, parts, strict=True):
-                target = part.original.part_of(row)
+                target = part.original.slice_row(row)
                 if target.data_ptr() != value.tensor.data_ptr():
                     target.copy_(value.tensor)
             return row
@@ -199,11 +205,11 @@ def _replace_optimizers(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
         case ObjectLeaf():
             return ObjectLeaf(tree.owner, _replace_optimizers(tree.content, fqn, parts))
         case OptimizerLeaf():
-            return _flat_view(tree, fqn, parts)
+            return _replace_optimizer(tree, fqn, parts)
     return tree
 
 
-def _flat_view(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
+def _replace_optimizer(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLeaf:
     parameters = leaf.state.parameters()
     for parameter in parameters:
         if is_flattened(parameter) and id(parameter) not in parts:
@@ -221,7 +227,7 @@ def _flat_view(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> OptimizerLe
                 "its state, which cannot be cut into those of the parameters in FSDP1's flat ones: "
                 "use `fully_shard`"
             )
-    flat, names = FlatOptimizer.over(leaf.state, parts, fqn), leaf.names
+    flat, names = FlatOptimizer.wrap(leaf.state, parts, fqn), leaf.names
     if names is not None and flat.parts_in_one_state():
         raise ValueError(
             f"{fqn}: dc.Named names a flat parameter of FullyShardedDataParallel, which is several "

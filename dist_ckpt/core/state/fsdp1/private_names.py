@@ -60,7 +60,7 @@ class Original:
     numel: int
     parameter: nn.Parameter | None
 
-    def part_of(self, row: torch.Tensor) -> torch.Tensor:
+    def slice_row(self, row: torch.Tensor) -> torch.Tensor:
         """Return its elements in a tensor like the shard."""
         return row[self.offset : self.offset + self.numel]
 
@@ -79,7 +79,7 @@ class FlatParameter:
     originals: tuple[Original, ...]
     handle: Any
 
-    def forget_gathered(self) -> None:
+    def free_gathered(self) -> None:
         """Free the parameter that a forward has gathered: the next one would take it as current."""
         flat = self.handle.flat_param
         if not self.is_cut or not hasattr(flat, "_local_shard"):
@@ -115,7 +115,7 @@ def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def plain_names(module: nn.Module, own_name: str) -> set[str]:
+def clean_names(module: nn.Module, own_name: str) -> set[str]:
     """Return the names of a name in a module without all wrappers."""
     # If a checkpoint wrapper is around FSDP1, torch leaves FSDP1's prefix in.
     return {clean_tensor_name(name) for name in module_fqns(module, own_name)}
@@ -219,7 +219,7 @@ def _check_memory(original: Original, shard: torch.Tensor) -> None:
     parameter = original.parameter
     if parameter is None or not original.numel:
         return
-    here = original.part_of(shard)
+    here = original.slice_row(shard)
     if (parameter.data_ptr(), parameter.numel()) != (here.data_ptr(), original.numel):
         raise ValueError(
             f"{original.owners[0][1]} of shape {original.shape} has memory outside FSDP1's shard "

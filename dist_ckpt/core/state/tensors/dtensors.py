@@ -37,7 +37,7 @@ def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def placement_of(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
+def plan_placement(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
     """Return a placement as plans have it. ValueError or TypeError for any other."""
     match placement:
         case Replicate():
@@ -58,7 +58,7 @@ def placement_of(placement: Placement, value: DTensor, fqn: str) -> plan.Placeme
     )
 
 
-def mesh_within(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
+def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
     """Return the mesh in ranks of the group; None if a mesh without this rank hides its ranks."""
     # Slices of one mesh compare equal although their ranks differ: the own rank selects one.
     own_rank = dist.get_rank() if dist.is_initialized() else -1
@@ -124,7 +124,7 @@ def _extent(cells: Sequence[Cell], local: torch.Tensor) -> Shape:
     return tuple(sum(_runs(cells, dim).values()) for dim in range(local.ndim))
 
 
-def boxes_in(local: torch.Tensor, cells: Sequence[Cell]) -> Iterator[torch.Tensor]:
+def split_boxes(local: torch.Tensor, cells: Sequence[Cell]) -> Iterator[torch.Tensor]:
     """Yield the part of the local tensor for each box."""
     starts = []
     for dim in range(local.ndim):

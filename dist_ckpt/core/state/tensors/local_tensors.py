@@ -24,7 +24,7 @@ _NAMES = {
 }
 
 
-def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
+def to_plain_tensor(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     """Return a tensor whose memory is its value, detached; TypeError or ValueError for others."""
     if type(tensor) not in PLAIN and isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
@@ -42,7 +42,7 @@ def plain(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
 
 
 def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True if a leaf is a tensor in one run of host memory that `plain` accepts.
+    """Return True if a leaf is a tensor in one run of host memory that `to_plain_tensor` accepts.
 
     Most are, and this check is much faster than finding out what is wrong. False proves nothing.
     The dtype may still be one that cannot be stored.

@@ -21,10 +21,16 @@ from dist_ckpt.core.state.tensors.local_tensors import (
     dtype_name,
     from_numpy,
     is_array,
-    plain,
+    to_plain_tensor,
     torch_dtype,
 )
-from dist_ckpt.core.state.tree.containers import MAX_DEPTH, container, entries_of, join, kind_of
+from dist_ckpt.core.state.tree.containers import (
+    MAX_DEPTH,
+    container_entries,
+    create_container,
+    join,
+    kind_of,
+)
 from dist_ckpt.errors import IncompatibleError
 
 
@@ -69,16 +75,16 @@ def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
         return _placeholder(from_numpy(value, fqn, writable=False), fqn, "numpy")
     if isinstance(value, torch.Tensor):
         return _placeholder(value, fqn, "tensor")
-    entries, kind = entries_of(value), kind_of(value)
+    entries, kind = container_entries(value), kind_of(value)
     if entries is None or kind is None:
         return value
-    return container(
+    return create_container(
         kind, ((k, without_tensors(v, join(fqn, k), depth)) for k, v in entries.items())
     )
 
 
 def _placeholder(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"]) -> ArrayValue:
-    local = plain(tensor, fqn)
+    local = to_plain_tensor(tensor, fqn)
     if local.is_meta:
         raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")
     source = TensorSource(local)

@@ -1,11 +1,13 @@
-"""A tensor leaf of the state -> the part of it on this rank. Torch's sharding is read here.
+"""Find the part of a tensor leaf that is on this rank: `describe_source`, `describe_target`.
 
-`describe` is for a save, `describe_target` for a load. They recognise, in this order: numpy arrays;
-our wrappers; DTensor; ShardedTensor; classes with torch's `__create_chunk_list__` and
-`__get_tensor_shard__`; strided tensors. Others are refused. `tensor_subclasses.py` splits tensors
-made of others before. For a new class change `_local_tensor`, `is_tensor_leaf` and `is_meta`. For a
-new parallelism change `planning/mesh.py`, `planning/save/layouts.py` and the users of the
-`View`s in `planning/plan.py`.
+A save calls the first, a load the second. `_local_tensor` recognises, in this order: numpy arrays;
+LocalShard and FlatShard; DTensor; ShardedTensor; classes with torch's `__create_chunk_list__` and
+`__get_tensor_shard__`; strided tensors. All other classes are refused. `tensor_subclasses.py` has
+already split tensors that are made of inner tensors.
+
+- A new tensor class: `_local_tensor`, `is_tensor_leaf` and `is_meta` in this module.
+- A new parallelism: `planning/mesh.py`, `planning/save/layouts.py`, and the users of each `View`
+  in `planning/plan.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from dist_ckpt.core.planning import plan
 from dist_ckpt.core.runtime.torch_private import ShardedTensor
 from dist_ckpt.core.shard_io.memory.torch_tensor import overlaps_itself
 from dist_ckpt.core.state.tensors.dtensors import (
-    boxes_in,
     dtensor_like,
     local_cells,
     local_of,
-    mesh_within,
-    placement_of,
+    plan_mesh,
+    plan_placement,
+    split_boxes,
 )
 from dist_ckpt.core.state.tensors.local_tensors import (
     PLAIN,
@@ -37,7 +39,7 @@ from dist_ckpt.core.state.tensors.local_tensors import (
     dtype_name,
     from_numpy,
     is_array,
-    plain,
+    to_plain_tensor,
 )
 from dist_ckpt.core.state.tensors.tensor_subclasses import unwrap
 from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
@@ -60,11 +62,11 @@ class LocalTensor:
 
 
 def is_tensor_leaf(value: object) -> bool:
-    """Return True if `describe` is responsible for this value; it may still refuse it."""
+    """Return True if `describe_source` is responsible for this value; it may still refuse it."""
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
-def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
+def describe_source(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
     """Return the part of a leaf that this rank would save.
 
     `group[r]` is the global rank of rank r of the group, `rank` is this rank in it. Moves no data.
@@ -82,7 +84,7 @@ def describe(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> Loc
 
 
 def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
-    """Return the part of a leaf that a load would fill; like `describe`, but writable.
+    """Return the part of a leaf that a load would fill; like `describe_source`, but writable.
 
     Memory that overlaps itself (`expand`) is refused. So are meta tensors: to replace one, check
     `is_meta`, and describe the result of `materialize`.
@@ -185,7 +187,7 @@ _whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have
 
 
 def _read_whole(value: torch.Tensor, fqn: str) -> LocalTensor:
-    local = plain(value, fqn)
+    local = to_plain_tensor(value, fqn)
     cell = _whole_cell(tuple(local.shape))
     return LocalTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
 
@@ -196,7 +198,7 @@ def _read_wrapper(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
             f"{fqn}: {type(shard).__name__} holds a {class_name(shard.tensor)}: give it a tensor, "
             "such as torch.from_numpy(array)"
         )
-    local = plain(shard.tensor, fqn)
+    local = to_plain_tensor(shard.tensor, fqn)
     if isinstance(shard, LocalShard):
         return _read_parts(fqn, local.dtype, shard.global_shape, [(shard.offset, local)])
     if 0 in shard.global_shape or not local.numel():
@@ -215,26 +217,26 @@ def _read_wrapper(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
 
 def _read_dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> LocalTensor:
     shape = tuple(value.shape)
-    placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
+    placements = tuple(plan_placement(placement, value, fqn) for placement in value.placements)
     local = unwrap(local_of(value))
     if _is_chunked(local):
         return _read_parts(fqn, local.dtype, shape, _read_chunks(local, fqn))
-    mesh = mesh_within(value.device_mesh, group, fqn)
+    mesh = plan_mesh(value.device_mesh, group, fqn)
     view = plan.MeshPlaced(mesh, placements) if mesh else plan.Parts(())
     if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
         return LocalTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
-    local = plain(local, fqn)
+    local = to_plain_tensor(local, fqn)
     dtype = dtype_name(local.dtype, fqn)
     if 0 in shape:
         return LocalTensor(dtype, shape, view, (Region.whole(shape),), (local.new_empty(shape),))
     seen, cells = local_cells(view, rank, local, value, fqn)
-    return LocalTensor(dtype, shape, seen, cells, tuple(boxes_in(local, cells)))
+    return LocalTensor(dtype, shape, seen, cells, tuple(split_boxes(local, cells)))
 
 
 def _read_sharded(value: ShardedTensor, fqn: str) -> LocalTensor:
     metadata = value.metadata()
     shards = [
-        (tuple(shard.metadata.shard_offsets), plain(shard.tensor, fqn))
+        (tuple(shard.metadata.shard_offsets), to_plain_tensor(shard.tensor, fqn))
         for shard in value.local_shards()
     ]
     return _read_parts(fqn, metadata.tensor_properties.dtype, tuple(metadata.size), shards)
@@ -252,7 +254,7 @@ def _read_chunks(value: Any, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
     for number, chunk in enumerate(value.__create_chunk_list__()):
         if 0 not in chunk.sizes:
             index = MetadataIndex(fqn, chunk.offsets, number)
-            local = plain(value.__get_tensor_shard__(index), fqn)
+            local = to_plain_tensor(value.__get_tensor_shard__(index), fqn)
             if local.shape != chunk.sizes:
                 raise ValueError(
                     f"{fqn}: {class_name(value)} reports a chunk of {tuple(chunk.sizes)} at "

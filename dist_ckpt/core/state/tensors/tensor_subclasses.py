@@ -23,7 +23,7 @@ from dist_ckpt.core.format.geometry import Region, Shape
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning import plan
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor
-from dist_ckpt.core.state.tensors.dtensors import local_cells, mesh_within, placement_of
+from dist_ckpt.core.state.tensors.dtensors import local_cells, plan_mesh, plan_placement
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.wrappers import LocalShard
@@ -83,9 +83,7 @@ def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
     return inner
 
 
-def flatten_context_of(
-    value: torch.Tensor, fqn: str, shape: Shape | None = None
-) -> dict[str, object]:
+def subclass_record(value: torch.Tensor, fqn: str, shape: Shape | None = None) -> dict[str, object]:
     """Return the record of a tensor subclass, as plain data.
 
     `shape` is that of the whole, if the value is a part. `exact` is True if `context` is the
@@ -208,13 +206,13 @@ class LocalBox:
         return tuple(dim for dim, (whole, part) in enumerate(sizes) if whole != part)
 
 
-def local_box(value: DTensor, fqn: str) -> LocalBox:
+def find_local_box(value: DTensor, fqn: str) -> LocalBox:
     """Return the box that this rank has of a DTensor. TypeError if it is more than one."""
     shape = tuple(value.shape)
     ranks: list[int] = value.device_mesh.mesh.flatten().tolist()
-    mesh = mesh_within(value.device_mesh, tuple(ranks), fqn)
+    mesh = plan_mesh(value.device_mesh, tuple(ranks), fqn)
     assert mesh is not None
-    placements = tuple(placement_of(placement, value, fqn) for placement in value.placements)
+    placements = tuple(plan_placement(placement, value, fqn) for placement in value.placements)
     rank = ranks.index(dist.get_rank())
     view = plan.MeshPlaced(mesh, placements)
     _, cells = local_cells(view, rank, local_tensor(value), value, fqn)
@@ -236,12 +234,12 @@ def inner_shards(
 
     The second result is the record of those that are stored for each shard, None without any.
     """
-    cut = local_box(value, fqn)
+    cut = find_local_box(value, fqn)
     inner = inner_tensors(local, fqn)
     tables = _tables(local, cut, inner)
     shards, single = {}, []
     for name, tensor in inner.items():
-        box = inner_cut(cut, tuple(tensor.shape), is_table=tables.get(name))
+        box = find_inner_box(cut, tuple(tensor.shape), is_table=tables.get(name))
         if box is not None:
             shards[name] = LocalShard(tensor, box.shape, box.box.offset)
             continue
@@ -255,7 +253,7 @@ def inner_shards(
     return shards, {"parts": single, "placements": str(value.placements), "mesh": mesh}
 
 
-def inner_cut(cut: LocalBox, shape: Shape, *, is_table: bool | None) -> LocalBox | None:
+def find_inner_box(cut: LocalBox, shape: Shape, *, is_table: bool | None) -> LocalBox | None:
     """Return the box of an inner tensor of a local `shape`, or None if it is unknown.
 
     `is_table`: every rank has all of it, where the shape leaves that open; None if unknown.

@@ -57,14 +57,14 @@ def check_kind(kind: str) -> None:
         )
 
 
-def container(kind: str, items: Iterable[tuple[PathKey, object]]) -> object:
+def create_container(kind: str, items: Iterable[tuple[PathKey, object]]) -> object:
     """Return a new container of a kind that `check_kind` has accepted."""
     if kind.startswith(_DEFAULT):
         return defaultdict(FACTORIES[kind.removeprefix(_DEFAULT)], items)
     return _TYPES[kind](items if is_mapping(kind) else (value for _, value in items))
 
 
-def entries_of(value: object) -> Mapping[PathKey, object] | None:
+def container_entries(value: object) -> Mapping[PathKey, object] | None:
     """Return the values of a container by key, or None for anything else."""
     if kind_of(value) is None:
         return None
@@ -72,7 +72,7 @@ def entries_of(value: object) -> Mapping[PathKey, object] | None:
     return value if isinstance(value, Mapping) else dict(enumerate(value))
 
 
-def whole_of(name: str, values: Container[str]) -> str | None:
+def find_enclosing_subclass(name: str, values: Container[str]) -> str | None:
     """Return the outermost tensor subclass that has a name as its part; None without one.
 
     `values` are the names of a checkpoint's values: tensor subclasses have a record there.

@@ -20,7 +20,7 @@ from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.torch_private import local_tensor
-from dist_ckpt.core.state.fsdp1.modules import check_whole
+from dist_ckpt.core.state.fsdp1.modules import check_not_flattened
 from dist_ckpt.core.state.modules import ModuleState, flat_state, merge_states, module_state
 from dist_ckpt.core.state.optimizer_state import (
     OptimizerState,
@@ -31,10 +31,10 @@ from dist_ckpt.core.state.optimizer_state import (
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, is_array
 from dist_ckpt.core.state.tensors.read_tensor import is_meta, is_tensor_leaf
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
-    flatten_context_of,
     inner_shards,
     inner_tensors,
     is_wrapper_subclass,
+    subclass_record,
     unwrap,
 )
 from dist_ckpt.core.state.tree.containers import (
@@ -42,7 +42,7 @@ from dist_ckpt.core.state.tree.containers import (
     RECORD,
     PathKey,
     State,
-    entries_of,
+    container_entries,
     is_mapping,
     join,
     kind_of,
@@ -168,7 +168,7 @@ def requires_grad(root: Tree) -> dict[str, bool]:
 OptimizerNames = Callable[[str, OptimizerLeaf], Iterable[str]]
 
 
-def choices(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "") -> Iterator[str]:
+def selectable_names(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "") -> Iterator[str]:
     """Yield the names that a selection may choose from, at and below `fqn`."""
     if fqn:
         yield fqn
@@ -176,7 +176,7 @@ def choices(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "") -> Itera
         yield from optimizer_names(fqn, tree)
     elif isinstance(tree, Branch | ModuleLeaf):
         for key, child in tree.children.items():
-            yield from choices(child, optimizer_names, join(fqn, key))
+            yield from selectable_names(child, optimizer_names, join(fqn, key))
 
 
 def select_leaves(
@@ -252,7 +252,7 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
         return TensorLeaf(value)
     inner = inner_tensors(value, fqn)
     leaves = {name: read_tensor(tensor, join(fqn, name)) for name, tensor in inner.items()}
-    return SubclassLeaf(value, leaves, flatten_context_of(value, fqn))
+    return SubclassLeaf(value, leaves, subclass_record(value, fqn))
 
 
 def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf | SubclassLeaf:
@@ -263,7 +263,7 @@ def _read_sharded(value: DTensor, local: torch.Tensor, fqn: str) -> TensorLeaf |
     if type(local) in PLAIN or not is_wrapper_subclass(local):
         return TensorLeaf(value)
     shards, single = inner_shards(value, local, fqn)
-    record = flatten_context_of(local, fqn, tuple(value.shape))
+    record = subclass_record(local, fqn, tuple(value.shape))
     if single is not None:
         record["for_each_shard"] = single
     return SubclassLeaf(value, {name: TensorLeaf(shard) for name, shard in shards.items()}, record)
@@ -276,7 +276,7 @@ def has_state(value: object) -> bool:
     )
 
 
-def state_of(value: object, fqn: str) -> object:
+def read_state_dict(value: object, fqn: str) -> object:
     """Return an object's state dict, or the value itself."""
     if not has_state(value):
         return value
@@ -307,7 +307,7 @@ _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     if isinstance(value, Named | Optimizer):
         return _read_optimizer(value, fqn, above)
-    entries = entries_of(value)
+    entries = container_entries(value)
     if entries is None and not has_state(value):
         return PlainLeaf(value)
     if id(value) in above:
@@ -318,7 +318,7 @@ def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
     if isinstance(value, nn.Module):
         return _read_module(_read_module_state(value, fqn), fqn, above)
     if entries is None:
-        return ObjectLeaf(value, read_value(state_of(value, fqn), fqn, above))
+        return ObjectLeaf(value, read_value(read_state_dict(value, fqn), fqn, above))
     return _read_container(value, entries, fqn, above)
 
 
@@ -344,7 +344,7 @@ def _leaf(value: object, fqn: str) -> Tree | None:
     if type(value) in _ATOMS:
         return PlainLeaf(value)
     if type(value) in PLAIN or is_array(value):
-        check_whole(value, fqn)
+        check_not_flattened(value, fqn)
         return TensorLeaf(value)
     if is_tensor_leaf(value):
         return read_tensor(value, fqn)
@@ -390,7 +390,7 @@ def _read_module_state(module: nn.Module, fqn: str) -> ModuleState:
     with calling_user_code(fqn, module, "state_dict"):
         state = module_state(module)
     for name, tensor in (*state.live.items(), *state.left_out.items()):
-        check_whole(tensor, fqn, name)
+        check_not_flattened(tensor, fqn, name)
     return state
 
 
@@ -415,7 +415,7 @@ def _read_optimizer(
         raise TypeError(f"{fqn}: Named holds a {type(optimizer).__name__}: give it an optimizer")
     if (state := direct_state(optimizer, fqn)) is not None:
         return OptimizerLeaf(state, names, {})
-    reported = state_of(optimizer, fqn)
+    reported = read_state_dict(optimizer, fqn)
     if (state := reported_state(optimizer, reported)) is None:
         check_unnamed(optimizer, fqn)
     try:

@@ -19,8 +19,8 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
     Scope,
     SourceCatalog,
-    optimizer_of,
-    state_of,
+    optimizer_name,
+    state_name,
     tag,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
@@ -44,11 +44,11 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     catalogs = {view.number: view.saved.catalog for view in views}
     origins = tuple(SourceCatalog(path, catalogs[number]) for number, path in enumerate(paths))
     allocation = _Allocation()
-    provided = [allocation.take(view) for view in views]
+    provided = [allocation.allocate(view) for view in views]
     leaves = {
         name: tag(names.number, fqn) for names in provided for name, fqn in names.leaves.items()
     }
-    kinds, entries = _containers(provided)
+    kinds, entries = _merge_containers(provided)
     problems = [f"{view.scope.path}: {text}" for view in views for text in view.saved.problems]
     mains = {view.number: view.saved.main for view in views}
     return replace(
@@ -62,15 +62,18 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
             name for names in provided for name in names.saved.numpy & names.leaves.keys()
         ),
         main={tag(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
-        read=_reader({view.number: view.saved.read for view in views}),
+        read=_merge_readers({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
         origins=origins,
-        unmatched=tuple(_unmatched(views)),
-        left_out=tuple(sorted(name for view in views for name in _left_out(view, leaves))),
+        unmatched=tuple(_find_unmatched(views)),
+        left_out=tuple(sorted(name for view in views for name in _find_left_out(view, leaves))),
         stepless=frozenset(
-            state for view in views for state in _states(view.saved) if view.scope.gives(state)
+            state
+            for view in views
+            for state in _state_names(view.saved)
+            if view.scope.provides(state)
         ),
     )
 
@@ -80,13 +83,13 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
 
 @dataclass(frozen=True, slots=True)
 class _SourceNames:
-    """The names that one source provides, by their names here; `alive` has those above too."""
+    """The names that one source provides, by their names here; `all_names` has those above too."""
 
     number: int
     saved: SavedTree
     leaves: Mapping[str, str]
     params: Mapping[str, Sequence[str]]
-    alive: frozenset[str]
+    all_names: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -102,20 +105,20 @@ class _Allocation:
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     clashing: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def take(self, view: SourceView) -> _SourceNames:
+    def allocate(self, view: SourceView) -> _SourceNames:
         """Return the names that one more source provides, and record them."""
         key, saved = view.scope.key, self._regroup(view)
         records = (name for name in saved.leaves if name.endswith(f".{RECORD}"))
-        compounds = (record.removesuffix(f".{RECORD}") for record in records)
-        units = frozenset((*compounds, *saved.params, *_states(saved)))
+        subclasses = (record.removesuffix(f".{RECORD}") for record in records)
+        units = frozenset((*subclasses, *saved.params, *_state_names(saved)))
         provided: dict[str, str] = {}
         empty = (name for name in saved.kinds if name and not saved.children(name))
         for name in (*saved.leaves, *(name for name in empty if name not in saved.leaves)):
-            if not view.scope.gives(name):
+            if not view.scope.provides(name):
                 continue
             # The unit of a name is the outermost one that has it.
             unit = next((n for n in reversed([*names_above(name)]) if n in units), name)
-            if (other := self._key_of(unit)) is None:
+            if (other := self._find_key(unit)) is None:
                 provided[name] = unit
             elif other != key:
                 self.clashing.setdefault((other, key), []).append(name)
@@ -125,11 +128,11 @@ class _Allocation:
             self.above.update(dict.fromkeys(above, key))
         params = {group: names for group, names in saved.params.items() if group in provided}
         for group, names in params.items():
-            self.groups.setdefault((key, optimizer_of(group)), []).extend(names)
-            self.numbers[key, optimizer_of(group)] = _number_of(group) + 1
+            self.groups.setdefault((key, optimizer_name(group)), []).extend(names)
+            self.numbers[key, optimizer_name(group)] = _group_number(group) + 1
         leaves = {name: saved.leaves[name] for name in provided if name in saved.leaves}
-        alive = frozenset(above for name in provided for above in names_above(name))
-        return _SourceNames(view.number, saved, leaves, params, alive)
+        all_names = frozenset(above for name in provided for above in names_above(name))
+        return _SourceNames(view.number, saved, leaves, params, all_names)
 
     def clashes(self) -> Iterator[str]:
         """Yield a problem for names in the sources of two keys."""
@@ -141,7 +144,7 @@ class _Allocation:
                 f"first source that has a name provides it"
             )
 
-    def _key_of(self, unit: str) -> str | None:
+    def _find_key(self, unit: str) -> str | None:
         """Return the key that provides a unit, one above it, or one below it; None if none."""
         if unit in self.above:
             return self.above[unit]
@@ -156,14 +159,14 @@ class _Allocation:
         moved: dict[str, str | None] = {}
         # Not in `saved.params`: a new number may be the old one of another group.
         renumbered: dict[str, Sequence[str]] = {}
-        for group in sorted(saved.params, key=_number_of):
-            optimizer = optimizer_of(group)
+        for group in sorted(saved.params, key=_group_number):
+            optimizer = optimizer_name(group)
             if (key, optimizer) not in self.groups:
                 continue
             moved[group] = None
             former = set(self.groups[key, optimizer])
             remaining = [name for name in saved.params[group] if name not in former]
-            if remaining and view.scope.gives(group):
+            if remaining and view.scope.provides(group):
                 number = self.numbers[key, optimizer]
                 self.numbers[key, optimizer] = number + 1
                 moved[group] = new = f"{optimizer}{GROUPS}{number}"
@@ -190,7 +193,7 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
         kinds={to: kind for name, kind in saved.kinds.items() if (to := new(name)) is not None},
         entries={
             to: tuple(
-                (_number_of(now) if child in groups else key, now)
+                (_group_number(now) if child in groups else key, now)
                 for key, child in children
                 if (now := new(child)) is not None
             )
@@ -201,30 +204,30 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
     )
 
 
-def _states(saved: SavedTree) -> Iterator[str]:
+def _state_names(saved: SavedTree) -> Iterator[str]:
     """Yield the names of the state of each parameter that the groups name."""
     for group, params in saved.params.items():
-        yield from (join(state_of(group), name) for name in params)
+        yield from (join(state_name(group), name) for name in params)
 
 
-def _number_of(group: str) -> int:
+def _group_number(group: str) -> int:
     number = group.rpartition(".")[2]
     return int(number) if number.isdecimal() else 0
 
 
-def _left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
+def _find_left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]:
     scope, names = view.scope, view.saved.leaves.keys() - leaves.keys()
-    return (name for name in names if scope.holds(name) and name not in scope.selection)
+    return (name for name in names if scope.contains(name) and name not in scope.selection)
 
 
-def _unmatched(views: Iterable[SourceView]) -> Iterator[str]:
+def _find_unmatched(views: Iterable[SourceView]) -> Iterator[str]:
     paths: dict[str, list[str]] = {}
     existing: set[str] = set()
     for scope, saved in ((view.scope, view.saved) for view in views):
-        names = [name for name in saved.leaves if scope.holds(name)]
+        names = [name for name in saved.leaves if scope.contains(name)]
         yield from (f"{scope.path}: {problem}" for problem in scope.selection.unmatched(names))
         paths.setdefault(scope.key, []).append(scope.path)
-        if not scope.key or saved.holds(scope.key):
+        if not scope.key or saved.contains(scope.key):
             existing.add(scope.key)
     for key, here in paths.items():
         if key not in existing:
@@ -234,20 +237,20 @@ def _unmatched(views: Iterable[SourceView]) -> Iterator[str]:
 # --- one catalog, one tree -------------------------------------------------------------------
 
 
-def _containers(
+def _merge_containers(
     provided: Sequence[_SourceNames],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
     kinds: dict[str, str] = {}
     entries: dict[str, dict[str, PathKey]] = {}
     for names in provided:
         for name, kind in names.saved.kinds.items():
-            if name and name not in names.alive:
+            if name and name not in names.all_names:
                 continue
             if kinds.setdefault(name, kind) != kind:
                 kinds[name] = "dict"
             children = entries.setdefault(name, {})
             for key, child in names.saved.entries.get(name, ()):
-                if child in names.alive:
+                if child in names.all_names:
                     children.setdefault(child, key)
     ordered: dict[str, Sequence[tuple[PathKey, str]]] = {}
     for name, children in entries.items():
@@ -290,7 +293,9 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
     )
 
 
-def _reader(reads: Mapping[int, Callable[[int], ObjectsFile]]) -> Callable[[int], ObjectsFile]:
+def _merge_readers(
+    reads: Mapping[int, Callable[[int], ObjectsFile]],
+) -> Callable[[int], ObjectsFile]:
     @cache
     def read(file: int) -> ObjectsFile:
         rank, number = divmod(file, len(reads))

@@ -17,7 +17,7 @@ from dist_ckpt.core.state.tree.containers import join
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
 # The number of missing names to examine: each one is compared with all unclaimed saved names.
-_MAX_TRIES = 16
+_MAX_EXAMINED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Rename:
 
     rules: tuple[_Rule, ...] = ()
 
-    def of_all(
+    def apply(
         self, names: Iterable[str], states: Mapping[str, tuple[str, str]] | None = None
     ) -> tuple[dict[str, str | None], tuple[str, ...]]:
         """Return the new name of each name, and the problems of the rules for these names.
@@ -76,7 +76,7 @@ class Rename:
         sources: dict[str, str] = {}
         ruled: dict[str, tuple[str, ...]] = {}
         for name in names:
-            targets_by_rule = self._targets(name)
+            targets_by_rule = self._find_targets(name)
             if states and (above := next(filter(states.__contains__, names_above(name)), "")):
                 below = name[len(above) :]
                 targets_by_rule = self._move_with_parameter(targets_by_rule, *states[above], below)
@@ -93,7 +93,7 @@ class Rename:
         unused = [rule.pattern for rule in self.rules if rule.pattern not in used]
         return renamed, tuple(_problems(disagreeing, colliding, unused))
 
-    def _targets(self, name: str) -> dict[str, str | None]:
+    def _find_targets(self, name: str) -> dict[str, str | None]:
         return {
             rule.pattern: rule.new_name(match, name)
             for rule in self.rules
@@ -107,8 +107,10 @@ class Rename:
 
         The state of a dropped parameter stays: another parameter may have its name now.
         """
-        moved = {rule: new for rule, new in self._targets(parameter).items() if new is not None}
-        above = self._targets(holder)
+        moved = {
+            rule: new for rule, new in self._find_targets(parameter).items() if new is not None
+        }
+        above = self._find_targets(holder)
         holders = {*above.values()} or {holder}
         if not moved or targets.keys() != above.keys() or len(holders) > 1 or None in holders:
             return targets
@@ -142,14 +144,14 @@ def _problems(
 # --- patterns --------------------------------------------------------------------------------
 
 
-def rename_of(rules: Mapping[str, str | None] | None) -> Rename:
+def parse_rename(rules: Mapping[str, str | None] | None) -> Rename:
     """Check a load's `rename`. Raises TypeError or ValueError."""
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rename={rules!r}: give a mapping from saved names to names or None")
-    return Rename(tuple(_rule(pattern, target) for pattern, target in (rules or {}).items()))
+    return Rename(tuple(_parse_rule(pattern, target) for pattern, target in (rules or {}).items()))
 
 
-def _rule(pattern: object, target: object) -> _Rule:
+def _parse_rule(pattern: object, target: object) -> _Rule:
     label = f"rename has {pattern!r}: {target!r}"
     if not isinstance(pattern, str) or not isinstance(target, str | None):
         raise TypeError(f"{label}: map a saved name to a name or None")
@@ -162,11 +164,11 @@ def _rule(pattern: object, target: object) -> _Rule:
         raise ValueError(f"{label}: write a text between two wildcards, or leave one of them out")
     if len(set(names)) < len(names):
         raise ValueError(f"{label}: give each {{name}} of the pattern a different name")
-    new = None if target is None else _target(target, names, label)
+    new = None if target is None else _parse_target(target, names, label)
     return _Rule(pattern, texts[0], re.compile(_regex(texts, names), re.DOTALL), new)
 
 
-def _target(target: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
+def _parse_target(target: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
     (first, *texts), wildcards = _parse(target, label)
     if list(filter(_is_star, names)) != list(filter(_is_star, wildcards)):
         raise ValueError(f"{label}: give both sides the same number of `*`")
@@ -218,7 +220,7 @@ def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
 # --- suggested rules -------------------------------------------------------------------------
 
 
-def rules_for(
+def suggest_rules(
     missing: Iterable[str], free: Collection[str], claimed: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return rules for missing names that were saved with a longer or shorter prefix.
@@ -231,7 +233,7 @@ def rules_for(
     covered: dict[str, str] = {}
     remaining = dict.fromkeys(missing)
     all_free, free = frozenset(free), set(free)
-    for _ in range(_MAX_TRIES):
+    for _ in range(_MAX_EXAMINED):
         if (name := next(iter(remaining), None)) is None:
             break
         best: dict[str, str] = {}
@@ -241,9 +243,9 @@ def rules_for(
             pairs = {
                 wanted: saved
                 for wanted in remaining
-                if _is_below(wanted, new) and (saved := _move(wanted, new, old)) in free
+                if _is_below(wanted, new) and (saved := _replace_prefix(wanted, new, old)) in free
             }
-            if _is_of_several(old, new, pairs.values(), all_free):
+            if _is_ambiguous(old, new, pairs.values(), all_free):
                 continue
             if len(pairs) > len(best):
                 best, rule = pairs, (join(old, "*"), join(new, "*"))
@@ -254,7 +256,7 @@ def rules_for(
         remaining = {other: None for other in remaining if other != name and other not in best}
     # A name may contain a wildcard: then the rules may not give these names.
     try:
-        renamed, problems = rename_of(rules).of_all(covered.values())
+        renamed, problems = parse_rename(rules).apply(covered.values())
     except ValueError:
         return {}, {}
     fits = not problems and all(renamed[saved] == name for name, saved in covered.items())
@@ -270,8 +272,8 @@ def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
             continue
         saved = candidate.split(".")
         # The common end counts first, so that the rule covers as many names as possible.
-        below = _num_alike(saved[::-1], wanted[::-1])
-        above = _num_alike(saved, wanted)
+        below = _num_equal(saved[::-1], wanted[::-1])
+        above = _num_equal(saved, wanted)
         pair = ".".join(saved[: len(saved) - below]), ".".join(wanted[: len(wanted) - below])
         shorter, longer = sorted((saved, wanted), key=len)
         more = longer[len(shorter) - below : len(longer) - below]
@@ -282,7 +284,7 @@ def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield pair
 
 
-def _is_of_several(old: str, new: str, saved: Collection[str], names: Collection[str]) -> bool:
+def _is_ambiguous(old: str, new: str, saved: Collection[str], names: Collection[str]) -> bool:
     """Return True if a rule would choose one of several models of a list: the user has to.
 
     A single model with a new list around it is the first item.
@@ -295,10 +297,10 @@ def _is_of_several(old: str, new: str, saved: Collection[str], names: Collection
     start = f"{above}." if above else ""
     tops = {name[len(start) :].partition(".")[0] for name in names if name.startswith(start)}
     siblings = [join(above, top) for top in tops if top.isdigit() and top != number]
-    return any(_move(name, old, other) in names for name in saved for other in siblings)
+    return any(_replace_prefix(name, old, other) in names for name in saved for other in siblings)
 
 
-def _num_alike(left: Sequence[str], right: Sequence[str]) -> int:
+def _num_equal(left: Sequence[str], right: Sequence[str]) -> int:
     return sum(1 for _ in takewhile(bool, map(eq, left, right)))
 
 
@@ -306,5 +308,5 @@ def _is_below(name: str, above: str) -> bool:
     return not above or name.startswith(f"{above}.")
 
 
-def _move(name: str, above: str, new_above: str) -> str:
+def _replace_prefix(name: str, above: str, new_above: str) -> str:
     return join(new_above, name[len(above) + 1 :] if above else name)

@@ -11,7 +11,7 @@ from functools import cache
 from dist_ckpt.core.format.index.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import Selection, names_above
-from dist_ckpt.core.state.binding.sources.rename import rename_of
+from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     RECORD,
@@ -58,17 +58,17 @@ class Scope:
     key: str
     selection: Selection
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return True if a name is at or below the key."""
         return not self.key or name == self.key or name.startswith(f"{self.key}.")
 
-    def gives(self, name: str) -> bool:
+    def provides(self, name: str) -> bool:
         """Return True if a saved name is loaded from this source."""
-        return self.holds(name) and name in self.selection
+        return self.contains(name) and name in self.selection
 
-    def is_about(self, name: str) -> bool:
+    def can_have(self, name: str) -> bool:
         """Return True if a name of the state, or a name below it, may come from this source."""
-        return self.holds(name) or self.key.startswith(f"{name}.")
+        return self.contains(name) or self.key.startswith(f"{name}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +85,16 @@ class Scopes:
     def __contains__(self, name: str) -> bool:
         if name not in self.selection:
             return False
-        about = [scope for scope in self.scopes if scope.is_about(name)]
+        about = [scope for scope in self.scopes if scope.can_have(name)]
         return not about or any(name in scope.selection for scope in about)
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the problem of each pattern of the load itself that matches no name."""
         return self.selection.unmatched(names)
 
-    def looked_in(self, name: str) -> tuple[str, ...]:
+    def searched_paths(self, name: str) -> tuple[str, ...]:
         """Return the paths of the sources that may have a name and do not leave it out."""
-        about = (scope for scope in self.scopes if scope.is_about(name) and name in scope.selection)
+        about = (scope for scope in self.scopes if scope.can_have(name) and name in scope.selection)
         return tuple(dict.fromkeys(scope.path for scope in about))
 
 
@@ -134,7 +134,7 @@ class SavedTree:
     left_out: tuple[str, ...] = ()
     stepless: frozenset[str] = frozenset()
 
-    def number_of(self, name: str) -> int:
+    def source_number(self, name: str) -> int:
         """Return the number of the checkpoint that has a name, or the first name below it."""
         if not self.origins:
             return 0
@@ -144,13 +144,13 @@ class SavedTree:
 
     def source_text(self, name: str) -> str:
         """Return a text with the checkpoint of a name, among several; "" for a single one."""
-        return f" in {self.origins[self.number_of(name)].path}" if self.origins else ""
+        return f" in {self.origins[self.source_number(name)].path}" if self.origins else ""
 
     def catalog_of(self, name: str) -> Catalog:
         """Return the catalog of the checkpoint that has a name."""
-        return self.origins[self.number_of(name)].catalog if self.origins else self.catalog
+        return self.origins[self.source_number(name)].catalog if self.origins else self.catalog
 
-    def says_stepless(self, name: str) -> bool:
+    def is_stepless(self, name: str) -> bool:
         """Return True if a parameter's missing state did not exist at the save either."""
         return not self.origins or name in self.stepless
 
@@ -166,11 +166,11 @@ class SavedTree:
         """Return True if the name is that of a tensor subclass."""
         return join(name, RECORD) in self.leaves
 
-    def kind_of(self, name: str) -> str | None:
+    def describe_kind(self, name: str) -> str | None:
         """Return a text for the kind of a saved name; None if nothing was saved."""
         if self.tensor(name) is not None:
             return "a tensor"
-        if self.keys_of(name) is not None:
+        if self.per_rank_keys(name) is not None:
             return "a per-rank value"
         if self.is_value(name):
             return "a value without tensors"
@@ -178,7 +178,7 @@ class SavedTree:
             saved = self.main.get(self.leaves[join(name, RECORD)])
             name_of_class = saved.get("class") if isinstance(saved, Mapping) else None
             return f"the parts of a {name_of_class or 'tensor subclass'}"
-        return "a container with tensors" if self.holds(name) else None
+        return "a container with tensors" if self.contains(name) else None
 
     def is_of_mesh(self, name: str, mesh: Sequence[tuple[str, int]], world_size: int) -> bool:
         """Return True if ranks have the same meaning as at the save, as far as known."""
@@ -197,7 +197,7 @@ class SavedTree:
         """Return True if the name is a value that is neither a tensor nor per-rank."""
         return self.leaves.get(name) in self.catalog.values
 
-    def keys_of(self, name: str) -> tuple[tuple[Key, int], ...] | None:
+    def per_rank_keys(self, name: str) -> tuple[tuple[Key, int], ...] | None:
         """Return the keys of a per-rank value and the ranks that stored them, or None."""
         return self.catalog.per_rank.get(self.leaves.get(name, ""))
 
@@ -234,7 +234,7 @@ class SavedTree:
                 return
             yield self.order[number]
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return True if a leaf or a container has this name, or a leaf is below it."""
         return name in self.leaves or name in self.kinds or next(self.below(name), None) is not None
 
@@ -256,12 +256,12 @@ class SavedTree:
         return tuple((top[len(name) + 1 :] if name else top, top) for top in tops)
 
 
-def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+def format_mesh(mesh: Sequence[tuple[str, int]]) -> str:
     """Return the text of a mesh, for messages."""
     return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"
 
 
-def saved_tree_of(
+def build_saved_tree(
     catalog: Catalog,
     main: ObjectsFile,
     read: Callable[[int], ObjectsFile],
@@ -273,26 +273,26 @@ def saved_tree_of(
     Raises TypeError or ValueError for an invalid rename; one that does not fit the checkpoint is in
     `problems`. CorruptError or IncompatibleError for a tree that no save has written.
     """
-    rules = rename_of(rename)
+    rules = parse_rename(rename)
     names = catalog.names
-    groups = _groups(catalog, main)
+    groups = _read_groups(catalog, main)
     if both := {node.fqn for node in main.tree}.intersection(names):
         raise CorruptError(
             f"{min(both)[:100]}: saved as a container and as a tensor or value: load an older "
             "checkpoint"
         )
     # Parameters without state are only in the groups.
-    stems = ((state_of(group), params) for group, params in groups.items())
+    stems = ((state_name(group), params) for group, params in groups.items())
     states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
     # Other names of parameters are older ones, or those of torch's helpers, within a module.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
     movable = {n: of for n, of in states.items() if of[1] in saved or join(of[1], RECORD) in saved}
-    renamed, problems = rules.of_all(dict.fromkeys((*names, *states)), movable)
+    renamed, problems = rules.apply(dict.fromkeys((*names, *states)), movable)
     if problems:
         renamed = dict(zip(names, names, strict=True))
     leaves = {new: name for name in names if (new := renamed[name]) is not None}
     params = dict(_rename_groups(groups, renamed))
-    kinds, entries = _containers(main.tree, renamed, leaves, params)
+    kinds, entries = _read_containers(main.tree, renamed, leaves, params)
     _check_tree(kinds, entries)
     problems += tuple(
         f"rename: {name!r} would be a container and {leaves[name]!r}: change the rules, or drop "
@@ -316,7 +316,7 @@ def saved_tree_of(
     )
 
 
-def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
+def _read_groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
     """Return the parameters' names of each optimizer group, from its name list."""
     groups: dict[str, Sequence[str]] = {}
     for name, value in main.values.items():
@@ -330,14 +330,14 @@ def _groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
     return groups
 
 
-def optimizer_of(group: str) -> str:
+def optimizer_name(group: str) -> str:
     """Return the name of the optimizer that has a group; without one, the group's name."""
     return group[: group.rindex(GROUPS)] if GROUPS in group else group
 
 
-def state_of(group: str) -> str:
+def state_name(group: str) -> str:
     """Return the name of the state of a group's parameters: `optim.state`."""
-    return f"{optimizer_of(group)}.state" if GROUPS in group else group
+    return f"{optimizer_name(group)}.state" if GROUPS in group else group
 
 
 def _rename_groups(
@@ -346,7 +346,7 @@ def _rename_groups(
     for group, params in groups.items():
         if (new_group := renamed[group]) is None:
             continue
-        before, after = f"{state_of(group)}.", f"{state_of(new_group)}."
+        before, after = f"{state_name(group)}.", f"{state_name(new_group)}."
         new = (renamed.get(before + p, before + p) for p in params)
         yield new_group, [p.removeprefix(after) for p in new if p is not None]
 
@@ -354,7 +354,7 @@ def _rename_groups(
 # --- containers ------------------------------------------------------------------------------
 
 
-def _containers(
+def _read_containers(
     tree: Iterable[Node],
     renamed: Mapping[str, str | None],
     leaves: Iterable[str],
