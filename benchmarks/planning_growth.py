@@ -12,7 +12,7 @@ from random import Random
 
 from benchmarks import simulated_ranks as simulated
 from benchmarks.scenario import Figure, Row
-from dist_ckpt.core.comm.collectives.collective import distinct
+from dist_ckpt.core.comm.collectives.collective import ranks_by_value
 from dist_ckpt.core.commit.receipts import build_file_tables, file_sizes, find_unequal_groups
 from dist_ckpt.core.format.geometry import (
     Cell,
@@ -266,7 +266,7 @@ def _receipts(num_ranks: int, num_files: int, num_groups: int) -> Work:
 
 # What grows, from which n.
 AXES: Mapping[str, tuple[Callable[[int], Work], int]] = {
-    "tell bodies apart: ranks": (lambda n: lambda: distinct([b"x" * 24] * n), 8192),
+    "tell bodies apart: ranks": (lambda n: lambda: ranks_by_value([b"x" * 24] * n), 8192),
     "plan FSDP2: ranks": (lambda n: _plan(simulated.fsdp(n, 300)), 2048),
     "plan FSDP2: tensors": (lambda n: _plan(simulated.fsdp(256, n)), 500),
     "plan HSDP: ranks": (lambda n: _plan(simulated.hsdp(n, 300)), 4096),

@@ -15,8 +15,8 @@ from math import prod
 from dist_ckpt.core.comm.collectives.collective import (
     Bodies,
     SingleProcessCollective,
-    distinct,
-    name_of,
+    body_name,
+    ranks_by_value,
 )
 from dist_ckpt.core.comm.exchange.channel import Exchange
 from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel, SingleProcessExchange
@@ -145,7 +145,7 @@ def alike(world_size: int, inventory: Inventory) -> Job:
 def each(world_size: int, inventory_of: Callable[[int], Inventory]) -> Job:
     """Return the job of which each rank says something else, as far as it is something else."""
     bodies = [typed_msgpack.encode(inventory_of(rank)) for rank in range(world_size)]
-    ranks = distinct([name_of(body) for body in bodies])
+    ranks = ranks_by_value([body_name(body) for body in bodies])
     return Job(world_size, tuple((bodies[who[0]], who) for who in ranks.values()))
 
 
@@ -300,11 +300,11 @@ class SimulatedCollective(SingleProcessCollective):
         self.calls = self.calls.plus(len(body))
         names = [b""] * self.world_size
         for sent, ranks in self._job.bodies:
-            name = name_of(sent)
+            name = body_name(sent)
             for rank in ranks:
                 names[rank] = name
         bodies = {who[0]: sent for sent, who in self._job.bodies}
-        return tuple((bodies[who[0]], who) for who in distinct(names).values())
+        return tuple((bodies[who[0]], who) for who in ranks_by_value(names).values())
 
 
 class ListedStorage(MemoryStorage):

@@ -16,7 +16,7 @@ from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.messages import failure_of
+from dist_ckpt.core.comm.messages import describe_error
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.filenames import Attempt
@@ -172,7 +172,7 @@ class MaintenanceThread:
         is_enough = self._num_failures > self._options.max_failures
         # Another try is useless if a newer incarnation has taken over.
         if self._options.on_failure == "raise" or is_enough or isinstance(error, ConflictError):
-            kind = failure_of(error, "background save").kind
+            kind = describe_error(error, "background save").kind
             self._proposals.append(BarrierProposal(COORDINATOR, text, raises=kind))
         else:
             self._proposals.append(BarrierProposal(COORDINATOR, text, again=True))

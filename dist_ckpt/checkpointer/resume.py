@@ -36,7 +36,7 @@ from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.model_description import differences
+from dist_ckpt.core.format.index.model_description import find_differences
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -200,7 +200,7 @@ class Resume:
             return
         changed = {
             name: f"{name}: {then} there, {now} here"
-            for name, (then, now) in differences(saved_config, config).items()
+            for name, (then, now) in find_differences(saved_config, config).items()
         }
         must_match = self.options.config_must_match
         refused = [

@@ -28,7 +28,7 @@ from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests, Signals
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
-from dist_ckpt.core.comm.messages import Failure, error_of
+from dist_ckpt.core.comm.messages import Failure, build_error
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -272,7 +272,7 @@ class RunSession:
         proposal, saves = boundary.proposal, self.saves
         try:
             if proposal is not None and proposal.raises:
-                raise error_of(Failure(proposal.raises, proposal.why, None, None))
+                raise build_error(Failure(proposal.raises, proposal.why, None, None))
             is_again = proposal is not None and proposal.again
             if saves is not None and (is_again or saves.needs_save(step)):
                 self._save(boundary, step, make_state)

@@ -25,7 +25,7 @@ from dist_ckpt.cli.results import (
     extend,
 )
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
-from dist_ckpt.core.storage.local.local_storage import with_remedy
+from dist_ckpt.core.storage.local.local_storage import describe_os_error
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import SaveReport, format_count, format_size
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
@@ -88,7 +88,7 @@ def errors_as_exit_codes() -> Iterator[None]:
             raise
         text = str(error)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            text = f"{error.filename}: " * bool(error.filename) + with_remedy(error)
+            text = f"{error.filename}: " * bool(error.filename) + describe_os_error(error)
         message = printable(text, allowed="\n")
         click.echo(f"dist-ckpt: {message}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from error

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.local.local_storage import with_remedy
+from dist_ckpt.core.storage.local.local_storage import describe_os_error
 from dist_ckpt.core.storage.local.renames import exchange_names
 from dist_ckpt.errors import (
     CheckpointError,
@@ -127,7 +127,7 @@ def _rename(storage: Storage, temporary: str, path: str, *, replaces: bool) -> N
     except FileExistsError:
         raise ExistsError(f"{path} was created meanwhile by another process: look at it") from None
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {with_remedy(error)}") from error
+        raise StorageError(f"{path} cannot be written: {describe_os_error(error)}") from error
 
 
 def _remove(storage: Storage, folder: str) -> None:

@@ -32,7 +32,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     warn_of_old,
 )
-from dist_ckpt.core.format.filenames import NO_CHECKPOINTS, Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json, Scalar
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
@@ -197,7 +197,7 @@ def list_folder(storage: Storage, root: str) -> Sequence[Entry]:
 
 def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence[RunCheckpoint]:
     names = [entry.name for entry in entries if entry.kind == "folder"]
-    paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in NO_CHECKPOINTS]
+    paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in RESERVED_NAMES]
     threads = Config.from_environment().threads
     infos = parallel_for(lambda path: _read(storage, path), paths, threads=threads)
     return [info for info in infos if info is not None]

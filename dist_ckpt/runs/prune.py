@@ -35,7 +35,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     refuse_old,
 )
-from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, NO_CHECKPOINTS, Attempt
+from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, RESERVED_NAMES, Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
     ConflictError,
@@ -165,7 +165,7 @@ def _forget(
 def _folders(storage: Storage, root: str) -> list[str]:
     entries = attempts.list_entries(storage, root)
     names = [entry.name for entry in entries if entry.kind == "folder"]
-    return [name for name in names if name not in NO_CHECKPOINTS]
+    return [name for name in names if name not in RESERVED_NAMES]
 
 
 def _clear(storage: Storage, root: str, path: str) -> None:

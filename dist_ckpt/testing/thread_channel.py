@@ -13,8 +13,8 @@ from dist_ckpt.core.comm.collectives.collective import (
     NAME_NBYTES,
     Bodies,
     Transfer,
-    distinct,
-    name_of,
+    body_name,
+    ranks_by_value,
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.store_values import Store
@@ -188,8 +188,8 @@ class ThreadCollective:
     def all_gather_distinct(self, body: bytes) -> Bodies:
         """See `Collective.all_gather_distinct`."""
         bodies = self._gather(body)
-        ranks = distinct([name_of(body) for body in bodies])
-        is_sender = ranks[name_of(body)][0] == self.rank
+        ranks = ranks_by_value([body_name(body) for body in bodies])
+        is_sender = ranks[body_name(body)][0] == self.rank
         self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
         return tuple((bodies[senders[0]], senders) for senders in ranks.values())
 

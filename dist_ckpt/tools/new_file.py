@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.commit.commit_protocol import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
-from dist_ckpt.core.storage.local.local_storage import LocalStorage, with_remedy
+from dist_ckpt.core.storage.local.local_storage import LocalStorage, describe_os_error
 from dist_ckpt.core.storage.local.renames import rename_exclusively
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
@@ -49,7 +49,7 @@ def new_file(
     except StorageError as error:  # with the user's path: the temporary name is gone now
         raise StorageError(str(error).replace(temporary, file_path)) from error
     except OSError as error:
-        raise StorageError(f"{file_path} cannot be written: {with_remedy(error)}") from error
+        raise StorageError(f"{file_path} cannot be written: {describe_os_error(error)}") from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)

@@ -14,7 +14,7 @@ from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import MemoryFile, RecoveredSnapshot
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.core.storage.virtual_files import FileOfBytes, OverlayStorage
+from dist_ckpt.core.storage.virtual_files import BytesFile, OverlayStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -76,7 +76,7 @@ class TestSnapshotStorage(StorageContract):
     @pytest.fixture
     def storage(self) -> Storage:
         storage = OverlayStorage(MemoryStorage({"/root": None}))
-        storage.serve({f"{FOLDER}/one": FileOfBytes(b"abc")})
+        storage.serve({f"{FOLDER}/one": BytesFile(b"abc")})
         return storage
 
     @pytest.fixture
@@ -86,7 +86,7 @@ class TestSnapshotStorage(StorageContract):
 
 def test_a_file_in_memory_is_read_from_any_byte_and_ends_where_it_ends(kept):
     storage = OverlayStorage(stored(None))
-    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0), f"{FOLDER}/two": FileOfBytes(b"abc")})
+    storage.serve({f"{FOLDER}/one": MemoryFile(kept, 0), f"{FOLDER}/two": BytesFile(b"abc")})
     file = storage.open(f"{FOLDER}/one")
     assert file.nbytes == len(DATA)
     for offset, nbytes in ((0, 10), (5, 4096), (len(DATA) - 3, 10), (len(DATA), 1), (10**6, 1)):
@@ -117,7 +117,7 @@ def test_what_is_served_is_listed_whether_the_storage_has_it_or_not(kept):
     both = OverlayStorage(stored(b"disk"))
     for storage in (empty, both):
         storage.serve(
-            {f"{FOLDER}/one": MemoryFile(kept, 0), f"{FOLDER}/index.json": FileOfBytes(b"abc")}
+            {f"{FOLDER}/one": MemoryFile(kept, 0), f"{FOLDER}/index.json": BytesFile(b"abc")}
         )
         (attempt,) = storage.list("/runs/ck")
         assert (attempt.name, attempt.kind) == ("a1-0123456789abcdef", "folder")

@@ -263,9 +263,9 @@ def test_a_writer_without_trainer_waits_less_long_for_others(is_early):
     channel = meetings.open_channel(write)
     assert isinstance(channel, StoreChannel)
     expected = CONFIG.heartbeat_timeout_s if is_early else 3 * CONFIG.heartbeat_timeout_s
-    assert channel._state.unseen_s == expected
+    assert channel._state.unseen_timeout_s == expected
     meetings.hurry()
-    assert channel._state.unseen_s == CONFIG.heartbeat_timeout_s
+    assert channel._state.unseen_timeout_s == CONFIG.heartbeat_timeout_s
     assert meetings.open_channel(write) is channel
     meetings.close()
     stores.close()

@@ -33,7 +33,7 @@ from dist_ckpt.core.runtime.shared_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import Descriptor
-from dist_ckpt.core.storage.virtual_files import FileOfBytes, ServedFile
+from dist_ckpt.core.storage.virtual_files import BytesFile, ServedFile
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 _log = logging.getLogger("dist_ckpt")
@@ -335,7 +335,7 @@ def make_uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | No
     folder = f"{save.identity.path}/{attempt}"
     files: dict[str, ServedFile] = {f"{folder}/{n}": file for n, file, _ in _sealed_files(save)}
     if index is not None:
-        files[f"{folder}/{INDEX}"] = FileOfBytes(index)
+        files[f"{folder}/{INDEX}"] = BytesFile(index)
     return MemorySource(
         lambda path, stored, stack: files if stored.attempt == attempt else {}, uncommitted=files
     )

@@ -37,7 +37,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import address_of, copy, move
-from dist_ckpt.core.runtime.threads import parallel_for, results_of
+from dist_ckpt.core.runtime.threads import parallel_for, stream_results
 from dist_ckpt.core.saving.agreement import AgreedPlan, SaveAgreement, SaveArguments, agree
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
@@ -74,7 +74,7 @@ def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
     of a tensor has changed since the save began.
     """
     chunks = list(_split_into_chunks(arena, images, files, _CHUNK_NBYTES))
-    with closing(results_of(_CopyChunk.copy, chunks, threads=_THREADS)) as copied:
+    with closing(stream_results(_CopyChunk.copy, chunks, threads=_THREADS)) as copied:
         for chunk, _ in zip(chunks, copied, strict=True):  # in order: no gap before `stop`
             arena.advance(chunk.stop)
     _copy_objects(images, files)

@@ -17,7 +17,7 @@ from dist_ckpt.async_save.writer.messages import StoreAddress
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
-from dist_ckpt.core.comm.messages import Failure, error_of, failure_of
+from dist_ckpt.core.comm.messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import RankError
@@ -101,7 +101,7 @@ def agree_on_start(
             writer = begin()
             _wait_until_ready(writer, session, saver, is_urgent)
             failed = {
-                save.snapshot: failure_of(error, "write", channel.rank, channel.host)
+                save.snapshot: describe_error(error, "write", channel.rank, channel.host)
                 for save in writer.failed
                 if (error := save.failure) is not None
             }
@@ -189,7 +189,7 @@ def _apply_decision(start: StartDecision, writer: WriterHandle) -> StartDecision
             if save.snapshot in start.failed:  # this rank may not have seen its failure
                 save.is_reported = True
         writer.forget_reported()
-        error = first_error([error_of(failure) for failure in start.failed.values()])
+        error = first_error([build_error(failure) for failure in start.failed.values()])
         error.add_note("The failure is of an earlier save. This save was not begun: save again.")
         raise error
     if unreported:

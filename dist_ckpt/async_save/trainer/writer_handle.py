@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder, check_file
 from dist_ckpt.async_save.writer import messages
-from dist_ckpt.core.comm.messages import Failure, error_of
+from dist_ckpt.core.comm.messages import Failure, build_error
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.reports import SaveReport
@@ -66,7 +66,7 @@ def start_writer(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Li
         if isinstance(answer, messages.Ready):
             return link, process
         if isinstance(answer, messages.Refused):
-            raise error_of(answer.failure)
+            raise build_error(answer.failure)
         fact = f"it has not begun within {START_TIMEOUT_S:g} s"
     except messages.LinkClosedError:
         fact = "it has ended at once"
@@ -151,7 +151,7 @@ class BackgroundSave:
     def failure(self) -> Exception | None:
         """The error of the save, a new object each time, or None."""
         failure = self.lost or (None if self.done is None else self.done.failure)
-        return None if failure is None else error_of(failure)
+        return None if failure is None else build_error(failure)
 
 
 class WriterHandle:
@@ -322,7 +322,7 @@ class WriterHandle:
                 self.receive_messages(_POLL_INTERVAL_S)
             answer = self._answer
             if isinstance(answer, messages.Refused):
-                raise error_of(answer.failure)
+                raise build_error(answer.failure)
             if not isinstance(answer, answer_type):
                 self.kill()
                 raise RankError(

@@ -34,7 +34,7 @@ from dist_ckpt.async_save.writer.writer_saves import (
     host_of,
 )
 from dist_ckpt.core.comm.key_value.key_server import KeyServer, reachable_host
-from dist_ckpt.core.comm.messages import failure_of
+from dist_ckpt.core.comm.messages import describe_error
 from dist_ckpt.core.storage.forwarding import RateLimit
 from dist_ckpt.errors import CheckpointError
 
@@ -276,7 +276,7 @@ class BackgroundWriter:
             return serving
         except (OSError, ValueError) as error:
             host = host_of(self._hello.config)
-            return messages.Refused(failure_of(error, "serve", self._hello.rank, host))
+            return messages.Refused(describe_error(error, "serve", self._hello.rank, host))
 
 
 def _ignore_signals() -> None:
@@ -369,7 +369,7 @@ def _serve_trainer(link: messages.Link, termination: Termination) -> str:
         folder = JobFolder(hello.job).rank(hello.rank)
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
-        failure = failure_of(error, "start of a writer", hello.rank, socket.gethostname())
+        failure = describe_error(error, "start of a writer", hello.rank, socket.gethostname())
         link.send(messages.Refused(failure))
         return f"it cannot begin: {error}"
     arenas = OpenArenas(folder)

@@ -29,7 +29,7 @@ from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.comm.messages import NoAnswerError, failure_of
+from dist_ckpt.core.comm.messages import NoAnswerError, describe_error
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
@@ -81,7 +81,7 @@ class WriterRendezvous:
     def _set_patience(self) -> None:
         # All trainers send at once: a writer that was never seen got no message, or is dead.
         if isinstance(channel := self._channel, StoreChannel):
-            channel.hurry(self._patience * self._hello.config.heartbeat_timeout_s)
+            channel.limit_unseen_timeout(self._patience * self._hello.config.heartbeat_timeout_s)
 
     def linger(self) -> None:
         """Keep the store of this writer until the others have the outcome of the last save.
@@ -190,7 +190,7 @@ class WriterSave:
             _log.error("background save to %s failed: %s", path, error, exc_info=error)
             self.seal()
             host = host_of(hello.config)
-            failure = failure_of(error, "background save", hello.rank, host)
+            failure = describe_error(error, "background save", hello.rank, host)
             return Done(self.write.snapshot, None, failure)
         _log.info("background save to %s is committed", path)
         return Done(self.write.snapshot, report, None)

@@ -10,7 +10,7 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ShowAllResult, ShowResult, convert, extend
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.commit.records.incarnations import utc
-from dist_ckpt.core.format.index.model_description import KIND, leaves_of
+from dist_ckpt.core.format.index.model_description import KIND, iterate_leaves
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.errors import listed
 from dist_ckpt.openers import OPENER
@@ -79,7 +79,7 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
     if (problem := _config_problem(summary)) is not None:
         lines.append(("config", problem))
     elif summary.config is not None:
-        lines += [("config", f"{name} = {value}") for name, value in leaves_of(summary.config)]
+        lines += [("config", f"{name} = {value}") for name, value in iterate_leaves(summary.config)]
     metadata = {key: value for key, value in summary.metadata.items() if key != KIND}
     lines += [("metadata", f"{key} = {value!r}") for key, value in metadata.items()]
     for name, text in lines:

@@ -25,8 +25,8 @@ from dist_ckpt.core.format.index.index import Catalog, Index, Key
 from dist_ckpt.core.format.index.model_description import (
     as_json,
     config_of,
+    find_report_problems,
     kind_of,
-    problems_of_report,
 )
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
@@ -207,7 +207,7 @@ class Checkpoint:
             ) from None
         if isinstance(document, dict):
             config = None if self.config is None else as_json(self.config)
-            problems = problems_of_report(document, self.kind, config, self.num_parameters)
+            problems = find_report_problems(document, self.kind, config, self.num_parameters)
             if problems:
                 raise IncompatibleError(
                     f"{self.path}: its report {name!r} is of another model: "

@@ -178,9 +178,9 @@ class OpenCheckpoint:
 
         CorruptError if a file lacks a value.
         """
-        files, contents = self.all_objects(), objects_file.contents_of(self.catalog)
+        files, contents = self.all_objects(), objects_file.list_contents(self.catalog)
         for name, file in files.items():
-            for value in objects_file.missing_in(file, name, self.catalog, contents):
+            for value in objects_file.find_missing(file, name, self.catalog, contents):
                 raise CorruptError(f"{self.folder}/{name} lacks {value}; use another checkpoint")
         values = {fqn: value for file in files.values() for fqn, value in file.values.items()}
         return replace(self.objects(), values=values, per_rank={})

@@ -172,7 +172,7 @@ class _Verifying:
         self._storage = storage
         self._folder = folder
         self._index = index
-        self._contents = objects_file.contents_of(index.catalog)
+        self._contents = objects_file.list_contents(index.catalog)
         self._progress = progress
         self._slots = BufferPool(max(READ_NBYTES, MAX_BLOCK_NBYTES))
 
@@ -239,7 +239,7 @@ class _Verifying:
             return
         self._count(record.nbytes)
         catalog, contents = self._index.catalog, self._contents
-        for value in objects_file.missing_in(file, record.name, catalog, contents):
+        for value in objects_file.find_missing(file, record.name, catalog, contents):
             text = f"{path} lacks {value}, which the checkpoint should hold"
             self._add_problem(record.name, rank, text)
 

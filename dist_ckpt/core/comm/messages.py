@@ -71,7 +71,7 @@ _KINDS: Mapping[str, type[Exception]] = {
 _LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
 
 
-def failure_of(
+def describe_error(
     error: BaseException, phase: str, rank: int | None = None, host: str = ""
 ) -> Failure:
     """Describe an error with rank and host in its message; without a rank it concerns all."""
@@ -94,25 +94,23 @@ def failure_of(
     )
 
 
-def first_failure(failures: Mapping[int, Failure]) -> Failure:
+def combine_failures(failures: Mapping[int, Failure]) -> Failure:
     """Return the failure of the lowest rank; its message names the other failed ranks."""
     first, *later = sorted(failures, key=lambda rank: (failures[rank].is_secondary, rank))
     failure = failures[first]
     if later:
         message = f"{failure.message} (also failed: {ranks_text(later)})"
-        failure = with_touched(
-            replace(failure, message=message), [failures[rank] for rank in later]
-        )
+        failure = add_touched(replace(failure, message=message), [failures[rank] for rank in later])
     return failure
 
 
-def with_touched(failure: Failure, further: Iterable[Failure]) -> Failure:
+def add_touched(failure: Failure, further: Iterable[Failure]) -> Failure:
     """Add the names that further failures have touched to a failure."""
     touched = {name: None for each in (failure, *further) for name in each.touched}
     return replace(failure, touched=tuple(touched))
 
 
-def error_of(failure: Failure) -> Exception:
+def build_error(failure: Failure) -> Exception:
     """Return the exception that a failure describes."""
     kind = _KINDS[failure.kind]
     if not issubclass(kind, CheckpointError):
@@ -198,7 +196,7 @@ class Answer(Message, frozen=True):
         if len(self.nonces) % NONCE_NBYTES:
             raise ValueError("the nonces have a wrong size")
 
-    def is_to(self, rank: int, own: Envelope) -> bool:
+    def is_answer_to(self, rank: int, own: Envelope) -> bool:
         """Return True if this rank's envelope was decided on."""
         if own.operation:
             return own.operation == self.operation
@@ -238,7 +236,7 @@ class HeartbeatSender:
     gone: bool = False
     _count: int = 0
 
-    def beat(self) -> bytes:
+    def encode_next(self) -> bytes:
         """Return the next heartbeat."""
         self._count += 1
         number, inside, failed_turn = self.number, self.inside, self.failed_turn

@@ -44,7 +44,7 @@ def session_of(group: ProcessGroup | None = None) -> Session:
     group. NoAnswerError if the job's store is gone.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return _alone(group, os.environ)
+        return _session_of_thread(group, os.environ)
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, ProcessGroup):
@@ -57,11 +57,11 @@ def session_of(group: ProcessGroup | None = None) -> Session:
             "DeviceMesh: mesh.get_group())"
         )
     if group not in _sessions:
-        _sessions[group] = _connect(group, Config.from_environment())
+        _sessions[group] = _create_session(group, Config.from_environment())
     return _sessions[group]
 
 
-def _alone(group: object, environ: Mapping[str, str]) -> Session:
+def _session_of_thread(group: object, environ: Mapping[str, str]) -> Session:
     world_size = launched_world_size(environ)
     if world_size > 1:
         raise ValueError(
@@ -83,7 +83,7 @@ def _alone(group: object, environ: Mapping[str, str]) -> Session:
     return session
 
 
-def _connect(group: ProcessGroup, config: Config) -> Session:
+def _create_session(group: ProcessGroup, config: Config) -> Session:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     ranks = tuple(dist.get_process_group_ranks(group))
     if world_size == 1:
@@ -92,7 +92,7 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
     timeout_s = config.heartbeat_timeout_s + CONNECT_S
 
     def open_store(part: str) -> Store:
-        return PrefixStore(f"dist_ckpt/{name}/{part}", _own_connection(timeout_s))
+        return PrefixStore(f"dist_ckpt/{name}/{part}", _connect_to_store(timeout_s))
 
     # Torch's stores take bytes as values; its stubs leave them out.
     control = cast(store_values.Store, open_store("control"))
@@ -105,7 +105,7 @@ def _connect(group: ProcessGroup, config: Config) -> Session:
     return Session(channel, collective, config, ranks)
 
 
-def _own_connection(timeout_s: float) -> Store:
+def _connect_to_store(timeout_s: float) -> Store:
     """Return a connection of our own to the job's store. NoAnswerError if it is gone.
 
     A thread that waits in a TCPStore blocks all others on the same connection. A reference to the
@@ -122,17 +122,17 @@ def _own_connection(timeout_s: float) -> Store:
     except TimeoutError:
         fact = f"no answer for {timeout_s:g} s"
     except (RuntimeError, OSError) as error:
-        fact = client_thread.first_reached(error)
+        fact = client_thread.summarize_error(error)
     raise NoAnswerError(client_thread.JOB_STORE_TEXTS.gone.format(fact))
 
 
 def single_process_session() -> Session:
     """Return a session of this rank alone, without the other ranks of its job."""
     config = Config.from_environment()
-    return Session(SingleProcessChannel(), SingleProcessCollective(), config, ranks_on_this_host())
+    return Session(SingleProcessChannel(), SingleProcessCollective(), config, job_ranks_own_first())
 
 
-def ranks_on_this_host() -> tuple[int, ...]:
+def job_ranks_own_first() -> tuple[int, ...]:
     """Return the ranks of the job, this one first, as if it were rank 0 of a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return (0,)

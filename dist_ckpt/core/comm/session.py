@@ -38,7 +38,7 @@ class Session:
         self.scratch_buffers = BufferPool()
         self._scratch: SharedScratch | None = None
         self.collective = collective
-        self._began = channel.exchanges, collective.calls
+        self._initial_counts = channel.exchanges, collective.calls
 
     @contextmanager
     def operation(self, call: str) -> Iterator[None]:
@@ -48,7 +48,7 @@ class Session:
         """
         self.channel.enter(call)
         try:
-            self._began = self.channel.exchanges, self.collective.calls
+            self._initial_counts = self.channel.exchanges, self.collective.calls
             yield
         finally:
             try:
@@ -60,12 +60,12 @@ class Session:
     @property
     def exchanges(self) -> IoCount:
         """The exchanges of the operation so far, and the bytes that this rank has sent."""
-        return self.channel.exchanges.since(self._began[0])
+        return self.channel.exchanges.since(self._initial_counts[0])
 
     @property
     def collective_calls(self) -> IoCount:
         """The bulk collectives of the operation so far, and the bytes that this rank has sent."""
-        return self.collective.calls.since(self._began[1])
+        return self.collective.calls.since(self._initial_counts[1])
 
     def cache(self, kind: type[T]) -> T:
         """Return the session's cache of a type; it is created empty at its first use."""

@@ -27,7 +27,7 @@ OLD_INCARNATIONS = ".starts"
 BACKUP = "backup"
 
 # Never a checkpoint. "lost+found" is in the root of a mounted file system, and mostly unreadable.
-NO_CHECKPOINTS = frozenset(
+RESERVED_NAMES = frozenset(
     {ANNOTATIONS, INCARNATIONS, REQUESTS, OLD_ANNOTATIONS, OLD_INCARNATIONS, "lost+found"}
 )
 
@@ -110,7 +110,7 @@ def parse_trash(name: str) -> Attempt | None:
 
 def is_reserved_name(name: str) -> bool:
     """Return True if a folder of this name is never a checkpoint."""
-    return name in NO_CHECKPOINTS or bool(parse_attempt(name) or parse_trash(name))
+    return name in RESERVED_NAMES or bool(parse_attempt(name) or parse_trash(name))
 
 
 def is_selector(text: str) -> bool:

@@ -117,7 +117,7 @@ def row_major_strides(shape: Shape) -> Shape:
     return tuple(strides)
 
 
-def boxes_of(elements: ElementRange, shape: Shape) -> Iterator[Region]:
+def split_into_boxes(elements: ElementRange, shape: Shape) -> Iterator[Region]:
     """Cut a range of elements into at most 2 * dims - 1 boxes, in row-major order.
 
     For each dimension: a partial row, full rows, a partial row (ByteCheckpoint, section 3.2).
@@ -144,7 +144,7 @@ def boxes_of(elements: ElementRange, shape: Shape) -> Iterator[Region]:
 
 
 def _in_row(row: int, elements: ElementRange, shape: Shape) -> Iterator[Region]:
-    for box in boxes_of(elements, shape[1:]):
+    for box in split_into_boxes(elements, shape[1:]):
         yield Region((row, *box.offset), (1, *box.shape))
 
 
@@ -165,7 +165,7 @@ def join_ranges(ranges: Iterable[range]) -> Iterator[range]:
 def pieces(cell: Cell, shape: Shape) -> Iterator[RegionPiece]:
     """Cut a cell of a tensor of `shape` into boxes that are contiguous in the cell's memory."""
     start = 0
-    for box in (cell,) if isinstance(cell, Region) else boxes_of(cell, shape):
+    for box in (cell,) if isinstance(cell, Region) else split_into_boxes(cell, shape):
         yield RegionPiece(box, start)
         start += box.numel
 
@@ -174,11 +174,11 @@ def contiguous_range(box: Region, piece: RegionPiece) -> ElementRange | None:
     """Return the range of a box in the memory of its cell, or None if that is not contiguous."""
     if box is piece.region or box == piece.region:
         return ElementRange(piece.start, piece.start + box.numel)
-    ranges = tuple(islice(ranges_of(box, piece, 1), 2))
+    ranges = tuple(islice(find_ranges(box, piece, 1), 2))
     return ranges[0] if len(ranges) == 1 else None
 
 
-def ranges_of(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]:
+def find_ranges(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRange]:
     """Yield the ranges that a box has in the memory of its cell.
 
     Holes of fewer than `gap` elements are included. So a block of `gap` elements overlaps a range

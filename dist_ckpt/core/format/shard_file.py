@@ -82,9 +82,9 @@ class DecodedShards(Sequence[StoredShard]):
             starts += range(start, stop, block_nbytes)
         return [*starts, self.starts[-1]]
 
-    def facts(self, fqn: str, cell: Cell) -> tuple[str, Shape] | None:
+    def dtype_and_shape(self, fqn: str, cell: Cell) -> tuple[str, Shape] | None:
         """Return the dtype and the tensor's shape of the shard with this cell, or None."""
-        number = self.number(fqn, cell)
+        number = self.find_number(fqn, cell)
         return None if number is None else (self._kinds[number].dtype, self._kinds[number].shape)
 
     def first_digests(self, number: int, count: int) -> str:
@@ -92,7 +92,7 @@ class DecodedShards(Sequence[StoredShard]):
         start = self._blocks[number] * BLOCK_DIGEST_CHARS
         return self._digests[start : start + count * BLOCK_DIGEST_CHARS]
 
-    def number(self, fqn: str, cell: Cell) -> int | None:
+    def find_number(self, fqn: str, cell: Cell) -> int | None:
         """Return the number of the shard with this cell of a tensor, or None."""
         first, following = self._chains
         number = first.get(fqn)
@@ -119,7 +119,7 @@ class DecodedShards(Sequence[StoredShard]):
                 later[fqn] = number
         return first, following
 
-    def _make(self, number: int) -> StoredShard:
+    def _build_shard(self, number: int) -> StoredShard:
         kind, start = self._kinds[number], self.starts[number]
         digits, chars = self.first_digests(number, kind.num_blocks), BLOCK_DIGEST_CHARS
         digests = tuple([digits[at : at + chars] for at in range(0, len(digits), chars)])
@@ -149,7 +149,11 @@ class DecodedShards(Sequence[StoredShard]):
     def __getitem__(self, number: slice) -> tuple[StoredShard, ...]: ...
     def __getitem__(self, number: int | slice) -> StoredShard | tuple[StoredShard, ...]:
         numbers = range(len(self))[number]
-        return self._make(numbers) if isinstance(numbers, int) else tuple(map(self._make, numbers))
+        return (
+            self._build_shard(numbers)
+            if isinstance(numbers, int)
+            else tuple(map(self._build_shard, numbers))
+        )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -161,7 +165,7 @@ class DecodedShards(Sequence[StoredShard]):
         return hash(tuple(self))
 
 
-def entry_of(dtype: str, cell: Cell) -> dict[str, Json]:
+def safetensors_entry(dtype: str, cell: Cell) -> dict[str, Json]:
     """Return a shard's safetensors entry without its offsets."""
     record = DTYPES[dtype]
     shape = (cell.numel,) if isinstance(cell, ElementRange) else cell.shape
@@ -208,13 +212,13 @@ class ShardFile:
         return self.header_nbytes + (self.shards[-1].span.stop if self.shards else 0)
 
 
-def arrange(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard, ...]:
+def arrange_shards(cells: Iterable[tuple[str, str, Shape, Cell]]) -> tuple[StoredShard, ...]:
     """Order and name cells, given as (fqn, dtype, shape of the tensor, cell).
 
     The largest item size is first, so that every shard is aligned; then come fqn and cell.
     """
     ordered = sorted(cells, key=lambda c: (-DTYPES[c[1]].itemsize, c[0], c[3]))
-    names = _names([(fqn, shape, cell) for fqn, _, shape, cell in ordered])
+    names = _choose_names([(fqn, shape, cell) for fqn, _, shape, cell in ordered])
     shards, start = [], 0
     for name, (fqn, dtype, shape, cell) in zip(names, ordered, strict=True):
         stop = start + cell.numel * DTYPES[dtype].itemsize
@@ -306,7 +310,7 @@ def decode_header(data: bytes, *, nbytes: int, label: str = "shard file") -> Sha
     text = data[8:].rstrip(b" ")
     if not text.startswith(b"{") or not text.endswith(b"}"):
         raise corrupt_error(label, "its header is not one JSON object padded with spaces")
-    file = _decode_own(text, len(data), label) or _decode_any(text, len(data), label)
+    file = _decode_as_written(text, len(data), label) or _decode_any(text, len(data), label)
     if file.nbytes != nbytes:
         raise corrupt_error(label, f"{nbytes} bytes; its header says {file.nbytes}")
     return file
@@ -325,7 +329,7 @@ def _header_json(facts: Mapping[str, Json], shards: Sequence[StoredShard]) -> by
     entries: dict[str, Json] = {"__metadata__": metadata}
     for shard in shards:
         entries[shard.name] = {
-            **entry_of(shard.dtype, shard.cell),
+            **safetensors_entry(shard.dtype, shard.cell),
             "data_offsets": [shard.span.start, shard.span.stop],
         }
     return strict_json.dump(entries)
@@ -337,7 +341,7 @@ def _encode_cell(cell: Cell) -> Json:
     return [list(cell.offset), list(cell.shape)]
 
 
-def _names(cells: Sequence[tuple[str, Shape, Cell]]) -> list[str]:
+def _choose_names(cells: Sequence[tuple[str, Shape, Cell]]) -> list[str]:
     natural = [_natural_name(fqn, shape, cell) for fqn, shape, cell in cells]
     used = set(natural)
     names = []
@@ -359,7 +363,7 @@ def _natural_name(fqn: str, shape: Shape, cell: Cell) -> str | None:
 # --- decoding --------------------------------------------------------------------------------
 
 
-def _decode_own(text: bytes, header: int, label: str) -> ShardFile | None:
+def _decode_as_written(text: bytes, header: int, label: str) -> ShardFile | None:
     """Decode a header as `HeaderText` writes it; return None for any other.
 
     The safetensors entries, most of the header, are encoded again and compared, not parsed.
@@ -427,7 +431,7 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, label: str) -> 
     texts = {kind: b"[%s]" % kind for kind in numbers}
     facts = strict_json.parse_each(texts.values(), f"{label}, shards")
     by_kind = {
-        kind: _kind(facts[text], block_nbytes, f"{label}, shard {numbers[kind]}")
+        kind: _decode_kind(facts[text], block_nbytes, f"{label}, shard {numbers[kind]}")
         for kind, text in texts.items()
     }
     names, fqns = [name for name, *_ in rows], [fqn for _, fqn, *_ in rows]
@@ -439,13 +443,13 @@ def _decode_shards(text: bytes, block_nbytes: int, digests: str, label: str) -> 
     return shards
 
 
-def _kind(facts: Json, block_nbytes: int, label: str) -> ShardKind:
+def _decode_kind(facts: Json, block_nbytes: int, label: str) -> ShardKind:
     code, sizes, region = strict_json.row(facts, 3, label)
     dtype = strict_json.decode_dtype(code, label)
     shape = strict_json.decode_shape(sizes, dtype, label)
     cell = _decode_cell(region, shape, label)
     nbytes = cell.numel * dtype.itemsize
-    entry = strict_json.dump(entry_of(dtype.name, cell)).decode("ascii").removesuffix("}")
+    entry = strict_json.dump(safetensors_entry(dtype.name, cell)).decode("ascii").removesuffix("}")
     return ShardKind(dtype.name, shape, cell, nbytes, num_blocks(nbytes, block_nbytes), entry)
 
 
@@ -475,7 +479,7 @@ def _check_entries(shards: Sequence[StoredShard], entries: dict[str, Json], labe
         entry = strict_json.fields(entries.get(shard.name), names, here)
         dtype, shape, offsets = entry
         stored = {"dtype": dtype, "shape": [*strict_json.integers(shape, here)]}
-        is_same = stored == entry_of(shard.dtype, shard.cell)
+        is_same = stored == safetensors_entry(shard.dtype, shard.cell)
         span = shard.span.start, shard.span.stop
         if not is_same or strict_json.integers(offsets, here) != span:
             raise corrupt_error(here, f"{strict_json.quote(entry)} is not what dist_ckpt says")

@@ -80,7 +80,7 @@ def decode_documents(data: memoryview) -> tuple[EncodedDocuments, int]:
         raise corrupt_error(LABEL, f"{len(data)} bytes are too few for a header")
     raw = bytes(data[:start])
     try:
-        documents = _documents(raw[8:].decode("utf-8").rstrip(" "))
+        documents = _decode_text(raw[8:].decode("utf-8").rstrip(" "))
     except (ValueError, Error, RecursionError) as error:
         raise corrupt_error(LABEL, f"its header is not as dist_ckpt writes it: {error}") from None
     # These documents have only one encoding, so the header contains nothing that is not checked.
@@ -89,7 +89,7 @@ def decode_documents(data: memoryview) -> tuple[EncodedDocuments, int]:
     return documents, start
 
 
-def _documents(text: str) -> EncodedDocuments:
+def _decode_text(text: str) -> EncodedDocuments:
     start = f'{_START}"{_INDEX}":"'
     if not text.startswith(start):
         raise IncompatibleError(

@@ -45,7 +45,7 @@ VERSION = 1
 # The field `format` of a new document.
 FORMAT: Json = {"version": VERSION, "requires": []}
 
-_REMEDY = "upgrade dist_ckpt to read it"
+_UPGRADE_REMEDY = "upgrade dist_ckpt to read it"
 
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1
 
@@ -64,12 +64,12 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 # The remedy for a damaged document of a checkpoint.
-REMEDY = "; restore it from a copy, or load another checkpoint"
+RESTORE_REMEDY = "; restore it from a copy, or load another checkpoint"
 
 
 def corrupt_error(label: str, fact: str) -> CorruptError:
     """Return the error for a damaged document."""
-    return CorruptError(f"{label}: {fact}{REMEDY}")
+    return CorruptError(f"{label}: {fact}{RESTORE_REMEDY}")
 
 
 def parse(data: bytes, label: str) -> Json:
@@ -291,12 +291,12 @@ def check_version(doc: Json, label: str) -> None:
     version = integer(format_["version"], 1, MAX_INTEGER, f"{label}, version")
     if version > VERSION:
         raise IncompatibleError(
-            f"{label}: format version {version}, this dist_ckpt reads {VERSION}; {_REMEDY}"
+            f"{label}: format version {version}, this dist_ckpt reads {VERSION}; {_UPGRADE_REMEDY}"
         )
     _, requires = fields(format_, ("version", "requires"), f"{label}, format")
     if needs := array(requires, f"{label}, requires"):
         raise IncompatibleError(
-            f"{label}: it requires {quote(needs)}, which this dist_ckpt lacks; {_REMEDY}"
+            f"{label}: it requires {quote(needs)}, which this dist_ckpt lacks; {_UPGRADE_REMEDY}"
         )
 
 
@@ -304,7 +304,7 @@ def decode_dtype(code: Json, label: str) -> DType:
     """Return the dtype of a code. Raises IncompatibleError for an unknown one."""
     dtype = DTYPES.get(string(code, f"{label}, dtype"))
     if dtype is None:
-        raise IncompatibleError(f"{label}: dtype {quote(code)} is unknown; {_REMEDY}")
+        raise IncompatibleError(f"{label}: dtype {quote(code)} is unknown; {_UPGRADE_REMEDY}")
     return dtype
 
 

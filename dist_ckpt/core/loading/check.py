@@ -14,7 +14,7 @@ from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.format.index.model_description import problems_of_description
+from dist_ckpt.core.format.index.model_description import find_description_problems
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.loading.load_messages import (
     CheckFindings,
@@ -258,7 +258,7 @@ def _description_problems(
     """Yield the differences of `kind` and `config` between the checkpoints and the options."""
     for checkpoint, (main, _) in zip(sources.checkpoints, contents, strict=True):
         prefix = f"{checkpoint.path}, " if len(contents) > 1 else ""
-        for problem in problems_of_description(main.metadata, options.config, options.kind):
+        for problem in find_description_problems(main.metadata, options.config, options.kind):
             yield prefix + problem
 
 

@@ -17,7 +17,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.selection import Cast
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import ReadableFile
-from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
+from dist_ckpt.core.storage.virtual_files import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.reports import LoadReport
 
@@ -84,16 +84,16 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         )
 
 
-def _checkpoint_files(view: memoryview) -> ReadOnlyFiles:
+def _checkpoint_files(view: memoryview) -> ReadOnlyStorage:
     documents, start = decode_documents(view)
     files: dict[str, Callable[[], ReadableFile]] = {
-        name: partial(FileOfBytes, data) for name, data in documents.objects.items()
+        name: partial(BytesFile, data) for name, data in documents.objects.items()
     }
-    files[filenames.INDEX] = partial(FileOfBytes, documents.index)
+    files[filenames.INDEX] = partial(BytesFile, documents.index)
     if documents.header:
         name = filenames.shard_file(COMPONENT, 0)
-        files[name] = partial(FileOfBytes, documents.header, view[start:])
+        files[name] = partial(BytesFile, documents.header, view[start:])
     elif start < len(view):
         raise corrupt_error(LABEL, "data, but no tensors")
     remedy = "the bytes of a state are only read: save to a folder"
-    return ReadOnlyFiles(_FOLDER, files, remedy)
+    return ReadOnlyStorage(_FOLDER, files, remedy)

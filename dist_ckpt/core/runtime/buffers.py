@@ -42,7 +42,7 @@ def move(target: int, source: int, nbytes: int) -> None:
     _memmove(target, source, nbytes)
 
 
-def scratch(nbytes: int) -> memoryview:
+def allocate_scratch(nbytes: int) -> memoryview:
     """Return new memory that begins on a page. Pages cost nothing before they are used.
 
     Huge pages take a third of the time to zero and to write directly. A forked child has its own
@@ -73,7 +73,7 @@ class BufferPool:
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = scratch(self._nbytes)
+            buffer = allocate_scratch(self._nbytes)
         yield buffer
         # Not after an error: a call that hangs may still use the buffer.
         if len(self._free) < self._max_free:

@@ -120,7 +120,7 @@ class CallMonitor:
         """Return the monitor of this thread, or None if no thread would notice that it hangs."""
         return getattr(_monitored, "monitor", None)
 
-    def over(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Run work in this thread, under the monitor."""
         _monitored.monitor = self
         try:
@@ -128,7 +128,7 @@ class CallMonitor:
         finally:
             _monitored.monitor = None
 
-    def make(
+    def make_call(
         self, act: Callable[[], T], timeout_s: float, fact: str, release: Callable[[T], None]
     ) -> T:
         """Return the result of `act`.
@@ -186,10 +186,10 @@ def parallel_for(
     first failed item is raised. StorageError if a call hangs for `stall_s`, or if a storage call in
     it misses the storage's deadline; the error names the call.
     """
-    return list(results_of(work, items, threads=threads, waiting=waiting, stall_s=stall_s))
+    return list(stream_results(work, items, threads=threads, waiting=waiting, stall_s=stall_s))
 
 
-def results_of(
+def stream_results(
     work: Callable[[T], R],
     items: Iterable[T],
     *,
@@ -207,7 +207,7 @@ def results_of(
                 yield _next_result(running, stall_s)
             monitor, future = CallMonitor(), Future[R]()
             running.append((future, monitor))  # before submit: an interrupt then waits for it
-            pool.submit(partial(monitor.over, partial(work, item)), future)
+            pool.submit(partial(monitor.run, partial(work, item)), future)
         while running:
             yield _next_result(running, stall_s)
     finally:
@@ -223,12 +223,12 @@ class SerialExecutor:
         self._pool = DaemonThreads(1)
         self._running: deque[tuple[Future[None], CallMonitor]] = deque()
 
-    def make(self, call: Callable[[], None]) -> None:
+    def start(self, call: Callable[[], None]) -> None:
         """Start the call after the previous one. Raises the error of the previous one."""
         self.wait()
         monitor, future = CallMonitor(), Future[None]()
         self._running.append((future, monitor))
-        self._pool.submit(partial(monitor.over, call), future)
+        self._pool.submit(partial(monitor.run, call), future)
 
     def wait(self) -> None:
         """Wait for the last call and raise its error, or StorageError if it hangs."""

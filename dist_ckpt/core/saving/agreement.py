@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from dist_ckpt.core.comm.collectives.collective import Bodies, distinct
+from dist_ckpt.core.comm.collectives.collective import Bodies, ranks_by_value
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -231,7 +231,7 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
     """
     arguments_by_rank = [proposal.arguments for proposal in proposals]
     check_equal_on_all_ranks("save", arguments_by_rank, _COMPARED)
-    if len(by_digest := distinct(args.metadata for args in arguments_by_rank)) > 1:
+    if len(by_digest := ranks_by_value(args.metadata for args in arguments_by_rank)) > 1:
         groups = " differs from ".join(ranks_text(ranks) for ranks in by_digest.values())
         raise ValueError(
             f"the ranks call save with different metadata=, config= or kind=: the metadata of "

@@ -23,7 +23,7 @@ from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Tran
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import MAX_STEP
-from dist_ckpt.core.format.index.model_description import check_description, with_description
+from dist_ckpt.core.format.index.model_description import add_description, check_description
 from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory
@@ -95,7 +95,7 @@ class SaveOptions:
 
     def all_metadata(self) -> dict[str, object]:
         """Return the metadata with `config` and `kind` in it."""
-        return with_description(self.metadata, self.config, self.kind)
+        return add_description(self.metadata, self.config, self.kind)
 
     def local_state(self, session: Session, state: State | StateReader) -> LocalSaveState:
         """Read this rank's state. ValueError or TypeError if it cannot be saved."""

@@ -9,7 +9,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from dist_ckpt.core.comm.process_group import ranks_on_this_host
+from dist_ckpt.core.comm.process_group import job_ranks_own_first
 from dist_ckpt.core.commit.receipts import build_file_tables
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document_digest
 from dist_ckpt.core.format.index import index_json
@@ -37,7 +37,7 @@ def to_bytes(state: State) -> bytes:
     0. Raises ValueError, with their names, for tensors that are sharded over several ranks. Raises
     ValueError or TypeError for a state that cannot be saved. Memory has the bytes only once.
     """
-    group = ranks_on_this_host()
+    group = job_ranks_own_first()
     with paused_collector():
         local = build_inventory(
             state, sharding=None, rank=0, world_size=len(group), group_ranks=group

@@ -251,7 +251,7 @@ class DeadlineStorage(ForwardingStorage):
             "network mount may hang), then try again"
         )
         if (monitor := CallMonitor.of_this_thread()) is not None:
-            return monitor.make(act, timeout_s, fact, release)
+            return monitor.make_call(act, timeout_s, fact, release)
         future = self._submit(label, act)
         try:
             future.exception(timeout=timeout_s)  # does not raise a TimeoutError of the call

@@ -6,7 +6,7 @@ import io
 from functools import partial
 from typing import Any
 
-from dist_ckpt.core.runtime.buffers import copy, scratch
+from dist_ckpt.core.runtime.buffers import allocate_scratch, copy
 from dist_ckpt.core.runtime.threads import SerialExecutor
 from dist_ckpt.core.storage.protocol import Storage, WritableFile
 from dist_ckpt.errors import StorageError
@@ -23,7 +23,7 @@ class StreamedFile(io.RawIOBase):
         super().__init__()
         self._path = path
         self._file: WritableFile = storage.create(path, nbytes)
-        self._buffers = (scratch(_BUFFER_NBYTES), scratch(_BUFFER_NBYTES))
+        self._buffers = (allocate_scratch(_BUFFER_NBYTES), allocate_scratch(_BUFFER_NBYTES))
         self._executor = SerialExecutor()
         self._used = 0  # bytes in the first buffer
         self.nbytes = 0  # bytes in all writes
@@ -71,5 +71,5 @@ class StreamedFile(io.RawIOBase):
 
     def _write_buffer(self) -> None:
         start, filled = self.nbytes - self._used, self._buffers[0][: self._used]
-        self._executor.make(partial(self._file.write_at, start, filled))
+        self._executor.start(partial(self._file.write_at, start, filled))
         self._buffers, self._used = self._buffers[::-1], 0

@@ -63,7 +63,7 @@ class OverlayStorage(ForwardingStorage):
         served = self._files.get(path)
         if served is None:
             return self.inner.open(path)
-        return _File(served, lambda: self.inner.open(path), self._count)
+        return _OverlayFile(served, lambda: self.inner.open(path), self._count)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
@@ -71,7 +71,7 @@ class OverlayStorage(ForwardingStorage):
 
 
 @dataclass(slots=True, eq=False)
-class _File:
+class _OverlayFile:
     served: ServedFile
     open_stored: Callable[[], ReadableFile]
     count: Callable[[int], None]
@@ -118,7 +118,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadOnlyFiles:
+class ReadOnlyStorage:
     """A `Storage` with the files of one attempt's folder; changes raise the `remedy`.
 
     `files` has a function that opens each file, by name.
@@ -153,7 +153,7 @@ class ReadOnlyFiles:
     make_folder = create = link = rename = remove = sync = _refuse
 
 
-class FileOfBytes:
+class BytesFile:
     """An open file in memory: the bytes of two buffers, one after the other. Reads copy."""
 
     num_links = 1

@@ -20,14 +20,14 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
 from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.index import EMPTY_DIGESTS, Index, Key, Node
+from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory, Parts, Receipt, TensorEntry, View
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
-from dist_ckpt.core.storage.virtual_files import FileOfBytes, ReadOnlyFiles
+from dist_ckpt.core.storage.virtual_files import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import CorruptError
 
 # Strided elements are read together with the gaps between them, if the total is at most `_SPARSE`
@@ -83,7 +83,7 @@ class ForeignState:
     step: int | None = None
 
 
-def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) -> ReadOnlyFiles:
+def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) -> ReadOnlyStorage:
     """Return a storage that presents the state as a checkpoint at `path`.
 
     `storage` has the files that the chunks name; each is opened when it is read. `label` describes
@@ -116,7 +116,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
         receipts.append(Receipt(tuple(written), (), 0.0))
     shard_files, objects = build_file_tables(plan.catalog, receipts)
     index = Index(
-        attempt=EMPTY_DIGESTS,
+        attempt=FOREIGN_ATTEMPT,
         step=state.step,
         catalog=plan.catalog,
         files=shard_files,
@@ -126,9 +126,9 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
         saved_at=0.0,
     )
     documents[filenames.INDEX] = index_json.encode(index)
-    files.update((name, partial(FileOfBytes, data)) for name, data in documents.items())
+    files.update((name, partial(BytesFile, data)) for name, data in documents.items())
     remedy = f"these are {label}, which are read-only: save, reshard or import to another path"
-    return ReadOnlyFiles(f"{path}/{EMPTY_DIGESTS}", files, remedy)
+    return ReadOnlyStorage(f"{path}/{FOREIGN_ATTEMPT}", files, remedy)
 
 
 # The file name of a rank that has values but no file.

@@ -28,7 +28,7 @@ from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.storage import ReadableFile, Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
-from dist_ckpt.core.storage.virtual_files import FileOfBytes
+from dist_ckpt.core.storage.virtual_files import BytesFile
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
@@ -64,7 +64,7 @@ def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
         raise TypeError(
             f"the source is a {type(source).__name__}: give the path of a .shrew file, or its bytes"
         ) from None
-    with data, closing(FileOfBytes(data)) as memory:
+    with data, closing(BytesFile(data)) as memory:
         return _with_data(encoding.parse(memory, "the .shrew bytes"), memory)
 
 

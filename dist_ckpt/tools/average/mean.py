@@ -21,7 +21,7 @@ from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.runtime.buffers import BufferPool, scratch
+from dist_ckpt.core.runtime.buffers import BufferPool, allocate_scratch
 from dist_ckpt.core.shard_io.read.read_windows import Window, cut_into_windows, read_ahead
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
 from dist_ckpt.errors import IncompatibleError, listed
@@ -192,8 +192,8 @@ class Mean:
     def __init__(self, weights: Sequence[float], window_nbytes: int) -> None:
         self._weights = weights
         self._sum = fsum(weights)
-        self._totals = scratch(window_nbytes * _MAX_GROWTH)
-        self._term = scratch(_NUMEL * 8)
+        self._totals = allocate_scratch(window_nbytes * _MAX_GROWTH)
+        self._term = allocate_scratch(_NUMEL * 8)
 
     def add(
         self, first: int, ranges: Sequence[AveragedRange], windows: Sequence[memoryview]

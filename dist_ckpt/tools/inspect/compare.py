@@ -12,8 +12,8 @@ from math import isnan, nan
 from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records.record_store import can_keep_records
-from dist_ckpt.core.format.filenames import NO_CHECKPOINTS
-from dist_ckpt.core.format.index.model_description import leaves_of
+from dist_ckpt.core.format.filenames import RESERVED_NAMES
+from dist_ckpt.core.format.index.model_description import iterate_leaves
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
 from dist_ckpt.runs.listing import list_run
@@ -105,7 +105,7 @@ def _find_runs(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
             return [(storage, folder)]
     entries = list_entries(storage, folder)
     names = [e.name for e in entries if e.kind == "folder" and e.name[0] != "."]
-    names = sorted(name for name in names if name not in NO_CHECKPOINTS)
+    names = sorted(name for name in names if name not in RESERVED_NAMES)
     if not names:
         raise NotFoundError(f"{folder} has no run in it. Check the path")
     return [(storage, f"{folder.rstrip('/')}/{name}") for name in names]
@@ -157,7 +157,7 @@ def _summarize_run(storage: Storage, folder: str, metric: str | None, sign: int)
 
 
 def _differing_values(runs: Sequence[RunSummary]) -> Mapping[str, Mapping[str, str]]:
-    configs = {run.name: dict(leaves_of(run.config)) for run in runs if run.config is not None}
+    configs = {run.name: dict(iterate_leaves(run.config)) for run in runs if run.config is not None}
     names = sorted({name for leaves in configs.values() for name in leaves})
     values = {
         name: {run: leaves.get(name, _LACKING) for run, leaves in configs.items()} for name in names

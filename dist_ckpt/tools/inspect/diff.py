@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint, iterate_parts
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.format.index.model_description import KIND, differences
+from dist_ckpt.core.format.index.model_description import KIND, find_differences
 from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.openers import OPENER
@@ -96,7 +96,7 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
     with _open(a) as left, _open(b) as right:
         first, second = (Checkpoint(i.storage, i.path, i.attempt, i.index) for i in (left, right))
         names = _select(left, right, selection, {**first.objects, **second.objects})
-        config = differences(first.config or {}, second.config or {})
+        config = find_differences(first.config or {}, second.config or {})
         if first.kind != second.kind:
             config[KIND] = (repr(first.kind), repr(second.kind))
         objects = None
@@ -105,7 +105,7 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
                 {name: value for name, value in each.objects.items() if name in selection}
                 for each in (first, second)
             )
-            objects = differences(*objects_of_each)
+            objects = find_differences(*objects_of_each)
         pairs = {name: (names[0][name], names[1][name]) for name in names[0] if name in names[1]}
         changed = {}
         for name, pair in pairs.items():

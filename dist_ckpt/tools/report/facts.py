@@ -14,7 +14,7 @@ from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey
-from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, leaves_of
+from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, iterate_leaves
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
@@ -36,7 +36,7 @@ def limit_rows(rows: Iterable[Json]) -> tuple[list[Json], int]:
 
 def _text_pairs(values: Mapping[str, object]) -> tuple[list[Json], int]:
     """Return names and values of nested mappings as texts, and the number of left out rows."""
-    return limit_rows([clip(name), clip(text)] for name, text in leaves_of(values) if name)
+    return limit_rows([clip(name), clip(text)] for name, text in iterate_leaves(values) if name)
 
 
 # --- the check for damage ----------------------------------------------------------------------

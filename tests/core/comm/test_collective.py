@@ -5,9 +5,9 @@ import pytest
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import (
     SingleProcessCollective,
-    distinct,
-    name_of,
-    nbytes_of,
+    body_name,
+    body_nbytes,
+    ranks_by_value,
 )
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.errors import RankError
@@ -17,12 +17,12 @@ from ranks import run_ranks, try_ranks
 
 
 def test_a_name_tells_the_size_and_differs_with_every_byte():
-    assert nbytes_of(name_of(bytes(1000))) == 1000
-    assert len({name_of(body) for body in (b"", b"a", b"b", b"aa")}) == 4
+    assert body_nbytes(body_name(bytes(1000))) == 1000
+    assert len({body_name(body) for body in (b"", b"a", b"b", b"aa")}) == 4
 
 
 def test_distinct_names_are_ordered_by_their_lowest_ranks():
-    assert list(distinct([b"x", b"a", b"x", b"b", b"a"]).items()) == [
+    assert list(ranks_by_value([b"x", b"a", b"x", b"b", b"a"]).items()) == [
         (b"x", (0, 2)),
         (b"a", (1, 4)),
         (b"b", (3,)),

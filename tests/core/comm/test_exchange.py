@@ -740,8 +740,10 @@ def test_an_operation_may_follow_one_that_an_interrupt_met_as_it_began(monkeypat
     channel = ThreadChannel(ThreadStore(), 0, 1)
     with monkeypatch.context() as patch:
         beats = iter([raising(KeyboardInterrupt())])
-        beat = StoreClientThread.beat
-        patch.setattr(StoreClientThread, "beat", lambda line: next(beats, lambda: beat(line))())
+        beat = StoreClientThread.send_heartbeat
+        patch.setattr(
+            StoreClientThread, "send_heartbeat", lambda line: next(beats, lambda: beat(line))()
+        )
         with pytest.raises(KeyboardInterrupt):
             channel.enter("save to a")
     channel.enter("save to b")

@@ -44,22 +44,22 @@ def watch_of(line: Any) -> FailureDetector:
 
 
 def loss_of(watch: FailureDetector) -> str | None:
-    watch.look([1])
-    return watch.loss(1, 0, was_in=False)
+    watch.read_heartbeats([1])
+    return watch.find_loss(1, 0, was_in=False)
 
 
 def test_a_rank_that_was_never_seen_is_not_silent(clock):
     watch = watch_of(SaveBarrier())
     for clock.now in range(0, 1000, 4):
         assert loss_of(watch) is None
-    assert watch.beat(1) is None
+    assert watch.last_heartbeat(1) is None
 
 
 def test_silence_counts_from_the_last_change_that_was_seen(clock):
     line, heart = SaveBarrier(), HeartbeatSender("a", inside=True)
     watch = watch_of(line)
     for start in (0, 1000):
-        line.beat = heart.beat()
+        line.beat = heart.encode_next()
         for clock.now in range(start, start + SILENCE_S, 4):
             assert loss_of(watch) is None
     clock.now += 4
@@ -69,7 +69,7 @@ def test_silence_counts_from_the_last_change_that_was_seen(clock):
 def test_a_pause_of_the_observer_is_not_silence_of_the_others(clock):
     line = SaveBarrier()
     watch = watch_of(line)
-    line.beat = HeartbeatSender("a", inside=True).beat()
+    line.beat = HeartbeatSender("a", inside=True).encode_next()
     for clock.now in range(0, 4 * 3600, 3600):  # each look counts for a quarter of a silence
         assert loss_of(watch) is None
     clock.now += 3600
@@ -83,4 +83,4 @@ def test_a_message_that_is_not_a_heartbeat_is_refused(clock):
     line.beat = b"nonsense"
     assert loss_of(watch) is None
     assert watch.has_invalid_heartbeat(1)
-    assert watch.beat(1) is None
+    assert watch.last_heartbeat(1) is None

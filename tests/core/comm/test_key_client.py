@@ -38,7 +38,7 @@ from dist_ckpt.core.comm.key_value.key_server import (
     KeyTable,
     LimitError,
     Limits,
-    answer,
+    execute,
 )
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.testing import thread_channel
@@ -160,7 +160,7 @@ def test_of_those_who_set_a_key_that_has_no_value_the_first_does_and_all_learn_w
     store.set("strange", b"")
     assert store_values.put_once(store, "strange", "a") == b"a"
     store.set("strange", b"\0a")
-    assert store_values.put_once(store, "strange", "a") == store_values.NOTHING
+    assert store_values.put_once(store, "strange", "a") == store_values.NO_VALUE
 
 
 def test_a_deleted_key_is_gone(store):
@@ -497,7 +497,7 @@ PLAIN: st.SearchStrategy[Any] = st.recursive(
 @given(st.binary(max_size=40) | PLAIN.map(pack) | st.lists(PLAIN, max_size=4).map(pack))
 def test_any_bytes_are_answered_or_a_value_error(body):
     with suppress(ValueError):
-        reply: Any = unpack(answer(KeyTable(Limits()), body))
+        reply: Any = unpack(execute(KeyTable(Limits()), body))
         assert reply[0] in ("done", "refused")
 
 
@@ -796,7 +796,7 @@ def test_an_interrupt_within_a_call_ends_the_connection(monkeypatch):
 
     with serving() as server, client_of(server) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(KeyClient, "_exactly", interrupt)
+            patch.setattr(KeyClient, "_receive_exactly", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 client.check(["a"])
         with pytest.raises(ConnectionError, match="was closed after an earlier error"):

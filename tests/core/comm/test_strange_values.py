@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import store_values
-from dist_ckpt.core.comm.key_value.store_values import MAX_PARTS, NOTHING, PART_NBYTES
+from dist_ckpt.core.comm.key_value.store_values import MAX_PARTS, NO_VALUE, PART_NBYTES
 from dist_ckpt.core.comm.messages import (
     MAX_DOCUMENT_NBYTES,
     Answer,
@@ -27,7 +27,7 @@ from dist_ckpt.core.comm.messages import (
     Failure,
     Heartbeat,
     NoAnswerError,
-    error_of,
+    build_error,
     pack,
     unpack,
 )
@@ -85,7 +85,7 @@ def use(message: object) -> None:
     """Do with a message what who reads it does."""
     if isinstance(message, Envelope | Answer):
         if message.failure is not None:
-            error_of(message.failure)
+            build_error(message.failure)
         with suppress(ValueError):
             unpack(message.body, object)
         encode(message)
@@ -129,7 +129,7 @@ def test_any_stored_value_is_read_or_is_nothing(data: bytes, num_parts: int):
     elif data[:1] == b"x":
         assert found is None
     else:
-        assert found in ([NOTHING], [b"part"], [b"partpart"])
+        assert found in ([NO_VALUE], [b"part"], [b"partpart"])
     store_values.withdraw(store, ["key"])
     assert store_values.get_all(store, ["key"]) is None
     store_values.delete(store, ["key"])
@@ -141,7 +141,7 @@ def test_parts_that_cannot_be_there_cost_nothing(head: bytes):
     store = ThreadStore()
     store.set("key", head)
     start = time.thread_time()
-    assert store_values.get_all(store, ["key"]) == [NOTHING]
+    assert store_values.get_all(store, ["key"]) == [NO_VALUE]
     store_values.withdraw(store, ["key"])
     store_values.delete(store, ["key"])
     assert store.keys() == ()

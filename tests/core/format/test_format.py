@@ -35,7 +35,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     NumpyScalar,
     Size,
 )
-from dist_ckpt.core.format.shard_file import arrange, decode_header
+from dist_ckpt.core.format.shard_file import arrange_shards, decode_header
 from headers import encode_header, shard_file
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -134,7 +134,7 @@ def write_shards(folder, component, rank):
         ]
     if not cells:
         return []
-    shards = arrange(cells)
+    shards = arrange_shards(cells)
     data = [part(shard.fqn, shard.cell) for shard in shards]
     shards = tuple(
         replace(

@@ -10,10 +10,10 @@ from dist_ckpt.core.format.geometry import (
     ElementRange,
     Region,
     RegionPiece,
-    boxes_of,
+    find_ranges,
     pieces,
-    ranges_of,
     row_major_strides,
+    split_into_boxes,
 )
 from long_mode import examples
 
@@ -70,7 +70,7 @@ def test_a_region_covers_another_if_it_holds_all_of_it(case):
 @given(shape_and_elements())
 def test_a_range_of_elements_is_cut_into_few_boxes_in_row_major_order(case):
     shape, elements = case
-    boxes = list(boxes_of(elements, shape))
+    boxes = list(split_into_boxes(elements, shape))
     assert [n for box in boxes for n in numbers_of(box, shape)] == [
         *range(elements.start, elements.stop)
     ]
@@ -140,7 +140,7 @@ def test_runs_leave_out_exactly_the_holes_that_are_long_enough(data, gap):
         10 + sum((i - 3) * s for i, s in zip(index, strides, strict=True))
         for index in sorted(elements_of(box))
     ]
-    ranges = list(ranges_of(box, RegionPiece(region, 10), gap))
+    ranges = list(find_ranges(box, RegionPiece(region, 10), gap))
     expected = [ElementRange(held[0], held[0] + 1)]
     for place in held[1:]:
         if place - expected[-1].stop < gap:

@@ -9,7 +9,7 @@ from safetensors import deserialize
 from dist_ckpt.core.format.checksums import num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Flat, Grid, Region, Shape
-from dist_ckpt.core.format.shard_file import arrange, decode_header, entry_of
+from dist_ckpt.core.format.shard_file import arrange_shards, decode_header, safetensors_entry
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from headers import encode_header, shard_file
 
@@ -33,7 +33,7 @@ def file_of(cells, *, step=None, block_nbytes=16):
                 for block in range(num_blocks(shard.span.nbytes, block_nbytes))
             ),
         )
-        for number, shard in enumerate(arrange(cells))
+        for number, shard in enumerate(arrange_shards(cells))
     )
     return shard_file("model", 1, 2, step, block_nbytes, shards)
 
@@ -66,7 +66,7 @@ def test_a_header_decodes_to_what_was_encoded_and_safetensors_reads_it(cells, st
     assert len(theirs) == len(cells)
     for shard in file.shards:
         tensor = theirs[shard.name]
-        assert tensor["shape"] == entry_of(shard.dtype, shard.cell)["shape"]
+        assert tensor["shape"] == safetensors_entry(shard.dtype, shard.cell)["shape"]
         assert tensor["dtype"] == (DTYPES[shard.dtype].safetensors or "U8")
         assert bytes(tensor["data"]) == data[shard.span.start : shard.span.stop]
 
@@ -96,7 +96,7 @@ def test_large_items_come_first_so_that_every_shard_is_aligned():
 
 
 def test_a_whole_tensor_has_its_fqn_as_name_and_a_shard_its_place_too():
-    assert [shard.name for shard in arrange(CELLS)] == [
+    assert [shard.name for shard in arrange_shards(CELLS)] == [
         *("c", "step", "w[0:2,0:6]", "w[2:4,0:6]", "flat[flat 2:5]", "empty", "odd")
     ]
 
@@ -104,7 +104,7 @@ def test_a_whole_tensor_has_its_fqn_as_name_and_a_shard_its_place_too():
 def test_a_name_that_could_be_mistaken_is_replaced_by_a_number():
     whole = Region((0,), (1,))
     fqns = ["a", "a[0:1]", "__metadata__", "t3", "t7", "x" * 1025, "ö" * 513]
-    names = {s.fqn: s.name for s in arrange([(fqn, "int8", (1,), whole) for fqn in fqns])}
+    names = {s.fqn: s.name for s in arrange_shards([(fqn, "int8", (1,), whole) for fqn in fqns])}
     assert names == {
         "__metadata__": "t0",
         "a": "a",
@@ -114,16 +114,16 @@ def test_a_name_that_could_be_mistaken_is_replaced_by_a_number():
         "x" * 1025: "t5",
         "ö" * 513: "t6",
     }
-    shards = arrange([("t1", "int8", (1,), whole), ("z]", "int8", (1,), whole)])
+    shards = arrange_shards([("t1", "int8", (1,), whole), ("z]", "int8", (1,), whole)])
     assert [shard.name for shard in shards] == ["t1", "t3"]
 
 
 def test_what_safetensors_has_no_dtype_for_is_bytes_with_a_last_dimension():
-    (shard,) = arrange([("c", "complex128", (4, 3), Region((0, 0), (2, 3)))])
-    assert entry_of(shard.dtype, shard.cell) == {"dtype": "U8", "shape": [2, 3, 16]}
+    (shard,) = arrange_shards([("c", "complex128", (4, 3), Region((0, 0), (2, 3)))])
+    assert safetensors_entry(shard.dtype, shard.cell) == {"dtype": "U8", "shape": [2, 3, 16]}
     assert shard.span == ByteRange(0, 96)
-    (shard,) = arrange([("c", "complex32", (4, 3), ElementRange(2, 7))])
-    assert entry_of(shard.dtype, shard.cell) == {"dtype": "U8", "shape": [5, 4]}
+    (shard,) = arrange_shards([("c", "complex32", (4, 3), ElementRange(2, 7))])
+    assert safetensors_entry(shard.dtype, shard.cell) == {"dtype": "U8", "shape": [5, 4]}
 
 
 # --- damage ----------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_json_that_libraries_forgive_is_damage(small, old, new):
 def test_a_header_that_safetensors_would_not_open_is_refused_before_anything_is_written():
     cells = [("x" * 1000, "int8", (100_000 << 20,), Region((0,), (100_000 << 20,)))]
     with pytest.raises(ValueError, match=r"need a header of .* bytes"):
-        shard_file("model", 0, 1, None, 16 << 10, arrange(cells))
+        shard_file("model", 0, 1, None, 16 << 10, arrange_shards(cells))
 
 
 def test_names_that_look_like_the_places_of_step_and_digests_are_not_mistaken_for_them() -> None:
@@ -337,7 +337,7 @@ def test_names_that_look_like_the_places_of_step_and_digests_are_not_mistaken_fo
     cells = [(f"{odd}.{n}{odd}", "uint8", (n,), Region((0,), (n,))) for n in range(1, 4)]
     shards = [
         replace(shard, digests=(f"{n:016x}",) * -(-shard.span.nbytes // 2))
-        for n, shard in enumerate(arrange(cells))
+        for n, shard in enumerate(arrange_shards(cells))
     ]
     file = shard_file(odd, 0, 1, 5, 2, shards)
     assert decode_header(encode_header(file), nbytes=file.nbytes) == file

@@ -13,7 +13,7 @@ from dist_ckpt.core.format.shard_file import (
     DecodedShards,
     ShardFile,
     StoredShard,
-    arrange,
+    arrange_shards,
     decode_header,
 )
 from dist_ckpt.errors import CorruptError
@@ -30,7 +30,7 @@ BLOCK_NBYTES = 16
 
 def file_of() -> ShardFile:
     shards: list[StoredShard] = []
-    for shard in arrange(CELLS):
+    for shard in arrange_shards(CELLS):
         count = num_blocks(shard.span.nbytes, BLOCK_NBYTES)
         digests = tuple(f"{len(shards):015x}{block:x}" for block in range(count))
         shards.append(replace(shard, digests=digests))
@@ -55,13 +55,13 @@ def test_they_are_what_was_encoded_by_number_from_either_end_and_in_parts() -> N
 def test_one_is_found_by_its_tensor_and_cell() -> None:
     shards = decoded()
     for shard in file_of().shards:
-        number = shards.number(shard.fqn, shard.cell)
+        number = shards.find_number(shard.fqn, shard.cell)
         assert number is not None
         assert shards[number] == shard
-        assert shards.facts(shard.fqn, shard.cell) == (shard.dtype, shard.shape)
-    assert shards.number("a", Region((0, 0), (4, 4))) is None
-    assert shards.number("z", Region((), ())) is None
-    assert shards.facts("c", ElementRange(0, 1)) is None
+        assert shards.dtype_and_shape(shard.fqn, shard.cell) == (shard.dtype, shard.shape)
+    assert shards.find_number("a", Region((0, 0), (4, 4))) is None
+    assert shards.find_number("z", Region((), ())) is None
+    assert shards.dtype_and_shape("c", ElementRange(0, 1)) is None
 
 
 def test_json_that_is_written_otherwise_says_the_same() -> None:

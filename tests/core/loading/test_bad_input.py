@@ -34,7 +34,7 @@ from dist_ckpt.testing.memory_storage import MemoryStorage
 from ranks import errors_of, save_on_threads, try_save_on_threads
 
 # The verbs that the last part of a message, its remedy, has one of.
-REMEDY = re.compile(
+RESTORE_REMEDY = re.compile(
     r"\b(give|pass|use|choose|convert|store|make|rename|break|flatten|wrap|put|add|check|correct|mend|"
     r"load|map|free|raise|upgrade|save|see|exclude|materialize|run|take)\b",
     re.IGNORECASE,
@@ -73,7 +73,7 @@ def refused(
     for fact in facts:
         assert fact in message, message
     remedy = re.split(r"[:;,.\n]\s", message.rstrip("."), maxsplit=1)[-1]
-    assert REMEDY.search(remedy), message
+    assert RESTORE_REMEDY.search(remedy), message
     assert listing(place) == before
     return caught.value
 

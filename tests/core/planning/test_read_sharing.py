@@ -22,7 +22,7 @@ from dist_ckpt.core.runtime.typed_msgpack import decode, encode
 MIB = 1 << 20
 
 
-def ranges_of(numbers: set[int]) -> BlockRanges:
+def find_ranges(numbers: set[int]) -> BlockRanges:
     return tuple(join_ranges(range(number, number + 1) for number in sorted(numbers)))
 
 
@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[int], dict[int, RankBlockRequests]
     for rank in draw(st.sets(st.integers(0, 9), min_size=1, max_size=6)):
         blocks, host = draw(numbers), draw(st.sampled_from("abc"))
         requests_by_rank[rank] = RankBlockRequests.of(
-            host, {file: ranges_of(blocks)} if blocks else {file + 1: (range(3),)}
+            host, {file: find_ranges(blocks)} if blocks else {file + 1: (range(3),)}
         )
     return file, starts_of(sizes), requests_by_rank
 
@@ -120,7 +120,7 @@ def test_every_rank_derives_the_same_ranges_whatever_else_it_knows(case):
 
 @given(st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1)))
 def test_what_a_rank_wants_comes_back_from_its_message(blocks):
-    ranges = {file: ranges_of(numbers) for file, numbers in blocks.items()}
+    ranges = {file: find_ranges(numbers) for file, numbers in blocks.items()}
     told = decode(encode(RankBlockRequests.of("host", ranges)), RankBlockRequests)
     assert told.host == "host"
     assert {file: told.block_ranges(file) for file in told.gaps_and_lengths} == ranges

@@ -9,7 +9,7 @@ from mmap import PAGESIZE
 import pytest
 
 from dist_ckpt.core.runtime import buffers
-from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move, scratch
+from dist_ckpt.core.runtime.buffers import BufferPool, address_of, allocate_scratch, copy, move
 from dist_ckpt.errors import StorageError
 
 
@@ -39,7 +39,7 @@ def test_a_move_copies_just_its_bytes() -> None:
 
 
 def test_scratch_begins_on_a_page_and_holds_zeros() -> None:
-    memory = scratch(5 << 20)
+    memory = allocate_scratch(5 << 20)
     assert len(memory) == 5 << 20
     assert address_of(memory) % PAGESIZE == 0
     assert not any(memory[:: 1 << 12])
@@ -47,8 +47,8 @@ def test_scratch_begins_on_a_page_and_holds_zeros() -> None:
 
 FORK = """
 import os
-from dist_ckpt.core.runtime.buffers import scratch
-memory = scratch(4096)
+from dist_ckpt.core.runtime.buffers import allocate_scratch
+memory = allocate_scratch(4096)
 memory[:4] = b"mine"
 if os.fork() == 0:
     memory[:4] = b"else"

@@ -11,7 +11,12 @@ from typing import TypeVar
 import pytest
 
 from dist_ckpt.core.runtime import threads
-from dist_ckpt.core.runtime.threads import DaemonThreads, SerialExecutor, parallel_for, results_of
+from dist_ckpt.core.runtime.threads import (
+    DaemonThreads,
+    SerialExecutor,
+    parallel_for,
+    stream_results,
+)
 from dist_ckpt.errors import StorageError
 
 T = TypeVar("T")
@@ -69,7 +74,7 @@ def test_who_closes_the_results_waits_for_what_runs_and_no_more_begins() -> None
         ended.append(i)
         return i
 
-    results = results_of(work, range(100), threads=1, waiting=1)
+    results = stream_results(work, range(100), threads=1, waiting=1)
     assert next(results) == 0
     assert gate.wait(10)
     results.close()
@@ -173,10 +178,10 @@ def test_calls_behind_are_made_in_order_and_the_next_raises_what_one_has_raised(
         raise StorageError("call 2 failed")
 
     behind = SerialExecutor()
-    behind.make(lambda: made.append(1))
-    behind.make(fail)
+    behind.start(lambda: made.append(1))
+    behind.start(fail)
     with pytest.raises(StorageError, match="call 2 failed"):
-        behind.make(lambda: made.append(3))
+        behind.start(lambda: made.append(3))
     behind.wait()  # the error has been raised
     behind.close()
     assert made == [1, 2]
@@ -186,7 +191,7 @@ def test_a_call_behind_that_hangs_is_a_storage_error() -> None:
     gate = threading.Event()
     behind = SerialExecutor(stall_s=0.05)
     try:
-        behind.make(lambda: print(gate.wait(10)))
+        behind.start(lambda: print(gate.wait(10)))
         with pytest.raises(StorageError, match=r"did not answer for 0\.05 s"):
             behind.wait()
     finally:
@@ -203,7 +208,7 @@ def test_who_closes_calls_behind_waits_for_the_one_that_runs() -> None:
         ended.set()
 
     behind = SerialExecutor()
-    behind.make(work)
+    behind.start(work)
     assert begun.wait(10)
     behind.close()
     assert ended.is_set()

@@ -14,7 +14,7 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots import job_folder
 from dist_ckpt.cli import main
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.format.index.model_description import as_json, differences
+from dist_ckpt.core.format.index.model_description import as_json, find_differences
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import IncompatibleError
@@ -122,14 +122,14 @@ def test_the_order_of_a_mapping_or_a_set_is_no_difference(tmp_path: Path) -> Non
     other = {"layers": ({"act": "gelu", "dim": 2},), "names": {*sorted(names)}}
     dc.load({"w": torch.zeros(2)}, path, config=other)
     assert as_json(names) == sorted(names)
-    assert not differences({"a": [{0, 8}]}, {"a": [{8, 0}]}), "they are told in another order"
+    assert not find_differences({"a": [{0, 8}]}, {"a": [{8, 0}]}), "they are told in another order"
 
 
 def test_a_config_that_was_read_without_torch_is_compared_with_a_live_one() -> None:
     read = decode_value(encode_value(CONFIG))
     assert read["dtype"] is not CONFIG["dtype"]
-    assert not differences(read, CONFIG)
-    assert [*differences(read, {**CONFIG, "dtype": torch.float16})] == ["dtype"]
+    assert not find_differences(read, CONFIG)
+    assert [*find_differences(read, {**CONFIG, "dtype": torch.float16})] == ["dtype"]
 
 
 def test_an_empty_config_is_one(tmp_path: Path) -> None:

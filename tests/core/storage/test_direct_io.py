@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import ByteRange
-from dist_ckpt.core.runtime.buffers import address_of, scratch
+from dist_ckpt.core.runtime.buffers import address_of, allocate_scratch
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local import direct_io
 from dist_ckpt.core.storage.local.direct_io import Alignment, alignment_of
@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def placed(data: bytes, remainder: int) -> memoryview:
     """Return data in memory that begins so many bytes after a page."""
-    view = scratch(len(data) + PAGE)[remainder : remainder + len(data)]
+    view = allocate_scratch(len(data) + PAGE)[remainder : remainder + len(data)]
     view[:] = data
     assert address_of(view) % PAGE == remainder % PAGE
     return view

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.core.runtime.buffers import scratch
+from dist_ckpt.core.runtime.buffers import allocate_scratch
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local import direct_io
 from dist_ckpt.core.storage.local.direct_io import MIN_NBYTES, MIN_READ_NBYTES, READ_SLOT_NBYTES
@@ -95,7 +95,7 @@ def reading(path: str) -> ReadableFile:
 
 def read(file: ReadableFile, offset: int, nbytes: int, remainder: int = 64) -> bytes:
     """Read into memory that begins so many bytes after a page; return what came."""
-    around = scratch(nbytes + 2 * PAGE)
+    around = allocate_scratch(nbytes + 2 * PAGE)
     around[:] = b"\xee" * len(around)
     count = file.read_into(offset, around[remainder : remainder + nbytes])
     untouched = bytes(around[:remainder]) + bytes(around[remainder + count :])

@@ -36,7 +36,7 @@ from dist_ckpt.core.format.index.index import (
     TensorRecord,
 )
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile, encode
-from dist_ckpt.core.format.shard_file import arrange, header_text
+from dist_ckpt.core.format.shard_file import arrange_shards, header_text
 from dist_ckpt.core.planning.plan import (
     CellOverlap,
     FilePlan,
@@ -192,7 +192,7 @@ def file_plans(catalog: Catalog, rank: int, block_nbytes: int) -> Iterator[FileP
         ]
         if not cells:
             continue
-        shards = arrange(cells)
+        shards = arrange_shards(cells)
         header = header_text(
             shards,
             component=component.name,

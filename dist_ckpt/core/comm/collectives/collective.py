@@ -66,17 +66,17 @@ class Collective(Protocol):
         """Close the connections. Never raises."""
 
 
-def name_of(body: bytes) -> bytes:
+def body_name(body: bytes) -> bytes:
     """Return the name that identifies a body."""
     return xxhash.xxh3_128_digest(body) + len(body).to_bytes(8, "little")
 
 
-def nbytes_of(name: bytes) -> int:
+def body_nbytes(name: bytes) -> int:
     """Return the size of the body that has this name."""
     return int.from_bytes(name[16:], "little")
 
 
-def distinct(values: Iterable[T]) -> dict[T, tuple[int, ...]]:
+def ranks_by_value(values: Iterable[T]) -> dict[T, tuple[int, ...]]:
     """Return the distinct values, each with the ranks that sent it, by their lowest ranks."""
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):

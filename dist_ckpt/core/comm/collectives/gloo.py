@@ -68,14 +68,16 @@ class GlooCollective:
     def all_gather_distinct(self, body: bytes) -> collective.Bodies:
         """See `Collective.all_gather_distinct`."""
         with self._connected() as group:
-            own = collective.name_of(body)
+            own = collective.body_name(body)
             received = bytearray(len(own) * self.world_size)
             parts = list(_tensor(received).view(self.world_size, len(own)).unbind())
             group.allgather([parts], [_tensor(bytearray(own))]).wait(self._timeout)
             starts = range(0, len(received), len(own))
-            ranks = collective.distinct([bytes(received[n : n + len(own)]) for n in starts])
-            nbytes_of = collective.nbytes_of
-            buffers = {name: bytearray(body if name == own else nbytes_of(name)) for name in ranks}
+            ranks = collective.ranks_by_value([bytes(received[n : n + len(own)]) for n in starts])
+            body_nbytes = collective.body_nbytes
+            buffers = {
+                name: bytearray(body if name == own else body_nbytes(name)) for name in ranks
+            }
             sends = [
                 (senders[0], buffers[name]) for name, senders in ranks.items() if buffers[name]
             ]
@@ -83,7 +85,7 @@ class GlooCollective:
                 self._send(group, sends[start : start + MAX_BROADCASTS])
             bodies = []
             for name, senders in ranks.items():
-                if collective.name_of(data := bytes(buffers[name])) != name:
+                if collective.body_name(data := bytes(buffers[name])) != name:
                     raise RuntimeError(f"data of rank {senders[0]} arrived damaged")
                 bodies.append((data, senders))
             is_sender = ranks[own][0] == self.rank

@@ -42,7 +42,7 @@ class SharedScratch:
         self.fd = create_anonymous(nbytes)
         close = weakref.finalize(self, os.close, self.fd)
         try:
-            self.view = _mapped(self.fd)
+            self.view = _map_memory(self.fd)
         except BaseException:
             close()
             raise
@@ -96,12 +96,12 @@ class HostLinks:
                 raise SecondaryError(
                     f"no connection from rank {min(missing)} within {self._timeout_s:g} s"
                 ) from None
-            rank = self._greet(link)
+            rank = self._receive_hello(link)
             if rank not in missing:
                 link.close()
                 continue
             try:
-                self._say_hello(link)
+                self._send_hello(link)
             except ConnectionError:
                 link.close()
                 raise SecondaryError(
@@ -113,10 +113,10 @@ class HostLinks:
 
     def memory_of(self, rank: int) -> memoryview:
         """Return the memory of this rank, or of one from which a message has arrived."""
-        return self._own.view if rank == self.rank else self._memories[rank]
+        return self._own_memory.view if rank == self.rank else self._memories[rank]
 
     @property
-    def _own(self) -> SharedScratch:
+    def _own_memory(self) -> SharedScratch:
         assert self._offered is not None, "call `offer` before any link"
         return self._offered
 
@@ -173,7 +173,7 @@ class HostLinks:
             link.connect(self._address(rank))
             if not _is_own_user(link):
                 raise PermissionError
-            self._say_hello(link)
+            self._send_hello(link)
         except OSError:
             link.close()
             return False
@@ -184,11 +184,11 @@ class HostLinks:
         self._sockets[rank] = link
         self._selector.register(link, selectors.EVENT_READ, rank)
 
-    def _say_hello(self, link: socket.socket) -> None:
+    def _send_hello(self, link: socket.socket) -> None:
         hello = _HELLO.pack(self.rank, self._meeting.encode())
-        socket.send_fds(link, [hello], [self._own.fd])
+        socket.send_fds(link, [hello], [self._own_memory.fd])
 
-    def _greet(self, link: socket.socket) -> int | None:
+    def _receive_hello(self, link: socket.socket) -> int | None:
         """Map the memory of the rank that has connected; return None if it is a stranger."""
         link.settimeout(0)  # a rank sends its hello when it connects
         try:
@@ -212,12 +212,12 @@ class HostLinks:
             )
         (fd,) = fds
         try:
-            self._memories[rank] = _mapped(fd)
+            self._memories[rank] = _map_memory(fd)
         finally:
             os.close(fd)
 
 
-def _mapped(fd: int) -> memoryview:
+def _map_memory(fd: int) -> memoryview:
     # Writable, also for readers: from read-only memory Python copies under its lock.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return memoryview(mmap.mmap(fd, 0, flags=flags))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, Self, TypeVar
 
-from dist_ckpt.core.comm.collectives.collective import distinct
+from dist_ckpt.core.comm.collectives.collective import ranks_by_value
 from dist_ckpt.core.comm.messages import pack
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import ranks_text
@@ -180,7 +180,7 @@ def check_equal_on_all_ranks(
 ) -> None:
     """Raise ValueError with the ranks and their values if ranks pass different arguments."""
     for name in names:
-        values = distinct(getattr(request, name) for request in requests)
+        values = ranks_by_value(getattr(request, name) for request in requests)
         if len(values) > 1:
             differing = "; ".join(f"{ranks_text(of)}: {value!r}" for value, of in values.items())
             raise ValueError(

@@ -73,7 +73,7 @@ class ExchangeState:
         self.detector = FailureDetector(self.client, self._beat_key, config)
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
-        self.unseen_s = config.join_timeout_s
+        self.unseen_timeout_s = config.join_timeout_s
         # Why ranks outside the operation will not enter it, "" if they may.
         self.absence_reason = ""
         self._start = 0
@@ -83,7 +83,7 @@ class ExchangeState:
         """The number of the current operation of this rank, or of its last one."""
         return self.heartbeat.number
 
-    def begin(self, number: int) -> None:
+    def enter_operation(self, number: int) -> None:
         """Enter an operation, and show it to the other ranks."""
         if not self._start:
             # A store may outlive a process group, and still have messages of an earlier one.
@@ -99,11 +99,11 @@ class ExchangeState:
         # The number last: a heartbeat in between must not say that the operation was left.
         self.heartbeat.inside, self.heartbeat.failed_turn = True, 0
         self.heartbeat.number = number
-        self.client.beat()
+        self.client.send_heartbeat()
 
-    def catch_up(self) -> None:
+    def skip_missed_operations(self) -> None:
         """Count the operations that the coordinator has begun without this rank."""
-        if (beat := self.detector.beat(COORDINATOR)) is not None:
+        if (beat := self.detector.last_heartbeat(COORDINATOR)) is not None:
             self.heartbeat.number = max(self.number, beat.number - beat.inside)
 
     def linger(self, most_s: float) -> None:
@@ -115,7 +115,7 @@ class ExchangeState:
         late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
         with suppress(NoAnswerError):
             while self.number and late and time.monotonic() < until:
-                self.detector.look(late)
+                self.detector.read_heartbeats(late)
                 late = [
                     rank for rank in late if self.detector.is_waiting(rank, self.number, self.turn)
                 ]
@@ -140,8 +140,8 @@ class ExchangeState:
         except ValueError as error:
             kind = RankError if self.rank == COORDINATOR else NoAnswerError
             message = (
-                f"in place of a message of {self.detector.name([rank])} the store has {error} "
-                f"({self._seen()}). {self._texts.strange}"
+                f"in place of a message of {self.detector.describe_ranks([rank])} the store has "
+                f"{error} ({self._location_text()}). {self._texts.strange}"
             )
             raise kind(message, rank=rank, phase=self.phase) from error
 
@@ -149,17 +149,18 @@ class ExchangeState:
         """Return a failure for each of these ranks from which nothing more will come."""
         failures = {}
         for rank in ranks:
-            loss = self.detector.loss(rank, self.number, was_in=bool(self.token))
+            loss = self.detector.find_loss(rank, self.number, was_in=bool(self.token))
             remedy = self._texts.lost
             if self.detector.has_invalid_heartbeat(rank):
                 loss = "has an invalid heartbeat in the store"
                 remedy = self._texts.strange
             if loss is not None:
-                message = f"{self.detector.name([rank])} {loss} ({self._seen()}). {remedy}"
+                name = self.detector.describe_ranks([rank])
+                message = f"{name} {loss} ({self._location_text()}). {remedy}"
                 failures[rank] = Failure("RankError", message, rank, self.phase)
         return failures
 
-    def _seen(self) -> str:
+    def _location_text(self) -> str:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.call}"
 
     def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> dict[int, Failure]:
@@ -169,13 +170,13 @@ class ExchangeState:
             by_phase[phase].append(rank)
         if len(by_phase) == 1:
             return {}
-        self.detector.look(range(self.world_size))  # for the names of hosts
+        self.detector.read_heartbeats(range(self.world_size))  # for the names of hosts
         places = [
-            f"{self.detector.name(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
+            f"{self.detector.describe_ranks(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
             for name, ranks in by_phase.items()
         ]
         if absent := [rank for rank in range(self.world_size) if rank not in calls]:
-            places.append(f"{self.detector.name(absent)}: nothing yet")
+            places.append(f"{self.detector.describe_ranks(absent)}: nothing yet")
         message = (
             f"the ranks of the group are in different calls: {listed(places, '; ')}. "
             f"{self._texts.mixed}"
@@ -188,20 +189,20 @@ class ExchangeState:
 
         After `join_warning_s` one warning with their names is logged.
         """
-        beats = {rank: self.detector.beat(rank) for rank in ranks}
+        beats = {rank: self.detector.last_heartbeat(rank) for rank in ranks}
         absent = [rank for rank, beat in beats.items() if not beat or beat.number < self.number]
         if self.token or not absent:
             return {}
         if self.absence_reason:
             return {absent[0]: Failure("RankError", self.absence_reason, absent[0], self.phase)}
         message = (
-            f"{self.detector.name(absent)} did not call {self.call}: rank {self.rank} (host "
-            f"{self.host}) has waited for {poll.waited_s:.3g} s. {self._texts.absent}"
+            f"{self.detector.describe_ranks(absent)} did not call {self.call}: rank {self.rank} "
+            f"(host {self.host}) has waited for {poll.waited_s:.3g} s. {self._texts.absent}"
         )
         if poll.waited_s >= self.config.join_timeout_s:
             message = self._stale_ranks_text(absent) or message
             return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
-        if poll.waited_s >= self.unseen_s:
+        if poll.waited_s >= self.unseen_timeout_s:
             for rank in absent:
                 if beats[rank] is None:
                     return {rank: Failure("RankError", message, rank, self.phase)}
@@ -212,7 +213,9 @@ class ExchangeState:
 
     def _stale_ranks_text(self, ranks: Sequence[int]) -> str:
         keys = [f"starts/{rank}" for rank in ranks]
-        counts = self.client.call(lambda store: [store_values.counted(store, key) for key in keys])
+        counts = self.client.call(
+            lambda store: [store_values.read_counter(store, key) for key in keys]
+        )
         fresh = (b"", str(self._start).encode())
         stale_ranks = [rank for rank, num in zip(ranks, counts, strict=True) if num not in fresh]
         if not stale_ranks:

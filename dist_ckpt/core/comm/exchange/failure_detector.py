@@ -41,7 +41,7 @@ class PollInterval:
         """Sleep until the next poll."""
         time.sleep(min(max(self._min_pause_s, OVERSHOOT * self.waited_s), self._max_pause_s))
 
-    def is_time_to_look(self) -> bool:
+    def is_look_due(self) -> bool:
         """Return True, at intervals, if it is time to look at the heartbeats."""
         now = time.monotonic()
         if now < self._look_at:
@@ -82,7 +82,7 @@ class FailureDetector:
         self._max_counted_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
         self._last_seen: dict[int, _LastSeen] = {}
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def read_heartbeats(self, ranks: Sequence[int]) -> None:
         """Read the heartbeats of some ranks once."""
         keys = [self._beat_key(rank) for rank in ranks]
         for rank, data in zip(ranks, self._client.call(store_values.get_each, keys), strict=True):
@@ -96,21 +96,21 @@ class FailureDetector:
                 last.silent_s += min(now - last.seen_at, self._max_counted_s)
                 last.seen_at = now
 
-    def beat(self, rank: int) -> Heartbeat | None:
+    def last_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank; None if it was never seen, or is not valid."""
         last = self._last_seen.get(rank)
         return last.beat if last else None
 
     def has_invalid_heartbeat(self, rank: int) -> bool:
         """Return True if a rank's heartbeat is not a valid one."""
-        return rank in self._last_seen and self.beat(rank) is None
+        return rank in self._last_seen and self.last_heartbeat(rank) is None
 
     def is_waiting(self, rank: int, number: int, turn: int) -> bool:
         """Return True if a rank was last seen alive within this operation.
 
         A rank that received the failure of this turn's exchange does not wait any more.
         """
-        beat = self.beat(rank)
+        beat = self.last_heartbeat(rank)
         return (
             beat is not None
             and (beat.number, beat.inside, beat.gone) == (number, True, False)
@@ -118,9 +118,9 @@ class FailureDetector:
             and self._last_seen[rank].silent_s < self._heartbeat_timeout_s
         )
 
-    def loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
+    def find_loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
         """Return why a rank is lost for this operation, or None; `was_in`: it had entered it."""
-        beat = self.beat(rank)
+        beat = self.last_heartbeat(rank)
         if beat is None:
             return None
         if beat.gone:
@@ -133,20 +133,20 @@ class FailureDetector:
             return "has restarted"
         return None
 
-    def newer(self, ranks: Sequence[int], number: int) -> int | None:
+    def find_newer_operation(self, ranks: Sequence[int], number: int) -> int | None:
         """Return a later operation that one of these ranks is in or soon enters; None if none."""
         until = time.monotonic() + self._grace_s
         while True:
-            self.look(ranks)
+            self.read_heartbeats(ranks)
             for rank in ranks:
-                beat = self.beat(rank)
+                beat = self.last_heartbeat(rank)
                 if beat is not None and beat.number > number and beat.inside and not beat.gone:
                     return beat.number
             if time.monotonic() >= until:
                 return None
             time.sleep(0.02)
 
-    def name(self, ranks: Sequence[int]) -> str:
+    def describe_ranks(self, ranks: Sequence[int]) -> str:
         """Return the names of ranks, a single one with its host if known: "rank 2 (host b)"."""
-        beat = self.beat(ranks[0]) if len(ranks) == 1 else None
+        beat = self.last_heartbeat(ranks[0]) if len(ranks) == 1 else None
         return ranks_text(ranks) + (f" (host {beat.host})" if beat else "")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNotes
-from dist_ckpt.core.comm.messages import error_of, failure_of, is_interrupt, pack, unpack
+from dist_ckpt.core.comm.messages import build_error, describe_error, is_interrupt, pack, unpack
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import IoCount
 
@@ -93,4 +93,4 @@ class SingleProcessExchange(Exchange):
         self._answer = self._decided or pack(None)
         is_foreign = not isinstance(error, CheckpointError | ValueError | TypeError)
         if error is not None and is_foreign and self._decided is None:
-            raise error_of(failure_of(error, self.phase)) from error
+            raise build_error(describe_error(error, self.phase)) from error

@@ -22,14 +22,14 @@ from dist_ckpt.core.comm.messages import (
     Failure,
     NoAnswerError,
     SecondaryError,
-    error_of,
-    failure_of,
-    first_failure,
+    add_touched,
+    build_error,
+    combine_failures,
+    describe_error,
     is_interrupt,
     new_nonce,
     pack,
     unpack,
-    with_touched,
 )
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
@@ -64,7 +64,7 @@ class Coordinator:
         """Return the results of all ranks. FailedError if some rank has failed, or is lost."""
         envelopes, failures = self._collect(own)
         if failures:
-            raise FailedError(first_failure(failures))
+            raise FailedError(combine_failures(failures))
         return [envelopes[rank].body for rank in range(self._state.world_size)]
 
     def finish_exchange(
@@ -86,12 +86,14 @@ class Coordinator:
             if not is_gathered:
                 error = None  # it is in this rank's envelope
                 self.gather(own)
-            answer = self._put(self._answer(error if decided is None else decided))
+            answer = self._put(self._build_answer(error if decided is None else decided))
         except NoAnswerError:
             raise
         except BaseException as raised:
             # A decision is final, whatever interrupts sending it.
-            answer = self._put(self._answer((error or raised) if decided is None else decided))
+            answer = self._put(
+                self._build_answer((error or raised) if decided is None else decided)
+            )
             if is_interrupt(raised):
                 raise
         return answer
@@ -106,14 +108,14 @@ class Coordinator:
     def clean_up(self) -> None:
         """Do nothing: other ranks may still read the answers of the operation that ends."""
 
-    def _answer(self, result: bytes | BaseException | None) -> Answer:
+    def _build_answer(self, result: bytes | BaseException | None) -> Answer:
         state, failure = self._state, None
         if isinstance(result, FailedError):
             failure = result.failure
         elif isinstance(result, CheckpointError | ValueError | TypeError):
-            failure = failure_of(result, state.phase)
+            failure = describe_error(result, state.phase)
         elif isinstance(result, BaseException):
-            failure = failure_of(result, state.phase, state.rank, state.host)
+            failure = describe_error(result, state.phase, state.rank, state.host)
         body = b"" if isinstance(result, BaseException) else result or pack(None)
         return Answer(state.call, state.token, self._nonces, body, failure)
 
@@ -127,12 +129,12 @@ class Coordinator:
         """Return the envelopes and failures by rank; all envelopes if no rank has failed."""
         state = self._state
         self._nonces = b""
-        envelopes, failures = self._await(own)
+        envelopes, failures = self._wait_for_envelopes(own)
         if not own.operation:
-            while (late_answer := self._call_given_up(envelopes)) is not None:
+            while (late_answer := self._answer_to_abandoned_call(envelopes)) is not None:
                 self._put(late_answer)
-                state.begin(state.number + 1)
-                envelopes, failures = self._await(own)
+                state.enter_operation(state.number + 1)
+                envelopes, failures = self._wait_for_envelopes(own)
             state.token = os.urandom(8).hex()
             self._nonces = b"".join(
                 envelopes[rank].nonce if rank in envelopes else NO_NONCE
@@ -155,7 +157,7 @@ class Coordinator:
         }
         return envelopes, state.mismatched_calls(calls) or failures
 
-    def _await(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
+    def _wait_for_envelopes(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
         """Wait until all envelopes have come, one has an error, or some rank's will never come."""
         state = self._state
         envelopes = {COORDINATOR: own}
@@ -166,15 +168,17 @@ class Coordinator:
             keys = [state.key(rank) for rank in missing]
             if (values := state.client.call(store_values.get_all, keys)) is not None:
                 arrivals = zip(missing, values, strict=True)
-                envelopes.update((rank, self._envelope(own, rank, data)) for rank, data in arrivals)
+                envelopes.update(
+                    (rank, self._decode_envelope(own, rank, data)) for rank, data in arrivals
+                )
                 break
-            if _has_final_failure(envelopes) or poll.is_time_to_look():
+            if _has_final_failure(envelopes) or poll.is_look_due():
                 # Heartbeats first: if one says that a rank has left, its envelope is complete.
-                state.detector.look(missing)
+                state.detector.read_heartbeats(missing)
                 looked = state.client.call(store_values.get_each, keys)
                 for rank, data in zip(missing, looked, strict=True):
                     if data is not None:
-                        envelopes[rank] = self._envelope(own, rank, data)
+                        envelopes[rank] = self._decode_envelope(own, rank, data)
                 if _has_final_failure(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
@@ -182,13 +186,13 @@ class Coordinator:
             poll.pause()
         return envelopes, failures
 
-    def _envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
+    def _decode_envelope(self, own: Envelope, rank: int, data: bytes) -> Envelope:
         try:
             return self._state.unpack(rank, data, Envelope)
         except RankError as error:
-            return replace(own, nonce=NO_NONCE, body=b"", failure=failure_of(error, own.phase))
+            return replace(own, nonce=NO_NONCE, body=b"", failure=describe_error(error, own.phase))
 
-    def _call_given_up(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
+    def _answer_to_abandoned_call(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
         """Return an answer to an earlier call in which the other ranks have given up this rank.
 
         They count one operation more than this rank, which was missing. None if no such call
@@ -199,7 +203,10 @@ class Coordinator:
         if not given_up:
             return None
         earlier = envelopes[given_up[0]]
-        if earlier.call == state.call and state.detector.newer(given_up, state.number) is None:
+        if (
+            earlier.call == state.call
+            and state.detector.find_newer_operation(given_up, state.number) is None
+        ):
             return None
         return Answer(earlier.call, "", b"", b"", earlier.failure)
 
@@ -235,20 +242,20 @@ class Participant:
         """Return the coordinator's answer in the operation that the group is in."""
         state = self._state
         while True:
-            answer = self._ask(own)
+            answer = self._request_answer(own)
             number = state.number
-            if answer.is_to(state.rank, own):
+            if answer.is_answer_to(state.rank, own):
                 state.token = answer.operation
                 return answer
             if answer.failure is None or own.operation:
                 raise NoAnswerError(STALE, rank=state.rank, phase=state.phase)
             # The others gave up an operation without this rank. Was it this call?
             if answer.call != state.call:
-                state.begin(number + 1)
-            elif (newer := state.detector.newer([COORDINATOR], number)) is not None:
-                state.begin(newer)
+                state.enter_operation(number + 1)
+            elif (newer := state.detector.find_newer_operation([COORDINATOR], number)) is not None:
+                state.enter_operation(newer)
             else:
-                state.catch_up()
+                state.skip_missed_operations()
                 return answer
 
     def clean_up(self) -> None:
@@ -261,9 +268,9 @@ class Participant:
     def ensure_failure_is_known(self) -> None:
         """Notify the coordinator, which waits for it, that this rank has received a failure."""
         self._state.heartbeat.failed_turn = self._state.turn
-        self._state.client.beat()
+        self._state.client.send_heartbeat()
 
-    def _ask(self, own: Envelope) -> Answer:
+    def _request_answer(self, own: Envelope) -> Answer:
         """Write the envelope; wait for the answer, or until it can never come."""
         state = self._state
         envelope_key, answer_key = state.key(state.rank), state.key("answer")
@@ -272,17 +279,17 @@ class Participant:
         state.put(envelope_key, encode(own))
         poll = PollInterval(state.world_size, state.config)
         while True:
-            is_time_to_look = poll.is_time_to_look()
-            if is_time_to_look:
-                state.detector.look([COORDINATOR])
+            is_look_due = poll.is_look_due()
+            if is_look_due:
+                state.detector.read_heartbeats([COORDINATOR])
             (data,) = state.client.call(store_values.get_each, [answer_key])
             if data is not None:
                 answer = state.unpack(COORDINATOR, data, Answer)
                 self._is_answered = True
                 return answer
-            if is_time_to_look:
+            if is_look_due:
                 for failure in state.failed_ranks([COORDINATOR]).values():
-                    state.catch_up()
+                    state.skip_missed_operations()
                     raise NoAnswerError(failure.message, rank=COORDINATOR, phase=state.phase)
                 for failure in state.missing_ranks([COORDINATOR], poll).values():
                     # The envelope stays: it shows the coordinator that this call is over.
@@ -336,7 +343,7 @@ class StoreChannel:
         state.call, state.token, state.turn = call, "", 0
         state.absence_reason = ""
         try:
-            state.begin(state.number + 1)
+            state.enter_operation(state.number + 1)
         except BaseException:  # an interrupt, or the store is gone: the next operation can begin
             with suppress(NoAnswerError):  # the first error says more
                 self.leave()
@@ -345,18 +352,20 @@ class StoreChannel:
     def watch(self, ranks: Sequence[int]) -> None:
         """See `Channel.watch`."""
         state = self._state
-        state.detector.look(ranks)
+        state.detector.read_heartbeats(ranks)
         for failure in state.failed_ranks(ranks).values():
             raise SecondaryError(failure.message, rank=failure.rank)
         # The failure of the coordinator itself is in its answer.
         keys = [state.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
         for rank, data in zip(ranks, state.client.call(store_values.get_each, keys), strict=True):
             if data is not None and _has_failure(rank, data):
-                raise SecondaryError(f"{state.detector.name([rank])} has failed", rank=rank)
+                raise SecondaryError(
+                    f"{state.detector.describe_ranks([rank])} has failed", rank=rank
+                )
 
-    def hurry(self, unseen_s: float) -> None:
+    def limit_unseen_timeout(self, unseen_timeout_s: float) -> None:
         """Limit the wait for ranks that were never seen. Any thread may call it."""
-        self._state.unseen_s = min(unseen_s, self._state.config.join_timeout_s)
+        self._state.unseen_timeout_s = min(unseen_timeout_s, self._state.config.join_timeout_s)
 
     def fail_without_others(self, why: str) -> None:
         """See `Channel.fail_without_others`."""
@@ -369,7 +378,7 @@ class StoreChannel:
     def leave(self) -> None:
         """See `Channel.leave`."""
         self._state.heartbeat.inside = False
-        self._state.client.beat()
+        self._state.client.send_heartbeat()
         self._role.clean_up()
 
     def close(self) -> None:
@@ -395,17 +404,17 @@ class _StoreExchange(Exchange):
 
     def _gathered(self) -> Sequence[bytes]:
         assert isinstance(self._role, Coordinator)
-        return self._role.gather(self._envelope(None))
+        return self._role.gather(self._build_envelope(None))
 
-    def _envelope(self, failure: Failure | None) -> Envelope:
+    def _build_envelope(self, failure: Failure | None) -> Envelope:
         state, body = self._state, b"" if failure else self._own or pack(None)
         return Envelope(state.call, self.phase, state.token, new_nonce(), body, failure)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         state, failure = self._state, None
         if error is not None and not isinstance(error, FailedError):
-            failure = failure_of(error, self.phase, state.rank, state.host)
-        own, is_gathered = self._envelope(failure), self._own is not None
+            failure = describe_error(error, self.phase, state.rank, state.host)
+        own, is_gathered = self._build_envelope(failure), self._own is not None
         try:
             answer = self._role.finish_exchange(own, error, self._decided, is_gathered=is_gathered)
         except Exception:
@@ -417,8 +426,8 @@ class _StoreExchange(Exchange):
             return
         self._role.ensure_failure_is_known()
         # An answer from before does not have the names that this rank has touched.
-        raised = answer.failure if failure is None else with_touched(answer.failure, [failure])
-        raise error_of(raised) from (None if isinstance(error, FailedError) else error)
+        raised = answer.failure if failure is None else add_touched(answer.failure, [failure])
+        raise build_error(raised) from (None if isinstance(error, FailedError) else error)
 
     def _unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         return self._state.unpack(rank, data, expected)
@@ -450,12 +459,12 @@ class StoreNotes:
 
     def put_once(self, key: str, text: str) -> str:
         """See `SharedNotes.put_once`."""
-        return _text(self._client.call(store_values.put_once, _note_key(key), text))
+        return _decode_note(self._client.call(store_values.put_once, _note_key(key), text))
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
         values = self._client.call(store_values.get_all, [_note_key(key) for key in keys])
-        return None if values is None else [_text(data) for data in values]
+        return None if values is None else [_decode_note(data) for data in values]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
@@ -466,6 +475,6 @@ def _note_key(key: str) -> str:
     return f"notes/{key}"
 
 
-def _text(data: bytes) -> str:
+def _decode_note(data: bytes) -> str:
     # Invalid text is not from dist_ckpt: its reader finds nothing valid in it.
     return data.decode(errors="replace")

@@ -93,7 +93,7 @@ class StoreClientThread:
                 self._gone.format(f"no answer for {self._stall_timeout_s:g} s")
             ) from None
         except (RuntimeError, OSError) as error:
-            raise NoAnswerError(self._gone.format(first_reached(error))) from error
+            raise NoAnswerError(self._gone.format(summarize_error(error))) from error
 
     def post(
         self, function: Callable[Concatenate[Store, P], object], *args: P.args, **kwargs: P.kwargs
@@ -101,7 +101,7 @@ class StoreClientThread:
         """Have `function` called soon; its result and its errors are ignored."""
         self._submit(Future(), partial(function, self._store, *args, **kwargs))
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat soon, since its content has changed."""
         self.post(_beat, self._heartbeat)
 
@@ -115,7 +115,7 @@ class StoreClientThread:
         if self._thread is None or not self.is_open:
             return
         self._heartbeat.gone = True
-        self.beat()
+        self.send_heartbeat()
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
@@ -145,7 +145,7 @@ class StoreClientThread:
 
 def _beat(store: Store, heartbeat: HeartbeatSender) -> None:
     if heartbeat.key:
-        store_values.put(store, heartbeat.key, heartbeat.beat())
+        store_values.put(store, heartbeat.key, heartbeat.encode_next())
 
 
 def _serve(
@@ -174,7 +174,7 @@ def _serve(
         call()
 
 
-def first_reached(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return the class of an error and its first line: torch adds pages."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

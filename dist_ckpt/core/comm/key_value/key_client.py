@@ -65,7 +65,7 @@ def unpack(body: bytes) -> object:
     )
 
 
-def nbytes_of(head: bytes, most: int) -> int:
+def body_nbytes(head: bytes, most: int) -> int:
     """Return the size of the body that follows. ValueError if it is not possible."""
     nbytes: int = LENGTH.unpack(head)[0]
     if not 0 < nbytes <= most:
@@ -73,7 +73,7 @@ def nbytes_of(head: bytes, most: int) -> int:
     return nbytes
 
 
-def checked(data: bytes) -> bytes:
+def check_received(data: bytes) -> bytes:
     """Return received data; ConnectionError if it is the end of a connection."""
     if not data:
         raise ConnectionResetError("the other side has closed the connection")
@@ -167,8 +167,8 @@ class KeyClient:
         try:
             self._socket.settimeout(_remaining_s(until))
             self._socket.sendall(frame(body))
-            nbytes = nbytes_of(self._exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
-            answer = unpack(self._exactly(nbytes, until))
+            nbytes = body_nbytes(self._receive_exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
+            answer = unpack(self._receive_exactly(nbytes, until))
         except BaseException as error:
             # The rest of a partial answer would be read as the next one.
             self.close()
@@ -190,18 +190,18 @@ class KeyClient:
         self.close()
         return ConnectionError(f"{self._name} is not a key server of dist_ckpt: {problem}")
 
-    def _exactly(self, nbytes: int, until: float) -> bytes:
+    def _receive_exactly(self, nbytes: int, until: float) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
             self._socket.settimeout(_remaining_s(until))
-            data += checked(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+            data += check_received(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
         return bytes(data)
 
     def _connect(self, address: tuple[str, int], until: float) -> socket.socket:
         pause_s = 0.01
         while True:
             try:
-                return _connected(address, until)
+                return _open_socket(address, until)
             except OSError as error:
                 if time.monotonic() + pause_s >= until:
                     raise ConnectionError(f"{self._name} is out of reach: {error}") from error
@@ -209,7 +209,7 @@ class KeyClient:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
-def _connected(address: tuple[str, int], until: float) -> socket.socket:
+def _open_socket(address: tuple[str, int], until: float) -> socket.socket:
     failure = OSError("the host name has no address")
     for family, kind, protocol, _, endpoint in socket.getaddrinfo(
         *address, type=socket.SOCK_STREAM

@@ -28,9 +28,9 @@ from dist_ckpt.core.comm.key_value.key_client import (
     MAX_READ_NBYTES,
     MAX_VALUE_NBYTES,
     TOKEN_NBYTES,
-    checked,
+    body_nbytes,
+    check_received,
     frame,
-    nbytes_of,
     pack,
     unpack,
 )
@@ -174,7 +174,7 @@ class KeyTable:
         return 0 if value is None else KEY_NBYTES + len(key) + len(value)
 
 
-def answer(table: KeyTable, body: bytes) -> bytes:
+def execute(table: KeyTable, body: bytes) -> bytes:
     """Execute a request and return the answer. ValueError if the request is not valid."""
     result: object
     try:
@@ -292,7 +292,7 @@ class _Service:
 
     def _talk(self, link: socket.socket) -> Iterator[int]:
         """Serve one peer from its greeting on; yield the events that it must wait for."""
-        greeted = yield from _received(link, len(self._greeting))
+        greeted = yield from _receive_message(link, len(self._greeting))
         if not hmac.compare_digest(greeted, self._greeting):
             return
         del self._strangers[link]
@@ -305,7 +305,7 @@ class _Service:
             yield selectors.EVENT_READ  # even if it has sent more already: other peers come first
             # Nested: no message of a peer stays in memory while it is silent.
             yield from _send(
-                link, answer(self._table, (yield from _received(link, MAX_MESSAGE_NBYTES)))
+                link, execute(self._table, (yield from _receive_message(link, MAX_MESSAGE_NBYTES)))
             )
 
     def _drop(self, link: socket.socket) -> None:
@@ -318,16 +318,16 @@ class _Service:
         link.close()
 
 
-def _received(link: socket.socket, most: int) -> Generator[int, None, bytes]:
-    nbytes = nbytes_of((yield from _exactly(link, LENGTH.size)), most)
-    return (yield from _exactly(link, nbytes))
+def _receive_message(link: socket.socket, most: int) -> Generator[int, None, bytes]:
+    nbytes = body_nbytes((yield from _receive_exactly(link, LENGTH.size)), most)
+    return (yield from _receive_exactly(link, nbytes))
 
 
-def _exactly(link: socket.socket, nbytes: int) -> Generator[int, None, bytes]:
+def _receive_exactly(link: socket.socket, nbytes: int) -> Generator[int, None, bytes]:
     data = bytearray()
     while len(data) < nbytes:
         try:
-            data += checked(link.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+            data += check_received(link.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
         except BlockingIOError:
             yield selectors.EVENT_READ
     return bytes(data)

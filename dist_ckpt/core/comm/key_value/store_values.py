@@ -15,7 +15,7 @@ PART_NBYTES = 4 << 20
 MAX_PARTS = MAX_DOCUMENT_NBYTES // PART_NBYTES + 1
 
 # The result for a value that `put` did not store: no valid message is empty.
-NOTHING = b""
+NO_VALUE = b""
 
 _COUNTER = re.compile(rb"[0-9]{1,18}")
 
@@ -68,24 +68,24 @@ def put_once(store: Store, key: str, text: str) -> bytes:
     If several ranks call it at once, all return the text of the same one.
     """
     value = store.compare_set(key, "", _WHOLE.decode() + text)
-    return value[1:] if value[:1] == _WHOLE else NOTHING
+    return value[1:] if value[:1] == _WHOLE else NO_VALUE
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """Return the values that `put` stored, `NOTHING` for others; None if one is missing."""
+    """Return the values that `put` stored, `NO_VALUE` for others; None if one is missing."""
     if not store.check(list(keys)):
         return None
     try:
-        values = _stored(store, keys)
+        values = _read_values(store, keys)
         if any(data[:1] == _WITHDRAWN for data in values):
             return None
-        wholes = [_whole(store, *stored) for stored in zip(keys, values, strict=True)]
+        wholes = [_join_parts(store, *stored) for stored in zip(keys, values, strict=True)]
     except KeyError:  # deleted since then
         return None
     return None if None in wholes else [data for data in wholes if data is not None]
 
 
-def _stored(store: Store, keys: Sequence[str]) -> list[bytes]:
+def _read_values(store: Store, keys: Sequence[str]) -> list[bytes]:
     # One round trip if the store can do it, instead of one for each rank.
     if hasattr(store, "multi_get"):
         values: list[bytes] = store.multi_get(list(keys))
@@ -93,18 +93,18 @@ def _stored(store: Store, keys: Sequence[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def _whole(store: Store, key: str, data: bytes) -> bytes | None:
+def _join_parts(store: Store, key: str, data: bytes) -> bytes | None:
     """Return the value that begins with these bytes; None if it is just being deleted."""
     if data[:1] == _WHOLE:
         return data[1 : PART_NBYTES + 1]
-    parts = _parts(key, data)
+    parts = _part_keys(key, data)
     if data[:1] != _PARTS or not parts:
-        return NOTHING
+        return NO_VALUE
     # `get` of a missing key would wait, with the store's deadline. Parts are stored before the
     # value, and deleted after it.
     if not store.check(parts):
-        return NOTHING if store.check([key]) else None
-    return b"".join(part[:PART_NBYTES] for part in _stored(store, parts))
+        return NO_VALUE if store.check([key]) else None
+    return b"".join(part[:PART_NBYTES] for part in _read_values(store, parts))
 
 
 def get_each(store: Store, keys: Sequence[str]) -> list[bytes | None]:
@@ -120,13 +120,13 @@ def increment(store: Store, key: str) -> int:
     """Add 1 to a counter, and return it. ValueError if its value is not a counter."""
     # If the value is not a number, some of torch's stores raise, and others cut the connection.
     # Beyond 64 bits they continue with a negative number.
-    value = counted(store, key)
+    value = read_counter(store, key)
     if value and not _COUNTER.fullmatch(value):
         raise ValueError(f"{len(value)} bytes that are not a counter")
     return store.add(key, 1)
 
 
-def counted(store: Store, key: str) -> bytes:
+def read_counter(store: Store, key: str) -> bytes:
     """Return the value of a counter, b"" if it does not exist."""
     return store.get(key) if store.check([key]) else b""
 
@@ -135,7 +135,7 @@ def withdraw(store: Store, keys: Sequence[str]) -> None:
     """Hide values from readers. With `delete` a read that has begun would wait in the store."""
     for key in keys:
         if store.check([key]):
-            num_parts = len(_parts(key, store.get(key)))
+            num_parts = len(_part_keys(key, store.get(key)))
             store.set(key, _WITHDRAWN + str(num_parts).encode())
 
 
@@ -144,13 +144,13 @@ def delete(store: Store, keys: Sequence[str]) -> None:
     for key in keys:
         if not store.check([key]):
             continue
-        parts = _parts(key, store.get(key))
+        parts = _part_keys(key, store.get(key))
         store.delete_key(key)
         for part in parts:
             store.delete_key(part)
 
 
-def _parts(key: str, data: bytes) -> list[str]:
+def _part_keys(key: str, data: bytes) -> list[str]:
     digits = data[1:]
     if data[:1] not in (_PARTS, _WITHDRAWN) or len(digits) > 4 or not digits.isdigit():
         return []

@@ -45,7 +45,7 @@ from dist_ckpt.core.format.filenames import (
     parse_liveness,
 )
 from dist_ckpt.core.format.run_records import IncarnationRecord, encode_record
-from dist_ckpt.core.format.strict_json import REMEDY
+from dist_ckpt.core.format.strict_json import RESTORE_REMEDY
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
@@ -288,10 +288,10 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:
         raise CorruptError(
-            f"{str(error).removesuffix(REMEDY)}: what incarnation {number} of this run resumed "
-            f"from is not known. Restore the file from a copy. If there is none, end the job of "
-            f"that incarnation, remove the file, and start again. Use restore(at=...) if that "
-            f"incarnation went back to an older step"
+            f"{str(error).removesuffix(RESTORE_REMEDY)}: what incarnation {number} of this run "
+            f"resumed from is not known. Restore the file from a copy. If there is none, end the "
+            f"job of that incarnation, remove the file, and start again. Use restore(at=...) if "
+            f"that incarnation went back to an older step"
         ) from error
     if record.number != number:
         raise CorruptError(f"{file}: it is the record of incarnation {record.number}; remove it")

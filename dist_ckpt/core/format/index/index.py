@@ -118,7 +118,7 @@ class AttachedFileRecord:
 
 # The attempt of another system's file that is read as a checkpoint (`interop/readers/`). No folder
 # has this name and no save creates it: real digits are random.
-EMPTY_DIGESTS = "a1-ffffffffffffffff"
+FOREIGN_ATTEMPT = "a1-ffffffffffffffff"
 
 FileRecord = ShardFileRecord | ObjectsFileRecord | AttachedFileRecord
 
@@ -142,7 +142,7 @@ class Index:
     @property
     def has_digests(self) -> bool:
         """True if the blocks of its files have digests; False for files of other systems."""
-        return self.attempt != EMPTY_DIGESTS
+        return self.attempt != FOREIGN_ATTEMPT
 
     @property
     def nbytes(self) -> int:

@@ -246,7 +246,7 @@ def decode(
     state = doc.get("state")
     if state == "abandoned":
         _, _, attempt, by, reason, _ = fields(doc, _ABANDONED_FIELDS, label)
-        return Abandoned(_attempt(attempt, label), string(by, label), string(reason, label))
+        return Abandoned(_decode_attempt(attempt, label), string(by, label), string(reason, label))
     if state != "committed":
         raise corrupt_error(label, f"state {quote(state)} is neither committed nor abandoned")
     # Before 2026-12 there was no `save` and no `parameters`; `attached` is optional.
@@ -274,12 +274,12 @@ def _parse_around(data: bytes, cached: EncodedCatalog, label: str) -> dict[str, 
 def _decode_index(doc: Mapping[str, Json], catalog: Catalog, label: str) -> Index:
     step, saved_at = doc["step"], doc["saved_at"]
     index = Index(
-        attempt=_attempt(doc["attempt"], label),
+        attempt=_decode_attempt(doc["attempt"], label),
         save=hex_digits(doc["save"], 32, f"{label}, save") if "save" in doc else None,
         step=None if step is None else integer(step, 0, MAX_STEP, f"{label}, step"),
         catalog=catalog,
         files=_decode_files(doc["files"], catalog, f"{label}, files"),
-        objects=_decode_documents(
+        objects=_decode_file_records(
             doc["objects"], ObjectsFileRecord, objects_file.MAX_NBYTES, f"{label}, objects"
         ),
         attached=_decode_attached(doc.get("attached", []), f"{label}, attached"),
@@ -295,7 +295,7 @@ def _decode_index(doc: Mapping[str, Json], catalog: Catalog, label: str) -> Inde
     return index
 
 
-def _attempt(value: Json, label: str) -> str:
+def _decode_attempt(value: Json, label: str) -> str:
     name = string(value, f"{label}, attempt")
     if filenames.parse_attempt(name) is None:
         raise corrupt_error(label, f"{quote(name)} is not an attempt's name")
@@ -322,7 +322,7 @@ def _decode_files(value: Json, catalog: Catalog, label: str) -> tuple[ShardFileR
     return tuple(files)
 
 
-def _decode_documents(value: Json, cls: type[D], max_nbytes: int, label: str) -> tuple[D, ...]:
+def _decode_file_records(value: Json, cls: type[D], max_nbytes: int, label: str) -> tuple[D, ...]:
     files = []
     for entry in array(value, label):
         name, nbytes, digest = row(entry, 3, label)
@@ -332,7 +332,7 @@ def _decode_documents(value: Json, cls: type[D], max_nbytes: int, label: str) ->
 
 
 def _decode_attached(value: Json, label: str) -> tuple[AttachedFileRecord, ...]:
-    files = _decode_documents(value, AttachedFileRecord, MAX_ATTACHED_NBYTES, label)
+    files = _decode_file_records(value, AttachedFileRecord, MAX_ATTACHED_NBYTES, label)
     if bad := [file.name for file in files if not filenames.is_attached_name(file.name)]:
         raise corrupt_error(label, f"{quote(bad[0])} is not the name of an attached file")
     # Some file systems ignore case in names.
@@ -348,7 +348,7 @@ def _check_shard_files(index: Index, label: str) -> None:
     catalog = index.catalog
     files = [(file.component, file.rank) for file in index.files]
     counts = catalog.counts()
-    needed = _files_of(catalog, [record for record, _ in counts], len(files), label)
+    needed = _find_needed_files(catalog, [record for record, _ in counts], len(files), label)
     if len(set(files)) != len(files):
         raise corrupt_error(label, "a shard file is listed twice")
     if wrong := needed.symmetric_difference(files):
@@ -365,7 +365,7 @@ def _check_shard_files(index: Index, label: str) -> None:
         raise corrupt_error(label, f"its files are {excess} bytes too large for its tensors")
 
 
-def _files_of(
+def _find_needed_files(
     catalog: Catalog, records: Iterable[TensorRecord], num_files: int, label: str
 ) -> set[tuple[int, int]]:
     """Return (component, rank) of each file that stores a cell; stop above `num_files`."""
@@ -392,7 +392,7 @@ def _check_objects_files(index: Index, label: str) -> None:
     names = {file.name for file in index.objects}
     if len(names) != len(index.objects):
         raise corrupt_error(label, "an objects file is listed twice")
-    # Not from `contents_of`: with four per-rank values of 16,384 ranks, a decode took 25 % longer.
+    # `list_contents` would make a decode 25 % longer with four per-rank values of 16,384 ranks.
     ranks = {rank for keys in index.catalog.per_rank.values() for _, rank in keys}
     needed = {filenames.objects_file(rank) for rank in ranks}
     for rank in {*index.catalog.values.values()}:

@@ -18,7 +18,7 @@ CONFIG, KIND = "config", "kind"
 # It is shown in tables.
 MAX_KIND_CHARS = 200
 
-_LACKING = "nothing"
+_MISSING = "nothing"
 
 # A key of such characters needs no quotes.
 _PLAIN_KEY = re.compile(r"[^.'\"]+").fullmatch
@@ -45,7 +45,7 @@ def check_description(
         raise ValueError(f"kind={kind[:250]!r}: give a text of 1 to {MAX_KIND_CHARS} characters")
 
 
-def with_description(
+def add_description(
     metadata: Mapping[str, object] | None, config: Mapping[str, object] | None, kind: str | None
 ) -> dict[str, object]:
     """Return metadata with the configuration and the kind, if they are given."""
@@ -65,7 +65,7 @@ def kind_of(metadata: Mapping[str, object]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def problems_of_description(
+def find_description_problems(
     metadata: Mapping[str, object], config: Mapping[str, object] | None, kind: str | None
 ) -> list[str]:
     """Return the differences from a checkpoint. None here is not compared, there is a problem."""
@@ -79,7 +79,7 @@ def problems_of_description(
     if config is not None and stored is None:
         problems.append(_unknown(CONFIG))
     elif config is not None:
-        for name, (old, new) in differences(stored, config).items():
+        for name, (old, new) in find_differences(stored, config).items():
             problems.append(f"config.{name}: {old} there, {new} here")
     return problems
 
@@ -91,13 +91,13 @@ def _unknown(name: str) -> str:
     )
 
 
-def differences(then: object, now: object) -> dict[str, tuple[str, str]]:
+def find_differences(then: object, now: object) -> dict[str, tuple[str, str]]:
     """Return the differences of two configurations as text, by dotted name."""
-    old, new = dict(leaves_of(_as_stored(then))), dict(leaves_of(_as_stored(now)))
+    old, new = dict(iterate_leaves(_as_stored(then))), dict(iterate_leaves(_as_stored(now)))
     return {
-        name: (old.get(name, _LACKING), new.get(name, _LACKING))
+        name: (old.get(name, _MISSING), new.get(name, _MISSING))
         for name in sorted(old.keys() | new.keys())
-        if old.get(name, _LACKING) != new.get(name, _LACKING)
+        if old.get(name, _MISSING) != new.get(name, _MISSING)
     }
 
 
@@ -107,7 +107,7 @@ def _as_stored(value: object) -> object:
     return decode_value(encode_value(plain))
 
 
-def problems_of_report(
+def find_report_problems(
     report: Mapping[str, Json], kind: str | None, config: Json, num_parameters: int | None
 ) -> list[str]:
     """Return the differences between a report and its checkpoint. None is not compared."""
@@ -115,7 +115,7 @@ def problems_of_report(
     if kind is not None and report.get(KIND, kind) != kind:
         problems.append(f"{KIND}: {kind!r} in the checkpoint, {report[KIND]!r} in the report")
     if config is not None and CONFIG in report:
-        for name, (old, new) in differences(config, report[CONFIG]).items():
+        for name, (old, new) in find_differences(config, report[CONFIG]).items():
             field = f"{CONFIG}.{name}" if name else CONFIG
             problems.append(f"{field}: {old} in the checkpoint, {new} in the report")
     for name in ("num_parameters", "num_params"):
@@ -137,13 +137,13 @@ def as_json(value: object) -> Json:
     return value if isinstance(value, float) and isfinite(value) else str(value)
 
 
-def leaves_of(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+def iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values in nested mappings by dotted name, as text; a list is one value."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             # Names must be unique: {"a.b": 1} differs from {"a": {"b": 1}}.
             part = str(key) if _PLAIN_KEY(str(key)) else repr(key)
-            yield from leaves_of(inner, f"{name}.{part}" if name else part)
+            yield from iterate_leaves(inner, f"{name}.{part}" if name else part)
     else:
         yield name, _text(value)
 

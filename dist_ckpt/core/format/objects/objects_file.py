@@ -78,12 +78,12 @@ def encode(file: ObjectsFile) -> bytes:
     if (problem := memory_problem(len(data), cost)) is not None:
         raise ValueError(
             f"one rank's plain data and per-rank values cannot be stored: {problem}; store the "
-            f"many small values of {_largest(doc)} as tensors, or as fewer and larger ones"
+            f"many small values of {_find_largest(doc)} as tensors, or as fewer and larger ones"
         )
     return data
 
 
-def _largest(doc: Mapping[str, Any]) -> str:
+def _find_largest(doc: Mapping[str, Any]) -> str:
     values: dict[str, object] = {**doc["values"], **doc["per_rank"]}
     values["the metadata"] = doc["metadata"]
     around = _NUM_LEVELS_AROUND
@@ -111,7 +111,7 @@ def decode(
     try:
         _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, label)
         return ObjectsFile(
-            tree=_tree(tree),
+            tree=_decode_tree(tree),
             values=_decode_named(values),
             per_rank={fqn: _decode_keyed(rows) for fqn, rows in _decode_named(per_rank).items()},
             numpy=tuple(expect(fqn, str) for fqn in expect(numpy, list)),
@@ -125,7 +125,7 @@ def decode(
 Contents = Mapping[str, Sequence[tuple[str, Key | None]]]
 
 
-def contents_of(catalog: Catalog) -> Contents:
+def list_contents(catalog: Catalog) -> Contents:
     """Return the contents of all objects files: there may be as many as ranks, so call it once."""
     contents: dict[str, list[tuple[str, Key | None]]] = {}
     for fqn, rank in catalog.values.items():
@@ -137,7 +137,9 @@ def contents_of(catalog: Catalog) -> Contents:
     return contents
 
 
-def missing_in(file: ObjectsFile, name: str, catalog: Catalog, contents: Contents) -> Iterator[str]:
+def find_missing(
+    file: ObjectsFile, name: str, catalog: Catalog, contents: Contents
+) -> Iterator[str]:
     """Yield names that the catalog, or a container of the tree, expects and that the file lacks."""
     for fqn, key in contents.get(name, ()):
         if key is None and fqn not in file.values:
@@ -148,7 +150,7 @@ def missing_in(file: ObjectsFile, name: str, catalog: Catalog, contents: Content
     nodes = {node.fqn for node in file.tree}
     for node in file.tree:
         for key in node.keys:
-            fqn = _child(node, key)
+            fqn = _child_fqn(node, key)
             if fqn not in nodes and not any(fqn in table for table in tables):
                 yield f"{fqn}, a child of {node.fqn or 'the state'}"
 
@@ -157,13 +159,13 @@ def _decode_named(value: Any) -> dict[str, Any]:
     return {expect(fqn, str): item for fqn, item in expect(value, dict).items()}
 
 
-def _tree(rows: Any) -> tuple[Node, ...]:
+def _decode_tree(rows: Any) -> tuple[Node, ...]:
     """Return the containers, each once, and with few paths to each.
 
     Ranks may reach one name on several paths, as "b.c" in "a" and "c" in "a.b". A walk follows them
     all, and in a hostile file of some kilobytes they double at each level.
     """
-    nodes = tuple(map(_node, expect(rows, list)))
+    nodes = tuple(map(_decode_node, expect(rows, list)))
     if len({node.fqn for node in nodes}) < len(nodes):
         raise ValueError("a container twice in its tree")
     paths = Counter({"": 1})
@@ -171,16 +173,16 @@ def _tree(rows: Any) -> tuple[Node, ...]:
         if paths[node.fqn] > _MAX_PATHS:
             raise ValueError(f"too many paths to {node.fqn[:100]!r} in its tree")
         for key in node.keys:
-            if len(child := _child(node, key)) > len(node.fqn):
+            if len(child := _child_fqn(node, key)) > len(node.fqn):
                 paths[child] += paths[node.fqn]
     return nodes
 
 
-def _child(node: Node, key: str | int) -> str:
+def _child_fqn(node: Node, key: str | int) -> str:
     return f"{node.fqn}.{key}" if node.fqn else str(key)
 
 
-def _node(entry: Any) -> Node:
+def _decode_node(entry: Any) -> Node:
     fqn, kind, keys = expect(entry, list)
     for key in expect(keys, list):
         if type(key) is not str and type(key) is not int:
@@ -192,16 +194,16 @@ def _decode_keyed(rows: Any) -> dict[Key, object]:
     values: dict[Key, object] = {}
     for entry in expect(rows, list):
         key, value = expect(entry, list)
-        key = _key(key)
+        key = _decode_key(key)
         if key in values:
             raise ValueError(f"the key {key!r} twice")
         values[key] = value
     return values
 
 
-def _key(value: Any) -> Key:
+def _decode_key(value: Any) -> Key:
     if type(value) is tuple:
-        return tuple(map(_key, value))
+        return tuple(map(_decode_key, value))
     if type(value) is str or (type(value) is int and MIN_INTEGER <= value <= MAX_INTEGER):
         return value
     raise ValueError(f"a key that is a {type(value).__name__}, or beyond 64 bits")

@@ -60,7 +60,7 @@ def encode_value(value: object, fqn: str = "value", *, around: int = 0) -> bytes
     Raises ValueError if it is too deep or too large. `around` levels do not count as depth.
     """
     try:
-        return _pack(_wire(value, -around))
+        return _pack(_encode(value, -around))
     except _RefusedError as refused:
         path = fqn + "".join(f"[{key!r}]" for key in reversed(refused.keys))
         raise refused.kind(f"{path} {refused.fact}") from None
@@ -80,16 +80,16 @@ class _RefusedError(Exception):
     keys: list[object] = field(default_factory=list)
 
 
-def _pack(wire: object) -> bytes:
+def _pack(encoded: object) -> bytes:
     try:
-        packed: bytes = msgpack.packb(wire, use_bin_type=True)
+        packed: bytes = msgpack.packb(encoded, use_bin_type=True)
     except (ValueError, OverflowError) as error:
         fact = f"is too large for msgpack ({error}): store it as tensors"
         raise _RefusedError(fact, ValueError) from None
     return packed
 
 
-def _wire(value: Any, depth: int) -> object:
+def _encode(value: Any, depth: int) -> object:
     if depth > MAX_DEPTH:
         fact = f"is nested deeper than {MAX_DEPTH} levels, or contains itself: flatten it"
         raise _RefusedError(fact, ValueError)
@@ -98,7 +98,7 @@ def _wire(value: Any, depth: int) -> object:
     if encode is not None:
         return encode(value, depth)
     if cls.__module__ == "numpy" and any(base.__name__ == "generic" for base in cls.__mro__):
-        return _wire_numpy(value)
+        return _encode_numpy(value)
     raise _RefusedError(_refusal(value))
 
 
@@ -133,13 +133,13 @@ def _ext(code: int, payload: object) -> object:
     return msgpack.ExtType(code, _pack(payload))
 
 
-def _wire_int(value: int, depth: int) -> object:
+def _encode_int(value: int, depth: int) -> object:
     if -(1 << 63) <= value < 1 << 64:
         return value
     return msgpack.ExtType(Ext.INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
 
 
-def _wire_str(value: str, depth: int) -> object:
+def _encode_str(value: str, depth: int) -> object:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:  # half a surrogate pair, as in file names that are not UTF-8
@@ -147,15 +147,15 @@ def _wire_str(value: str, depth: int) -> object:
     return value
 
 
-def _wire_all(values: Iterable[object], depth: int) -> list[object]:
-    wires = []
+def _encode_all(values: Iterable[object], depth: int) -> list[object]:
+    encoded = []
     for number, value in enumerate(values):
         try:
-            wires.append(_wire(value, depth + 1))
+            encoded.append(_encode(value, depth + 1))
         except _RefusedError as refused:
             refused.keys.append(number)
             raise
-    return wires
+    return encoded
 
 
 def _check_hashes(members: Collection[object]) -> None:
@@ -166,37 +166,37 @@ def _check_hashes(members: Collection[object]) -> None:
         raise _RefusedError(fact, ValueError) from None
 
 
-def _wire_map(value: Mapping[object, object], depth: int) -> dict[object, object]:
+def _encode_map(value: Mapping[object, object], depth: int) -> dict[object, object]:
     _check_hashes(value)
-    wires = {}
+    encoded = {}
     for key, item in value.items():
         if type(key) is not str and type(key) is not int:
             fact = f"has the key {key!r} of class {type(key).__name__}: use str or int keys"
             raise _RefusedError(fact)
         try:
-            wires[_wire(key, depth)] = _wire(item, depth + 1)
+            encoded[_encode(key, depth)] = _encode(item, depth + 1)
         except _RefusedError as refused:
             refused.keys.append(key)
             raise
-    return wires
+    return encoded
 
 
-def _wire_defaultdict(value: defaultdict[object, object], depth: int) -> object:
+def _encode_defaultdict(value: defaultdict[object, object], depth: int) -> object:
     for name, factory in FACTORIES.items():
         if value.default_factory is factory:
-            return _ext(Ext.DEFAULTDICT, [name, _wire_map(value, depth)])
+            return _ext(Ext.DEFAULTDICT, [name, _encode_map(value, depth)])
     raise _RefusedError(
         f"is a defaultdict of {value.default_factory!r}, which cannot be stored: use one of "
         f"{', '.join(FACTORIES)}, or a dict"
     )
 
 
-def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
+def _encode_set(value: set[object] | frozenset[object], depth: int) -> object:
     _check_hashes(value)
     members = []
     for member in value:
         try:
-            members.append(_pack(_wire(member, depth + 1)))
+            members.append(_pack(_encode(member, depth + 1)))
         except _RefusedError as refused:
             refused.keys.append(member)
             raise
@@ -206,7 +206,7 @@ def _wire_set(value: set[object] | frozenset[object], depth: int) -> object:
     return msgpack.ExtType(kind, header + b"".join(sorted(members)))
 
 
-def _wire_datetime(value: datetime) -> object:
+def _encode_datetime(value: datetime) -> object:
     zone = value.tzinfo
     if zone is None:
         offset = None
@@ -224,7 +224,7 @@ def _wire_datetime(value: datetime) -> object:
     return _ext(Ext.DATETIME, [*day, *time, offset])
 
 
-def _wire_numpy(value: Any) -> object:
+def _encode_numpy(value: Any) -> object:
     code = value.dtype.str
     # numpy drops the zeros at the end of a string.
     padded = value.dtype.kind in "SU" and value[-1:] in ("\0", b"\0")
@@ -236,7 +236,7 @@ def _wire_numpy(value: Any) -> object:
     return _ext(Ext.NUMPY_SCALAR, [code, value.tobytes()])
 
 
-def _wire_array(value: ArrayValue) -> object:
+def _encode_array(value: ArrayValue) -> object:
     try:
         check_shape(value.shape, DTYPES[value.dtype].itemsize)
     except ValueError as error:
@@ -260,32 +260,32 @@ _Encoder = Callable[[Any, int], object]
 
 _ENCODERS: Mapping[type, _Encoder] = {
     **dict.fromkeys((type(None), bool, float, bytes), lambda value, _: value),
-    int: _wire_int,
-    str: _wire_str,
-    list: _wire_all,
-    dict: _wire_map,
-    tuple: lambda value, depth: _ext(Ext.TUPLE, _wire_all(value, depth)),
-    set: _wire_set,
-    frozenset: _wire_set,
+    int: _encode_int,
+    str: _encode_str,
+    list: _encode_all,
+    dict: _encode_map,
+    tuple: lambda value, depth: _ext(Ext.TUPLE, _encode_all(value, depth)),
+    set: _encode_set,
+    frozenset: _encode_set,
     complex: lambda value, _: msgpack.ExtType(Ext.COMPLEX, COMPLEX.pack(value.real, value.imag)),
-    OrderedDict: lambda value, depth: _ext(Ext.ORDERED_DICT, _wire_map(value, depth)),
-    Counter: lambda value, depth: _ext(Ext.COUNTER, _wire_map(value, depth)),
-    defaultdict: _wire_defaultdict,
-    deque: lambda value, depth: _ext(Ext.DEQUE, [value.maxlen, _wire_all(value, depth)]),
+    OrderedDict: lambda value, depth: _ext(Ext.ORDERED_DICT, _encode_map(value, depth)),
+    Counter: lambda value, depth: _ext(Ext.COUNTER, _encode_map(value, depth)),
+    defaultdict: _encode_defaultdict,
+    deque: lambda value, depth: _ext(Ext.DEQUE, [value.maxlen, _encode_all(value, depth)]),
     range: lambda value, depth: _ext(
-        Ext.RANGE, _wire_all((value.start, value.stop, value.step), depth)
+        Ext.RANGE, _encode_all((value.start, value.stop, value.step), depth)
     ),
-    datetime: lambda value, _: _wire_datetime(value),
+    datetime: lambda value, _: _encode_datetime(value),
     date: lambda value, _: _ext(Ext.DATE, [value.year, value.month, value.day]),
     timedelta: lambda span, _: _ext(Ext.TIMEDELTA, [span.days, span.seconds, span.microseconds]),
     **dict.fromkeys(
-        PATHS, lambda path, _: _ext(Ext.PATH, [type(path).__name__, _wire_str(str(path), 0)])
+        PATHS, lambda path, _: _ext(Ext.PATH, [type(path).__name__, _encode_str(str(path), 0)])
     ),
     Size: lambda value, _: _ext(Ext.SIZE, list(value.shape)),
     DTypeValue: lambda value, _: _ext(Ext.DTYPE, value.name),
     NumpyScalar: lambda value, _: _ext(Ext.NUMPY_SCALAR, [value.dtype, value.data]),
     Device: lambda value, _: _ext(Ext.DEVICE, value.name),
-    ArrayValue: lambda value, _: _wire_array(value),
+    ArrayValue: lambda value, _: _encode_array(value),
 }
 
 _ENCODERS_BY_NAME: Mapping[tuple[str, str], _Encoder] = {
@@ -397,7 +397,7 @@ def expect(value: Any, cls: type) -> Any:
     return value
 
 
-def _integers(value: Any) -> tuple[int, ...]:
+def _check_integers(value: Any) -> tuple[int, ...]:
     return tuple(expect(number, int) for number in expect(value, list))
 
 
@@ -435,8 +435,8 @@ def _unpack_datetime(payload: Any) -> datetime:
     if offset is not None:
         *delta, name = expect(offset, list)
         names = () if name is None else (expect(name, str),)
-        zone = timezone(timedelta(*_integers(delta)), *names)
-    year, month, day, hour, minute, second, microsecond = _integers(numbers)
+        zone = timezone(timedelta(*_check_integers(delta)), *names)
+    year, month, day, hour, minute, second, microsecond = _check_integers(numbers)
     return datetime(year, month, day, hour, minute, second, microsecond, zone, fold=fold)
 
 
@@ -445,7 +445,9 @@ def _unpack_path(payload: Any) -> pathlib.PurePath:
     classes = {cls.__name__: cls for cls in PATHS}
     # Paths of the other system cannot be built here, only pure ones.
     foreign = "PosixPath" if os.name == "nt" else "WindowsPath"
-    return classes[f"Pure{name}" if name == foreign else _member(name, classes)](expect(text, str))
+    return classes[f"Pure{name}" if name == foreign else _check_member(name, classes)](
+        expect(text, str)
+    )
 
 
 def _unpack_numpy(payload: Any) -> NumpyScalar:
@@ -459,17 +461,17 @@ def _unpack_numpy(payload: Any) -> NumpyScalar:
 
 def _unpack_array(payload: Any) -> ArrayValue:
     dtype, sizes, data, kind = expect(payload, list)
-    shape = _integers(sizes)
-    itemsize = DTYPES[_member(dtype, DTYPES)].itemsize
+    shape = _check_integers(sizes)
+    itemsize = DTYPES[_check_member(dtype, DTYPES)].itemsize
     if min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape}")
     check_shape(shape, itemsize)
     if len(expect(data, bytes)) != prod(shape) * itemsize:
         raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
-    return ArrayValue(dtype, shape, data, _member(kind, ("tensor", "numpy")))
+    return ArrayValue(dtype, shape, data, _check_member(kind, ("tensor", "numpy")))
 
 
-def _member(value: Any, names: Iterable[str]) -> Any:
+def _check_member(value: Any, names: Iterable[str]) -> Any:
     if expect(value, str) not in names:
         raise ValueError(f"{value[:100]!r} is unknown")
     return value
@@ -489,14 +491,14 @@ _DECODERS: Mapping[int, Callable[[Any], object]] = {
     Ext.COUNTER: lambda payload: Counter(expect(payload, dict)),
     Ext.DEFAULTDICT: _unpack_defaultdict,
     Ext.DEQUE: _unpack_deque,
-    Ext.RANGE: lambda payload: range(*_integers(payload)),
-    Ext.SIZE: lambda payload: Size(_integers(payload)),
+    Ext.RANGE: lambda payload: range(*_check_integers(payload)),
+    Ext.SIZE: lambda payload: Size(_check_integers(payload)),
     Ext.DTYPE: lambda payload: DTypeValue(expect(payload, str)),
     Ext.NUMPY_SCALAR: _unpack_numpy,
     Ext.DEVICE: lambda payload: Device(expect(payload, str)),
     Ext.DATETIME: _unpack_datetime,
-    Ext.DATE: lambda payload: date(*_integers(payload)),
-    Ext.TIMEDELTA: lambda payload: timedelta(*_integers(payload)),
+    Ext.DATE: lambda payload: date(*_check_integers(payload)),
+    Ext.TIMEDELTA: lambda payload: timedelta(*_check_integers(payload)),
     Ext.PATH: _unpack_path,
     Ext.ARRAY: _unpack_array,
 }

@@ -303,7 +303,7 @@ class _ReadThreads:
         """Run a call in a thread, and yield until it is done. Raises its error."""
         call = _Call(ranks)
         self._calls.append(call)
-        self._pool.submit(partial(call.watch.over, work), call.future)
+        self._pool.submit(partial(call.watch.run, work), call.future)
         call.future.add_done_callback(lambda _: self._wake())
         while not call.future.done():
             yield

@@ -16,7 +16,7 @@ from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Layout, Region, Shape, check_shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
-from dist_ckpt.core.format.shard_file import arrange, header_text
+from dist_ckpt.core.format.shard_file import arrange_shards, header_text
 from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import (
     Batch,
@@ -370,7 +370,7 @@ def _plan_file(
     is_linkable: bool = False,
 ) -> FilePlan:
     component = catalog.components[number]
-    shards = arrange(cells)
+    shards = arrange_shards(cells)
     header = header_text(
         shards,
         component=component.name,

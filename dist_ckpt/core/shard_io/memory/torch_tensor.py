@@ -20,8 +20,8 @@ from dist_ckpt.core.format.geometry import (
     Region,
     RegionPiece,
     Shape,
-    boxes_of,
     row_major_strides,
+    split_into_boxes,
 )
 
 # One type for memory of any length: a type for each length costs more than the views.
@@ -112,7 +112,7 @@ class TensorSource:
         words = _over(memory, _WORDS[itemsize])
         done = 0
         elements = ElementRange(element, element + memory.nbytes // itemsize)
-        for box in boxes_of(elements, tuple(flat.shape)):
+        for box in split_into_boxes(elements, tuple(flat.shape)):
             values = as_words(flat[slices_of(box)].resolve_conj().resolve_neg())
             room = words[done : done + values.numel()].view(values.shape)
             room.copy_(values, non_blocking=non_blocking)

@@ -15,7 +15,7 @@ from threading import Lock
 
 from dist_ckpt.core.format.checksums import block_digest, streamed_digest
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ElementRange, Region, boxes_of, row_major_strides
+from dist_ckpt.core.format.geometry import ElementRange, Region, row_major_strides, split_into_boxes
 from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.buffers import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for
@@ -234,7 +234,7 @@ def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: me
     strides = row_major_strides(region.shape)
     start = max(stored.start - piece.start, 0)
     stop = min(stored.stop - piece.start, region.numel)
-    for box in boxes_of(ElementRange(start, stop), region.shape):
+    for box in split_into_boxes(ElementRange(start, stop), region.shape):
         corner = tuple(a + b for a, b in zip(box.offset, region.offset, strict=True))
         if (wanted := Region(corner, box.shape).intersect(match.common)) is None:
             continue

@@ -14,7 +14,7 @@ from itertools import chain, pairwise
 
 from dist_ckpt.core.format.checksums import blocks, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ByteRange, ElementRange, ranges_of
+from dist_ckpt.core.format.geometry import ByteRange, ElementRange, find_ranges
 from dist_ckpt.core.format.shard_file import ShardFile, StoredShard
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.shard_io.memory.protocol import Target
@@ -114,7 +114,7 @@ def requested_blocks(
     for item in items:
         match = item.match
         ranges: Iterable[ElementRange] = (match.contiguous,) if match.contiguous else ()
-        for part in ranges or ranges_of(match.common, match.source, block_numel):
+        for part in ranges or find_ranges(match.common, match.source, block_numel):
             for number in range(part.start // block_numel, num_blocks(part.stop, block_numel)):
                 wanted.setdefault(number, []).append(item)
     needed = []

@@ -61,7 +61,7 @@ class OpenFile:
 
     def shard_number(self, item: ReadItem) -> int:
         """Return the number of the shard that an item reads."""
-        number = self.shards.number(item.tensor, item.match.stored)
+        number = self.shards.find_number(item.tensor, item.match.stored)
         assert number is not None, "`open_files` has checked it"
         return number
 
@@ -209,7 +209,7 @@ def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iter
     for item in items:
         fqn, stored = item.tensor, item.match.stored
         record = index.catalog.tensors[fqn]
-        facts = file.shards.facts(fqn, stored)
+        facts = file.shards.dtype_and_shape(fqn, stored)
         if facts is None:
             yield f"{file.path} lacks {fqn}[{stored}], which the index says it holds"
         elif facts != (record.dtype, record.shape):

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from dist_ckpt.core.format.checksums import blocks
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, boxes_of
+from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, split_into_boxes
 from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.buffers import BufferPool
-from dist_ckpt.core.runtime.threads import results_of
+from dist_ckpt.core.runtime.threads import stream_results
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 
 # A function that reads the requested cells into memory, one after another.
@@ -41,7 +41,7 @@ def read_ahead(
         read(window, memory)
         return window, memory, buffers
 
-    with closing(results_of(read_window, windows, threads=threads, waiting=waiting)) as ready:
+    with closing(stream_results(read_window, windows, threads=threads, waiting=waiting)) as ready:
         yield from ready
 
 
@@ -145,7 +145,7 @@ def _cells_of(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
     if isinstance(cell, ElementRange):
         yield ElementRange(cell.start + elements.start, cell.start + elements.stop)
         return
-    for box in boxes_of(elements, cell.shape):
+    for box in split_into_boxes(elements, cell.shape):
         offset = tuple(a + b for a, b in zip(cell.offset, box.offset, strict=True))
         yield Region(offset, box.shape)
 

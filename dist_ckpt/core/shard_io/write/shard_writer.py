@@ -19,7 +19,7 @@ from dist_ckpt.config import stall_timeout_s
 from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move
-from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, results_of
+from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, stream_results
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
@@ -141,7 +141,7 @@ def _write_shard_files(
             results = parallel_for(lambda item: prepare(item)(), work, threads=1, stall_s=stall_s)
         else:
             preparing = min(threads // 2, MAX_PREPARING)
-            ready = results_of(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
+            ready = stream_results(prepare, work, threads=preparing, waiting=0, stall_s=stall_s)
             with closing(ready):
                 results = parallel_for(
                     lambda write: write(),

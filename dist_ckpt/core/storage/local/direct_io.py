@@ -175,7 +175,7 @@ class DirectIO:
         self._lock = threading.Lock()
         self._alignments: dict[int, Alignment | None] = {}  # by device; None: unsupported
 
-    def file_of(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
+    def direct_file(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
         """Return the direct file of `fd`, which has or will have `nbytes`; None without a gain."""
         if nbytes < MIN_NBYTES:
             return None

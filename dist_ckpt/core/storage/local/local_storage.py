@@ -56,15 +56,15 @@ class LocalStorage:
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         """Return the entries of a folder, sorted by name; links and devices are "other"."""
-        with _errors_of(folder, FileNotFoundError, NotADirectoryError), ExitStack() as stack:
+        with _translate_errors(folder, FileNotFoundError, NotADirectoryError), ExitStack() as stack:
             real = folder if follow else stack.enter_context(_real_folder(folder))
             items = stack.enter_context(os.scandir(real))
-            return sorted(entry for item in items if (entry := _entry(item)) is not None)
+            return sorted(entry for item in items if (entry := _read_entry(item)) is not None)
 
     def make_folder(self, folder: str) -> None:
         """Create one folder, with the permissions of the umask."""
         passed = (FileExistsError, FileNotFoundError, NotADirectoryError)
-        with _errors_of(folder, *passed, needs=os.path.dirname(folder)):
+        with _translate_errors(folder, *passed, needs=os.path.dirname(folder)):
             try:
                 os.mkdir(folder)
             except FileExistsError:
@@ -79,11 +79,11 @@ class LocalStorage:
         """Create a file exclusively and reserve its space; without space the file is removed."""
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         passed = (FileExistsError, FileNotFoundError)
-        with _errors_of(path, *passed, needs=os.path.dirname(path)):
+        with _translate_errors(path, *passed, needs=os.path.dirname(path)):
             fds = [os.open(path, flags, 0o666)]
             try:
                 _reserve(fds[0], nbytes)
-                direct = self._direct_io.file_of(path, fds[0], nbytes)
+                direct = self._direct_io.direct_file(path, fds[0], nbytes)
                 if direct and (second := direct.open(os.O_WRONLY)) is not None:
                     fds.append(second)
                     # Writes beyond the end are serialised in the kernel; those before it are not.
@@ -98,20 +98,20 @@ class LocalStorage:
     def open(self, path: str) -> ReadableFile:
         """Open a regular file; refuse a link or a pipe without waiting for it."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with _errors_of(path, FileNotFoundError):
+        with _translate_errors(path, FileNotFoundError):
             try:
                 fd = os.open(path, flags)
             except OSError as error:
-                if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) and _is_odd(path):
-                    raise _not_a_file(path) from None
+                if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) and _is_irregular(path):
+                    raise _irregular_file_error(path) from None
                 raise
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
-                    raise _not_a_file(path)
+                    raise _irregular_file_error(path)
                 direct = None
                 if self._direct_reads:
-                    direct = self._direct_io.file_of(path, fd, status.st_size)
+                    direct = self._direct_io.direct_file(path, fd, status.st_size)
             except (OSError, CorruptError):
                 os.close(fd)
                 raise
@@ -119,13 +119,13 @@ class LocalStorage:
 
     def rename(self, old: str, new: str) -> None:
         """Rename without replacing: by the system's own call, else by a link for a file."""
-        with _errors_of(new, FileExistsError, FileNotFoundError, needs=old):
+        with _translate_errors(new, FileExistsError, FileNotFoundError, needs=old):
             rename_exclusively(old, new)
 
     def link(self, old: str, new: str) -> None:
         """Link a regular file within real folders, never through a link."""
         passed = (FileExistsError, FileNotFoundError)
-        with _errors_of(new, *passed, needs=old), ExitStack() as stack:
+        with _translate_errors(new, *passed, needs=old), ExitStack() as stack:
             (source, name), (target, new_name) = os.path.split(old), os.path.split(new)
             source_fd = stack.enter_context(_real_folder(source))
             target_fd = stack.enter_context(_real_folder(target))
@@ -143,7 +143,7 @@ class LocalStorage:
 
     def remove(self, path: str) -> None:
         """Remove a file (of a link, the link) or an empty folder."""
-        with _errors_of(path, FileNotFoundError, NotADirectoryError):
+        with _translate_errors(path, FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 os.rmdir(path)
                 return
@@ -154,7 +154,7 @@ class LocalStorage:
 
     def sync(self, folder: str) -> None:
         """Fsync the folder."""
-        with _errors_of(folder, FileNotFoundError):
+        with _translate_errors(folder, FileNotFoundError):
             fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
             try:
                 _sync(fd)
@@ -185,7 +185,7 @@ class _LocalWritableFile:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        with _errors_of(self._descriptor.path), self._descriptor.lend() as fds:
+        with _translate_errors(self._descriptor.path), self._descriptor.lend() as fds:
             done = self._direct.write(fds[1], view, offset) if self._direct else ByteRange(0, 0)
             # Never in a page of another thread's direct write: those cover whole pages of their
             # data. One fsync of the file makes both kinds of writes durable.
@@ -198,7 +198,7 @@ class _LocalWritableFile:
         # After a failed fsync the kernel marks the lost pages clean, so that a second fsync
         # succeeds. So the descriptor is gone after any failure, and the file must not be used.
         fd = self._descriptor.take()
-        with _errors_of(self._descriptor.path):
+        with _translate_errors(self._descriptor.path):
             try:
                 if self._direct and self._stop < self._nbytes:
                     os.ftruncate(fd, self._stop)
@@ -226,7 +226,7 @@ class _LocalReadableFile:
 
     def read_into(self, offset: int, target: memoryview) -> int:
         view = target.cast("B")
-        with _errors_of(self._descriptor.path), self._descriptor.lend() as (fd,):
+        with _translate_errors(self._descriptor.path), self._descriptor.lend() as (fd,):
             done = self._direct.read(fd, view, offset) if self._direct else 0
             while done < len(view):
                 part = view[done : done + _MAX_CALL_NBYTES]
@@ -251,7 +251,7 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 @contextmanager
-def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[None]:
+def _translate_errors(path: str, *passed: type[OSError], needs: str = "") -> Iterator[None]:
     """Turn an OSError into a StorageError with a remedy, except for the `passed` types.
 
     `needs` is the path that a FileNotFoundError is about, if not `path`.
@@ -266,10 +266,10 @@ def _errors_of(path: str, *passed: type[OSError], needs: str = "") -> Iterator[N
         is_stale = error.errno == errno.ESTALE and FileNotFoundError in passed
         if is_stale and _is_gone(needs or path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-        raise StorageError(f"{path}: {with_remedy(error)}") from error
+        raise StorageError(f"{path}: {describe_os_error(error)}") from error
 
 
-def with_remedy(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Return the system's text of an error, with a remedy."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
     return f"{error.strerror or error} ({code}): {_REMEDIES.get(error.errno or 0, _DEFAULT_REMEDY)}"
@@ -302,7 +302,7 @@ def _real_folder(folder: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _entry(item: os.DirEntry[str]) -> Entry | None:
+def _read_entry(item: os.DirEntry[str]) -> Entry | None:
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:
@@ -314,7 +314,7 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
     return Entry(item.name, "other", 0, status.st_mtime)
 
 
-def _is_odd(path: str) -> bool:
+def _is_irregular(path: str) -> bool:
     """Return True if the name itself, not a folder above it, is not a regular file."""
     try:
         return not stat.S_ISREG(os.lstat(path).st_mode)
@@ -322,7 +322,7 @@ def _is_odd(path: str) -> bool:
         return False
 
 
-def _not_a_file(path: str) -> CorruptError:
+def _irregular_file_error(path: str) -> CorruptError:
     return CorruptError(
         f"{path} is a link, a folder or a device, but dist_ckpt writes a regular file there: "
         f"restore the file, or use another checkpoint"
