@@ -63,23 +63,23 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     """
     measures = _measure_layouts(tensors)
     split = _split_large(tensors, measures)
-    alone: list[tuple[TensorOwnership, int]] = []
-    several: dict[int, list[TensorOwnership]] = {}
-    single: list[TensorOwnership] = []
+    assigned: list[tuple[TensorOwnership, int]] = []
+    by_group: dict[int, list[TensorOwnership]] = {}
+    single_cell: list[TensorOwnership] = []
     for tensor in tensors:
         measure = measures[id(tensor.layout)]
         if tensor.fqn in split:
-            alone.append((TensorOwnership(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
+            assigned.append((TensorOwnership(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
         elif measure.replicas == 1:
-            alone.append((tensor, 0))
+            assigned.append((tensor, 0))
         elif len(tensor.layout.holders) == 1:
-            single.append(tensor)
+            single_cell.append(tensor)
         else:
-            several.setdefault(measure.group, []).append(tensor)
+            by_group.setdefault(measure.group, []).append(tensor)
     loads = [0] * world_size
-    _add_loads(loads, alone)
-    stored = [*alone]
-    for group in several.values():
+    _add_loads(loads, assigned)
+    stored = [*assigned]
+    for group in by_group.values():
         # For tensors with one rotation, replica r stores every cell. So equal bytes for each
         # rotation are equal bytes for each rank.
         sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
@@ -87,7 +87,7 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
         _add_loads(loads, rotated)
         stored += rotated
-    stored += _least_loaded(single, loads, measures)
+    stored += _least_loaded(single_cell, loads, measures)
     return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
 
 

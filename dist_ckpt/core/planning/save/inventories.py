@@ -103,18 +103,20 @@ def _names_by_kind(inventory: Inventory) -> dict[str, list[str]]:
 
 def find_value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]:
     """Return the ranks, ascending, that have each value."""
-    holders: dict[str, list[InventoryBody]] = {}
+    bodies_by_value: dict[str, list[InventoryBody]] = {}
     for body in bodies:
         for fqn in body.inventory.values:
-            holders.setdefault(fqn, []).append(body)
+            bodies_by_value.setdefault(fqn, []).append(body)
     # One tuple for each set of bodies: they may have many values.
-    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
+    ranks_by_bodies: dict[tuple[int, ...], tuple[int, ...]] = {}
     value_ranks = {}
-    for fqn, holding in holders.items():
-        key = tuple(body.ranks[0] for body in holding)
-        if key not in merged:
-            merged[key] = tuple(sorted(rank for body in holding for rank in body.ranks))
-        value_ranks[fqn] = merged[key]
+    for fqn, value_bodies in bodies_by_value.items():
+        key = tuple(body.ranks[0] for body in value_bodies)
+        if key not in ranks_by_bodies:
+            ranks_by_bodies[key] = tuple(
+                sorted(rank for body in value_bodies for rank in body.ranks)
+            )
+        value_ranks[fqn] = ranks_by_bodies[key]
     return value_ranks
 
 
@@ -205,11 +207,11 @@ def split_off_linkable(
     Return all components, and the numbers of the linkable components.
     """
     fqns = [fqn for fqn in records if fqn in linkable]
-    whole = {records[fqn].component for fqn in fqns} - {
+    fully_linkable = {records[fqn].component for fqn in fqns} - {
         record.component for fqn, record in records.items() if fqn not in linkable
     }
-    split = sorted({records[fqn].component for fqn in fqns} - whole)
-    new_numbers = {old: len(components) + n for n, old in enumerate(split)}
+    partly_linkable = sorted({records[fqn].component for fqn in fqns} - fully_linkable)
+    new_numbers = {old: len(components) + n for n, old in enumerate(partly_linkable)}
     equal_records: dict[TensorRecord, TensorRecord] = {}
     for fqn in fqns:
         if (number := new_numbers.get(records[fqn].component)) is not None:
@@ -217,5 +219,5 @@ def split_off_linkable(
             records[fqn] = equal_records.setdefault(record, record)
     used = {component.stem for component in components}
     free = (stem for n in count() if (stem := f"r{n:02d}") not in used)
-    added = (Component(components[old].name, next(free)) for old in split)
-    return (*components, *added), frozenset((*whole, *new_numbers.values()))
+    added = (Component(components[old].name, next(free)) for old in partly_linkable)
+    return (*components, *added), frozenset((*fully_linkable, *new_numbers.values()))

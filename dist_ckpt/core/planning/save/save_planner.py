@@ -189,16 +189,16 @@ def find_replica_groups(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
     catalog = plan.catalog
     cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
     values: dict[tuple[int, ...], list[str]] = {}
-    shared: dict[int, list[tuple[Cell, list[tuple[str, Cell]]]]] = {}
+    groups_by_layout: dict[int, list[tuple[Cell, list[tuple[str, Cell]]]]] = {}
     for fqn, record in catalog.tensors.items():
         layout = plan.unsplit_layouts.get(fqn) or catalog.layouts[record.layout]
-        if id(layout) not in shared:
-            shared[id(layout)] = [
+        if id(layout) not in groups_by_layout:
+            groups_by_layout[id(layout)] = [
                 (cell, cells.setdefault(layout.holders[number], []))
                 for number, cell in _find_cells(layout, rank).items()
                 if len(layout.holders[number]) > 1
             ]
-        for cell, group in shared[id(layout)]:
+        for cell, group in groups_by_layout[id(layout)]:
             group.append((fqn, cell))
     for fqn, ranks in plan.value_holders.items():
         if len(ranks) > 1 and _contains(ranks, rank):
@@ -223,8 +223,8 @@ def find_local_cells(
     cells of its target.
     """
     catalog = plan.catalog
-    by_view: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
-    by_rule: dict[int, tuple[Cell, ...]] = {}
+    cells_by_view: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
+    cells_by_layout: dict[int, tuple[Cell, ...]] = {}
     local_cells = {}
     for entry in inventory.tensors:
         view = inventory.views[entry.view]
@@ -233,17 +233,17 @@ def find_local_cells(
                 plan.unsplit_layouts.get(entry.fqn)
                 or catalog.layouts[catalog.tensors[entry.fqn].layout]
             )
-            if id(layout) not in by_rule:
-                by_rule[id(layout)] = tuple(_find_cells(layout, rank).values())
-            local_cells[entry.fqn] = by_rule[id(layout)] or (Region.whole(entry.shape),)
+            if id(layout) not in cells_by_layout:
+                cells_by_layout[id(layout)] = tuple(_find_cells(layout, rank).values())
+            local_cells[entry.fqn] = cells_by_layout[id(layout)] or (Region.whole(entry.shape),)
             continue
         key = entry.view, entry.shape
-        if key not in by_view:
+        if key not in cells_by_view:
             cells = compute_cells(view, rank, entry.shape)
             # An empty tensor is stored as one empty cell, in every layout.
             empty = (Region.whole(entry.shape),) * len(cells)
-            by_view[key] = empty if 0 in entry.shape else cells
-        local_cells[entry.fqn] = by_view[key]
+            cells_by_view[key] = empty if 0 in entry.shape else cells
+        local_cells[entry.fqn] = cells_by_view[key]
     for fqn, canonical in inventory.aliases:
         if fqn in catalog.tensors:
             local_cells[fqn] = local_cells[canonical]

@@ -102,8 +102,8 @@ class TensorSource:
         is_contiguous = self._tensor.is_contiguous() and not _is_lazy(self._tensor)
         chunk_nbytes = nbytes if is_contiguous else _MAX_SEND_NBYTES // itemsize * itemsize
         for done in range(0, nbytes, max(chunk_nbytes, 1)):
-            room = memory[done : min(done + chunk_nbytes, nbytes)]
-            self._fill(self._first + (start + done) // itemsize, room, non_blocking=True)
+            target = memory[done : min(done + chunk_nbytes, nbytes)]
+            self._fill(self._first + (start + done) // itemsize, target, non_blocking=True)
 
     def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
         tensor, itemsize = self._tensor, self._tensor.itemsize
@@ -114,8 +114,8 @@ class TensorSource:
         elements = ElementRange(element, element + memory.nbytes // itemsize)
         for box in split_into_boxes(elements, tuple(flat.shape)):
             values = as_words(flat[slices_of(box)].resolve_conj().resolve_neg())
-            room = words[done : done + values.numel()].view(values.shape)
-            room.copy_(values, non_blocking=non_blocking)
+            target = words[done : done + values.numel()].view(values.shape)
+            target.copy_(values, non_blocking=non_blocking)
             done += values.numel()
 
 

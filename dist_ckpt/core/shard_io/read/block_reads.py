@@ -109,23 +109,23 @@ def requested_blocks(
         span = ByteRange(0, shard.span.nbytes)
         yield NeededBlock(shard, 0, span, tuple(items), is_zero_copy=False)
         return
-    wanted: dict[int, list[ReadItem]] = {}
+    items_by_block: dict[int, list[ReadItem]] = {}
     block_numel = block_nbytes // itemsize
     for item in items:
         match = item.match
         ranges: Iterable[ElementRange] = (match.contiguous,) if match.contiguous else ()
         for part in ranges or find_ranges(match.common, match.source, block_numel):
             for number in range(part.start // block_numel, num_blocks(part.stop, block_numel)):
-                wanted.setdefault(number, []).append(item)
+                items_by_block.setdefault(number, []).append(item)
     needed = []
-    for number, wanting in sorted(wanted.items()):
+    for number, block_items in sorted(items_by_block.items()):
         start = number * block_nbytes
         span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
-        is_zero_copy = len(wanting) == 1 and _contains_block(
-            wanting[0].match.contiguous, span, itemsize
+        is_zero_copy = len(block_items) == 1 and _contains_block(
+            block_items[0].match.contiguous, span, itemsize
         )
-        is_zero_copy = is_zero_copy and has_memory(wanting[0])
-        needed.append(NeededBlock(shard, number, span, tuple(wanting), is_zero_copy))
+        is_zero_copy = is_zero_copy and has_memory(block_items[0])
+        needed.append(NeededBlock(shard, number, span, tuple(block_items), is_zero_copy))
     for group in group_successive(needed, lambda group, block: _can_share_read(group[-1], block)):
         if group[0].is_zero_copy and group[-1].stop - group[0].start < ZERO_COPY_NBYTES:
             yield from (replace(block, is_zero_copy=False) for block in group)
@@ -258,32 +258,32 @@ WORK_NBYTES = 32 << 20
 def split_off_small_shards(
     file: OpenFile, items: Sequence[ReadItem]
 ) -> tuple[list[SmallShardsRead], Sequence[ReadItem]]:
-    """Return the reads of adjacent small shards that a file's items need, and the other items."""
+    """Return the reads of adjacent small shards that items of a file need, and other items."""
     numbers = list(map(file.shard_number, items))
-    wanted: dict[int, ReadItem | None] = {}
+    item_by_shard: dict[int, ReadItem | None] = {}
     for number, item in zip(numbers, items, strict=True):
-        is_single = number not in wanted and item.match.is_whole
-        wanted[number] = item if is_single else None
+        is_single = number not in item_by_shard and item.match.is_whole
+        item_by_shard[number] = item if is_single else None
     starts = file.shards.starts
-    small = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, SMALL_READ_NBYTES)
-    fitting = {
+    max_nbytes = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, SMALL_READ_NBYTES)
+    small_items = {
         number: item
-        for number, item in wanted.items()
-        if item is not None and starts[number + 1] - starts[number] <= small
+        for number, item in item_by_shard.items()
+        if item is not None and starts[number + 1] - starts[number] <= max_nbytes
     }
-    together = [
-        shards for shards in _adjacent(sorted(fitting), starts) if len(shards) >= MIN_SHARDS
+    adjacent = [
+        shards for shards in _adjacent(sorted(small_items), starts) if len(shards) >= MIN_SHARDS
     ]
     small_reads = []
-    for shards in together:
+    for shards in adjacent:
         span = ByteRange(starts[shards.start], starts[shards.stop])
-        wanting = tuple(map(fitting.__getitem__, shards))
-        small_reads.append(SmallShardsRead(shards.start, wanting, span))
-    if sum(map(len, together)) == len(items):
+        wanted = tuple(map(small_items.__getitem__, shards))
+        small_reads.append(SmallShardsRead(shards.start, wanted, span))
+    if sum(map(len, adjacent)) == len(items):
         return small_reads, ()
-    placed = {number for shards in together for number in shards}
+    in_small_reads = {number for shards in adjacent for number in shards}
     pairs = zip(numbers, items, strict=True)
-    return small_reads, [item for number, item in pairs if number not in placed]
+    return small_reads, [item for number, item in pairs if number not in in_small_reads]
 
 
 def _adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
