@@ -98,14 +98,9 @@ class SharedReadGroup:
             if links is not None:
                 links.offer(memory)
                 unlinked = tuple(links.connect(find_partners(links.rank, shared_ranges)))
+        failed = FailedLinks(unlinked)
         return SharedReadGroup(
-            session,
-            files,
-            between_hosts,
-            requests_by_rank,
-            shared_ranges,
-            links,
-            FailedLinks(unlinked),
+            session, files, between_hosts, requests_by_rank, shared_ranges, links, failed
         )
 
     def decide_unreachable(self, exchange: Exchange) -> None:

@@ -30,20 +30,8 @@ from dist_ckpt.core.planning.plan import (
     TensorEntry,
     View,
 )
+from dist_ckpt.core.planning.save import inventories
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
-from dist_ckpt.core.planning.save.inventories import (
-    InventoryBody,
-    find_key_holders,
-    find_kind_problems,
-    find_value_holders,
-    merge_aliases,
-    merge_components,
-    merge_name_lists,
-    merge_parameters,
-    merge_trees,
-    sort_inventories,
-    split_off_linkable,
-)
 from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_ownership
 from dist_ckpt.errors import remedy_of_parts
 
@@ -62,15 +50,17 @@ class _Tensor:
 
 
 def plan_save(
-    inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
+    distinct_inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
 ) -> SavePlan:
     """Return the plan of a save from the distinct inventories, each with the ranks that sent it.
 
     Raises ValueError, with every problem, if the states of the ranks do not make one checkpoint.
     """
-    bodies, aliases = merge_aliases(sort_inventories(inventories, world_size))
-    problems = find_kind_problems(bodies)
-    tree = merge_trees(bodies, problems)
+    bodies, aliases = inventories.merge_aliases(
+        inventories.sort_inventories(distinct_inventories, world_size)
+    )
+    problems = inventories.find_kind_problems(bodies)
+    tree = inventories.merge_trees(bodies, problems)
     tensors = _merge_tensors(bodies, problems)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
@@ -83,7 +73,7 @@ def plan_save(
         [TensorOwnership(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
         world_size,
     )
-    components = merge_components(bodies)
+    components = inventories.merge_components(bodies)
     numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
     records: dict[str, TensorRecord] = {}
@@ -97,9 +87,9 @@ def plan_save(
         records[fqn] = equal_records.setdefault(record, record)
     # A tensor that is linkable on any rank goes to a separate file, which later saves can link.
     fqns = frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
-    components, linkable = split_off_linkable(components, records, fqns)
-    values, keys = find_value_holders(bodies), find_key_holders(bodies)
-    trained = merge_parameters(bodies)
+    components, linkable = inventories.split_off_linkable(components, records, fqns)
+    values, keys = inventories.find_value_holders(bodies), inventories.find_key_holders(bodies)
+    trained = inventories.merge_parameters(bodies)
     catalog = Catalog(
         world_size=world_size,
         mesh=next((body.inventory.mesh for body in bodies if body.inventory.mesh), ()),
@@ -112,7 +102,7 @@ def plan_save(
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
-    names = merge_name_lists(bodies)
+    names = inventories.merge_name_lists(bodies)
     numpy = tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
     return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable)
 
@@ -290,7 +280,9 @@ def find_origin(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
 # --- the tensors of all ranks ----------------------------------------------------------------
 
 
-def _merge_tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict[str, _Tensor]:
+def _merge_tensors(
+    bodies: Sequence[inventories.InventoryBody], problems: list[str]
+) -> dict[str, _Tensor]:
     views: dict[View, int] = {}
     numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
     entries_by_name: dict[str, list[tuple[int, TensorEntry]]] = {}
@@ -333,7 +325,9 @@ def _merge_tensors(bodies: Sequence[InventoryBody], problems: list[str]) -> dict
     return tensors
 
 
-def _find_disagreements(reports: Sequence[tuple[InventoryBody, TensorEntry]]) -> list[str]:
+def _find_disagreements(
+    reports: Sequence[tuple[inventories.InventoryBody, TensorEntry]],
+) -> list[str]:
     dtypes = [(entry.dtype, body.ranks) for body, entry in reports]
     components = [
         (body.inventory.components[entry.component], body.ranks) for body, entry in reports
