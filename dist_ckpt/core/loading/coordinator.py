@@ -131,9 +131,9 @@ def _check_fits(
         _log.warning("%s: %s", " and ".join(request.paths), listed(unmatched, "; "))
     if problems:
         lines = listed(["", *problems], "\n  - ")
-        paths = [checkpoint.path for checkpoint in sources.checkpoints]
-        do_not = f"{' and '.join(paths)} do{'es' * (len(paths) == 1)} not"
-        raise IncompatibleError(f"{do_not} fit the state; nothing was changed:{lines}")
+        paths = " and ".join(checkpoint.path for checkpoint in sources.checkpoints)
+        do = "does" if len(sources.checkpoints) == 1 else "do"
+        raise IncompatibleError(f"{paths} {do} not fit the state; nothing was changed:{lines}")
 
 
 def sum_totals(totals: Sequence[RankTotals]) -> JobTotals:

@@ -5,6 +5,7 @@
 - The rank that stores a replica: `save/balance.py`. Differences between the states of the ranks:
   `save/inventories.py`.
 - Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.
-- `include`, `exclude`, `cast`: `selection.py`. `dc.ShardingConfig`: `sharding_config.py`, and
-  `state/sharding_rules.py`, which applies it to a state.
+- `dc.ShardingConfig`: `sharding_config.py`; how a load or a reshard applies it: `target_views.py`;
+  how a state applies it: `core/state/sharding_rules.py`.
+- `include`, `exclude`, `cast`: `selection.py`.
 """
