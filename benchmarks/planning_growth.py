@@ -45,7 +45,7 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.layouts import RankView, merge_ownership
+from dist_ckpt.core.planning.save.layouts import RankView, merge_views
 from dist_ckpt.core.planning.save.save_planner import (
     find_replica_groups,
     plan_all_files,
@@ -204,7 +204,7 @@ def _held(count: int, num_ranks: int | None = None) -> Work:
     shape, regions = bands(count, 0)
     ranks = num_ranks or len(regions)
     shares = [RankView((rank,), Parts(tuple(regions[rank::ranks])), shape) for rank in range(ranks)]
-    return lambda: merge_ownership(shares)
+    return lambda: merge_views(shares)
 
 
 def _hole(count: int) -> Work:
@@ -214,7 +214,7 @@ def _hole(count: int) -> Work:
 
     def refuse() -> None:
         with suppress(ValueError):
-            merge_ownership(shares)
+            merge_views(shares)
 
     return refuse
 

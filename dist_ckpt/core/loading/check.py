@@ -47,6 +47,9 @@ from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.core.storage.virtual_files import OverlayStorage
 from dist_ckpt.reports import LoadedSource
 
+# The global objects file of a checkpoint, and a function that reads the file of a rank.
+_ObjectsReader = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
@@ -105,7 +108,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         world_size=session.channel.world_size,
         group_ranks=session.group_ranks,
     )
-    selection = _selection(options, source_uses, template)
+    selection = _parse_selections(options, source_uses, template)
     request = LoadRequest(
         path=paths[0] if len(paths) == 1 else paths,
         sources=tuple((use.key, paths[use.number]) for use in source_uses),
@@ -128,7 +131,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
     return LoadArguments(request, template, storages, counting, source_uses, selection)
 
 
-def _selection(
+def _parse_selections(
     options: LoadOptions, source_uses: Sequence[SourceUse], template: Template
 ) -> Selection | Scopes:
     """Return the selection of names. Raises TypeError or ValueError for bad patterns."""
@@ -207,7 +210,7 @@ def check_load(
         from_memory = from_memory or bool(files_in_memory)
     contents: list[_ObjectsReader] = [(c.objects(), c.objects) for c in sources.checkpoints]
     selection = arguments.resolve_selection(sources)
-    saved = _saved_tree(options, arguments, selection, sources, contents)
+    saved = _build_saved_tree(options, arguments, selection, sources, contents)
     with paused_collector():
         binding = bind(
             arguments.template,
@@ -219,14 +222,14 @@ def check_load(
         )
         wanted = split_requests(binding.wanted, saved)
         problems = (
-            *_description_problems(options, sources, contents),
+            *_find_description_problems(options, sources, contents),
             *binding.problems,
             *chain.from_iterable(
                 find_request_problems(checkpoint.catalog, requests)
                 for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
             ),
         )
-        unclaimed = encode_bitmap(binding.unclaimed, _saved_names(sources, saved))
+        unclaimed = encode_bitmap(binding.unclaimed, _list_saved_names(sources, saved))
         if problems:
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
     files = plan_and_open(
@@ -234,25 +237,20 @@ def check_load(
     )
     targets = None if binding.makes_memory else binding.allocate()
     links, encoded = prepare_shared_read(session, sources.shared_read_id, files, stack)
+    is_short = fits_exchange(len(encoded), session.channel.world_size)
     findings = CheckFindings(
         unmatched=binding.unmatched,
         unclaimed=unclaimed,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
-        encoded_requests=encoded
-        if fits_exchange(len(encoded), session.channel.world_size)
-        else None,
+        encoded_requests=encoded if is_short else None,
         from_memory=from_memory,
     )
     return PreparedLoad(sources, saved, binding, files, targets, links, encoded), findings
 
 
-# The global objects file of a checkpoint, and a function that reads the file of a rank.
-_ObjectsReader = tuple[ObjectsFile, Callable[[int], ObjectsFile]]
-
-
-def _description_problems(
+def _find_description_problems(
     options: LoadOptions, sources: ResolvedSources, contents: Sequence[_ObjectsReader]
 ) -> Iterator[str]:
     """Yield the differences of `kind` and `config` between the checkpoints and the options."""
@@ -262,7 +260,7 @@ def _description_problems(
             yield prefix + problem
 
 
-def _saved_tree(
+def _build_saved_tree(
     options: LoadOptions,
     arguments: LoadArguments,
     selection: Selection | Scopes,
@@ -290,7 +288,7 @@ def _saved_tree(
         return merge_sources(views, [checkpoint.path for checkpoint in sources.checkpoints])
 
 
-def _saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
+def _list_saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
     """Return all saved names, in the form that `Binding.unclaimed` uses."""
     if not saved.origins:
         return sources.names

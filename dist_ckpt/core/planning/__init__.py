@@ -1,7 +1,7 @@
 """Decide which rank writes and reads which bytes. Pure functions.
 
 - A kind of parallelism: a view in `plan.py`, its cells in `mesh.py`, and a branch in
-  `merge_ownership` of `save/layouts.py`.
+  `merge_views` of `save/layouts.py`.
 - The rank that stores a replica: `save/balance.py`. Differences between the states of the ranks:
   `save/inventories.py`.
 - Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.

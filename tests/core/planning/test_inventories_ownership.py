@@ -16,7 +16,7 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.layouts import RankView, merge_ownership
+from dist_ckpt.core.planning.save.layouts import RankView, merge_views
 from tilings import line
 
 
@@ -34,7 +34,7 @@ def parts(shape: Shape, *cells: Cell | None) -> list[RankView]:
 
 
 def test_whole_tensors_are_replicas_of_each_other() -> None:
-    shape, layout = merge_ownership([share(Whole(), (2, 3), 0, 4), share(Whole(), (2, 3), 2)])
+    shape, layout = merge_views([share(Whole(), (2, 3), 0, 4), share(Whole(), (2, 3), 2)])
     assert shape == (2, 3)
     assert layout.cut == Grid(((0, 2), (0, 3)))
     assert layout.holders == ((0, 2, 4),)
@@ -45,28 +45,28 @@ def test_equal_cuts_of_several_meshes_are_replicas() -> None:
         share(MeshPlaced(line(0, 1), (Shard(0),)), (4,), 0, 1),
         share(MeshPlaced(line(2, 3), (Shard(0),)), (4,), 2, 3),
     ]
-    assert merge_ownership(shares)[1].holders == ((0, 2), (1, 3))
+    assert merge_views(shares)[1].holders == ((0, 2), (1, 3))
 
 
 def test_replicated_on_a_mesh_and_whole_elsewhere_are_replicas() -> None:
     shares = [share(MeshPlaced(line(2, 0), (Replicate(),)), (4,), 0, 2), share(Whole(), (4,), 1)]
-    assert merge_ownership(shares)[1].holders == ((0, 1, 2),)
+    assert merge_views(shares)[1].holders == ((0, 1, 2),)
 
 
 def test_rows_that_ranks_name_themselves_are_a_grid() -> None:
-    _, layout = merge_ownership(parts((6, 4), rows(4, 6), rows(0, 3), rows(3, 4), rows(0, 3)))
+    _, layout = merge_views(parts((6, 4), rows(4, 6), rows(0, 3), rows(3, 4), rows(0, 3)))
     assert layout.cut == Grid(((0, 3, 4, 6), (0, 4)))
     assert layout.holders == ((1, 3), (2,), (0,))
 
 
 def test_boxes_that_make_no_grid_are_a_list() -> None:
     cells = [Region((0, 0), (2, 2)), Region((0, 2), (1, 2)), Region((1, 2), (1, 2))]
-    _, layout = merge_ownership(parts((2, 4), *cells))
+    _, layout = merge_views(parts((2, 4), *cells))
     assert layout.cut == Regions(tuple(cells))
 
 
 def test_uneven_ranges_of_elements_are_flat() -> None:
-    _, layout = merge_ownership(
+    _, layout = merge_views(
         parts((2, 4), ElementRange(5, 8), None, ElementRange(0, 5), ElementRange(5, 8))
     )
     assert layout.cut == Flat((0, 5, 8))
@@ -76,31 +76,31 @@ def test_uneven_ranges_of_elements_are_flat() -> None:
 def test_explicit_parts_fit_the_cells_of_a_mesh() -> None:
     view = MeshPlaced(line(0, 1), (Shard(0),))
     shares = [share(view, (4,), 0, 1), share(Parts((Region((2,), (2,)),)), (4,), 2)]
-    assert merge_ownership(shares)[1].holders == ((0,), (1, 2))
+    assert merge_views(shares)[1].holders == ((0,), (1, 2))
 
 
 def test_an_empty_tensor_is_held_by_those_who_say_so() -> None:
     shares = [share(Parts(()), (0, 3), 0), share(Parts((Region((0, 0), (0, 3)),)), (0, 3), 1, 2)]
-    assert merge_ownership(shares)[1].holders == ((1, 2),)
+    assert merge_views(shares)[1].holders == ((1, 2),)
 
 
 def test_a_rank_outside_the_mesh_holds_nothing() -> None:
     view = MeshPlaced(line(1, 2), (Shard(0),))
     shares = [share(view, (4,), 1, 2, 3), share(Parts(()), (4,), 0)]
-    assert merge_ownership(shares)[1].holders == ((1,), (2,))
+    assert merge_views(shares)[1].holders == ((1,), (2,))
 
 
 def test_replicas_are_those_whose_states_have_the_tensor() -> None:
     mesh = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
     view = MeshPlaced(mesh, (Replicate(), Shard(0)))
-    assert merge_ownership([share(view, (4,), 0, 1, 3)])[1].holders == ((0,), (1, 3))
+    assert merge_views([share(view, (4,), 0, 1, 3)])[1].holders == ((0,), (1, 3))
 
 
 def test_local_tensors_line_up_along_the_axes_of_the_mesh() -> None:
     mesh = Mesh(("a", "b", "dp"), (2, 2, 2), tuple(range(8)))
     view = RuleSharded(mesh, ((0, 1), ()))
     shares = [share(view, (3, 5), 0, 1), share(view, (2, 5), 2, 3, 6, 7), share(view, (0, 5), 4, 5)]
-    shape, layout = merge_ownership(shares)
+    shape, layout = merge_views(shares)
     assert shape == (7, 5)
     assert layout.cut == Grid(((0, 3, 5, 7), (0, 5)))
     assert layout.holders == ((0, 1), (2, 3), (6, 7))
@@ -108,7 +108,7 @@ def test_local_tensors_line_up_along_the_axes_of_the_mesh() -> None:
 
 def test_a_stage_of_a_pipeline_holds_its_tensors_alone() -> None:
     mesh = Mesh(("pp", "tp"), (2, 2), (0, 1, 2, 3))
-    shape, layout = merge_ownership([share(RuleSharded(mesh, ((1,),)), (3,), 2, 3)])
+    shape, layout = merge_views([share(RuleSharded(mesh, ((1,),)), (3,), 2, 3)])
     assert shape == (6,)
     assert layout.holders == ((2,), (3,))
 
@@ -183,7 +183,7 @@ def test_what_does_not_fit_together_is_an_error_with_ranks(
     shares: list[RankView], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        merge_ownership(shares)
+        merge_views(shares)
 
 
 def test_overlaps_are_found_among_many_parts() -> None:
@@ -192,4 +192,4 @@ def test_overlaps_are_found_among_many_parts() -> None:
     with pytest.raises(
         ValueError, match=r"\[0:4,21:22\] on rank 21 overlaps \[2:4,20:22\] on rank 2"
     ):
-        merge_ownership(parts((4, 50), *cells))
+        merge_views(parts((4, 50), *cells))

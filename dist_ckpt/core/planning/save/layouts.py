@@ -39,7 +39,7 @@ class RankView:
     shape: Shape
 
 
-def merge_ownership(rank_views: Sequence[RankView]) -> tuple[Shape, Layout]:
+def merge_views(rank_views: Sequence[RankView]) -> tuple[Shape, Layout]:
     """Return the global shape of a tensor, and the layout in which the ranks hold it.
 
     Raises ValueError, with the ranks, if the shapes differ or the cells do not tile the tensor.

@@ -32,7 +32,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save import inventories
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
-from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_ownership
+from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_views
 from dist_ckpt.errors import remedy_of_parts
 
 # Smaller blocks are copied together for one write: a copy costs less than a system call.
@@ -301,7 +301,7 @@ def _merge_tensors(
                 RankView(bodies[n].ranks, distinct_views[view], shape) for n, view, shape in key
             ]
             try:
-                shape, layout = merge_ownership(rank_views)
+                shape, layout = merge_views(rank_views)
                 merged[key] = shape, layouts.setdefault(layout, layout)
             except ValueError as error:
                 merged[key] = error
