@@ -23,13 +23,13 @@ from dist_ckpt.core.format.geometry import (
     Region,
     Regions,
 )
-from dist_ckpt.core.planning.save.layouts import layout_of_cells
+from dist_ckpt.core.planning.save.layouts import build_layout
 
 # A larger replica is split among its holders, into parts of at least `MIN_PART_NBYTES`.
 SPLIT_NBYTES = 64 << 20
 MIN_PART_NBYTES = 16 << 20
 
-# Loads are even if they differ by at most this fraction of the largest one.
+# Loads count as even if they differ by at most 1/1024 of the largest load.
 _EVEN_FRACTION = 1024
 
 # A part has at least this many rows of the cut dimension, so parts differ by at most 1/16.
@@ -46,12 +46,12 @@ class TensorOwnership:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measure:
-    """The size of a layout, in elements."""
+class _LayoutMeasure:
+    """The number of elements of a layout, and of its largest cell with several holders."""
 
     numel: int
-    replicas: int
-    largest: int  # of its cells with several holders
+    num_replicas: int
+    largest_replica: int
     group: int  # equal for layouts with equal holders
 
 
@@ -63,27 +63,26 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     """
     measures = _measure_layouts(tensors)
     split = _split_large(tensors, measures)
-    assigned: list[tuple[TensorOwnership, int]] = []
+    stored: list[tuple[TensorOwnership, int]] = []
     by_group: dict[int, list[TensorOwnership]] = {}
     single_cell: list[TensorOwnership] = []
     for tensor in tensors:
         measure = measures[id(tensor.layout)]
         if tensor.fqn in split:
-            assigned.append((TensorOwnership(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
-        elif measure.replicas == 1:
-            assigned.append((tensor, 0))
+            stored.append((TensorOwnership(tensor.fqn, tensor.itemsize, split[tensor.fqn]), 0))
+        elif measure.num_replicas == 1:
+            stored.append((tensor, 0))
         elif len(tensor.layout.holders) == 1:
             single_cell.append(tensor)
         else:
             by_group.setdefault(measure.group, []).append(tensor)
     loads = [0] * world_size
-    _add_loads(loads, assigned)
-    stored = [*assigned]
+    _add_loads(loads, stored)
     for group in by_group.values():
-        # For tensors with one rotation, replica r stores every cell. So equal bytes for each
+        # Over all rotations, each replica of a cell stores the cell once. So equal bytes for each
         # rotation are equal bytes for each rank.
         sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
-        rotations = assign_evenly(sizes, measures[id(group[0].layout)].replicas)
+        rotations = assign_evenly(sizes, measures[id(group[0].layout)].num_replicas)
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
         _add_loads(loads, rotated)
         stored += rotated
@@ -91,8 +90,8 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
 
 
-def _measure_layouts(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
-    measures: dict[int, _Measure] = {}
+def _measure_layouts(tensors: Iterable[TensorOwnership]) -> dict[int, _LayoutMeasure]:
+    measures: dict[int, _LayoutMeasure] = {}
     groups: dict[tuple[tuple[int, ...], ...], int] = {}
     for layout in (tensor.layout for tensor in tensors):
         if id(layout) not in measures:
@@ -102,7 +101,7 @@ def _measure_layouts(tensors: Iterable[TensorOwnership]) -> dict[int, _Measure]:
             )
             largest, replicas = max(replicated, default=0), max(map(len, layout.holders))
             group = groups.setdefault(layout.holders, len(groups))
-            measures[id(layout)] = _Measure(sum(numels), replicas, largest, group)
+            measures[id(layout)] = _LayoutMeasure(sum(numels), replicas, largest, group)
     return measures
 
 
@@ -142,7 +141,7 @@ def assign_evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def _least_loaded(
-    tensors: Iterable[TensorOwnership], loads: list[int], measures: Mapping[int, _Measure]
+    tensors: Iterable[TensorOwnership], loads: list[int], measures: Mapping[int, _LayoutMeasure]
 ) -> list[tuple[TensorOwnership, int]]:
     """Assign each tensor, the largest first, to the holder with the least to store.
 
@@ -179,7 +178,7 @@ def _least_loaded(
 
 
 def _split_large(
-    tensors: Iterable[TensorOwnership], measures: Mapping[int, _Measure]
+    tensors: Iterable[TensorOwnership], measures: Mapping[int, _LayoutMeasure]
 ) -> dict[str, Layout]:
     """Return the finer layout of each tensor that is split. Each of its cells has one holder."""
     layouts: dict[tuple[int, int, int], Layout] = {}
@@ -187,13 +186,13 @@ def _split_large(
     split = {}
     for tensor in tensors:
         measure = measures[id(tensor.layout)]
-        nbytes = measure.largest * tensor.itemsize
-        num_parts = min(measure.replicas, -(-nbytes // MIN_PART_NBYTES))
+        nbytes = measure.largest_replica * tensor.itemsize
+        num_parts = min(measure.num_replicas, -(-nbytes // MIN_PART_NBYTES))
         if nbytes <= SPLIT_NBYTES or num_parts == 1:
             continue
         # With more holders than parts, the next tensor continues with the next holder.
         shift = shifts.get(measure.group, 0)
-        shifts[measure.group] = (shift + num_parts) % measure.replicas
+        shifts[measure.group] = (shift + num_parts) % measure.num_replicas
         key = id(tensor.layout), num_parts, shift
         if key not in layouts:
             layouts[key] = _split_layout(tensor.layout, num_parts, shift)
@@ -213,7 +212,7 @@ def _split_layout(layout: Layout, num_parts: int, shift: int) -> Layout:
     for cell, ranks in zip(cells, layout.holders, strict=True):
         for n, part in enumerate(_cut_cell(cell, num_parts, dim)):
             holders[part] = (ranks[(n + shift) % len(ranks)],)
-    return layout_of_cells(holders)
+    return build_layout(holders)
 
 
 def _cut_cell(cell: Cell, num_parts: int, dim: int) -> Iterator[Cell]:

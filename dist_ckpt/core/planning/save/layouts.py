@@ -144,14 +144,14 @@ def _combine_cells(cells: _RanksByCell, shape: Shape) -> Layout:
         _check_boxes(boxes, cells, shape)
     else:
         raise ValueError(f"its parts on {_holders_text(cells, cells)} are all empty")
-    return layout_of_cells({cell: cells[cell] for cell in flat or boxes})
+    return build_layout({cell: cells[cell] for cell in flat or boxes})
 
 
 def _holders_text(cells: Iterable[Cell], holders: _RanksByCell) -> str:
     return ranks_text(rank for cell in cells for rank in holders[cell])
 
 
-def layout_of_cells(holders: _RanksByCell) -> Layout:
+def build_layout(holders: _RanksByCell) -> Layout:
     """Return the layout of cells that tile a tensor: flat, a grid, or a list of regions."""
     if flat := sorted(cell for cell in holders if isinstance(cell, ElementRange)):
         cuts = (*(cell.start for cell in flat), flat[-1].stop)
