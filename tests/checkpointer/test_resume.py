@@ -222,8 +222,8 @@ def test_a_fresh_run_may_begin_with_several_sources_which_are_held(
         seen.append(tuple(len(dc.Run(base).find(step).leases) for step in (1, 3)))
         return real(*arguments)
 
-    real = loading._fill
-    monkeypatch.setattr(loading, "_fill", fill)
+    real = loading._read_and_place
+    monkeypatch.setattr(loading, "_read_and_place", fill)
     state = fresh()
     init = {"model": f"{base}@1", "progress": [dc.Source(f"{base}@latest")]}
     with checkpointer(tmp_path / "run", init=init) as ck:

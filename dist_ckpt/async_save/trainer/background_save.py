@@ -96,8 +96,8 @@ def stage_overlapped(
     complete.
     """
     chunks = list(_split_into_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
-    takes = device_copies.takes
-    device_parts = [[part for part in chunk.parts() if takes(part.source)] for chunk in chunks]
+    can_copy = device_copies.can_copy
+    device_parts = [[part for part in chunk.parts() if can_copy(part.source)] for chunk in chunks]
     early = [part for parts in device_parts for part in parts if part.fqn not in late]
     for part in early:
         device_copies.send(part.source, part.start, part.stop, part.target)
@@ -156,7 +156,7 @@ class _CopyChunk:
             for part in batch.parts:
                 source, start, stop = self._source(part), part.start, part.stop
                 size = stop - start
-                if device_copies is not None and device_copies.takes(source):
+                if device_copies is not None and device_copies.can_copy(source):
                     pass
                 elif len(batch.parts) > 1 and (address := source.address()) is not None:
                     move(target_address + filled, address + start, size)

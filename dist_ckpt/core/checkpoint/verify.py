@@ -35,7 +35,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     READ_NBYTES,
     BlockRead,
     all_blocks,
-    damage_error,
+    damage_text,
     digest_problem,
     group_into_reads,
     rows_of_block,
@@ -316,7 +316,7 @@ class _Verifying:
                     problem = digest_problem(block, block_digest(data[start:stop]))
                 if problem is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    text = damage_error(file.path, file.header, block, problem)
+                    text = damage_text(file.path, file.header, block, problem)
                     rows = rows_of_block(block)
                     self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 

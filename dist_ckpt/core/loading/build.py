@@ -38,7 +38,7 @@ class _BuildRequest(Message, frozen=True):
     component: str
 
 
-class _Description(Message, frozen=True):
+class _ModelDescription(Message, frozen=True):
     """The checkpoint that rank 0 has resolved, its kind and its encoded configuration.
 
     `num_parameters` is the number of parameters of the component, or None if it is unknown.
@@ -82,7 +82,9 @@ def build(
         try:
             load_together(session, state, resolved, options, memory=opener.memory, opener=opener)
         except IncompatibleError as error:
-            raise IncompatibleError(f"{error}\n{_counts(description, model, component)}") from error
+            raise IncompatibleError(
+                f"{error}\n{_counts_text(description, model, component)}"
+            ) from error
     return model
 
 
@@ -93,18 +95,18 @@ def _make_model(
     component: str,
     opener: Opener,
     leases: ExitStack,
-) -> tuple[_Description, Model]:
+) -> tuple[_ModelDescription, Model]:
     """Resolve the checkpoint and make its model, on all ranks or on none."""
     with session.operation(f"build of {path}"):
         with session.channel.exchange("describe") as describing:
-            _check(table, component)
+            _check_arguments(table, component)
             storage, storage_path = open_storage(path)
             request = _BuildRequest(storage_path, tuple(sorted(table)), component)
             gathered = describing.gather(request)
             if gathered is not None:
                 check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
                 describing.decide(_describe(storage, gathered[0], opener, leases))
-        description = describing.result(_Description)
+        description = describing.result(_ModelDescription)
         with session.channel.exchange("make"):
             kind = description.kind
             model = table[kind](decode_value(description.config, make=make))
@@ -115,7 +117,7 @@ def _make_model(
     return description, model
 
 
-def _check(table: object, component: object) -> None:
+def _check_arguments(table: object, component: object) -> None:
     """Raise TypeError for arguments that are not valid."""
     if not isinstance(table, Mapping) or not all(type(kind) is str for kind in table):
         raise TypeError('table: give a dict from each kind to a function, such as {"ddl": Ddl}')
@@ -127,7 +129,7 @@ def _check(table: object, component: object) -> None:
 
 def _describe(
     storage: Storage, request: _BuildRequest, opener: Opener, leases: ExitStack
-) -> _Description:
+) -> _ModelDescription:
     """Resolve a checkpoint, and return its description. Rank 0 only."""
     path = opener.resolve(storage, request.path, leases)
     opened = OpenCheckpoint.at(storage, path)
@@ -152,10 +154,10 @@ def _describe(
         )
     counts = count_parameters(catalog, opened.value, request.component)
     num_parameters = None if counts is None else counts.num_parameters
-    return _Description(path, kind, encode_value(dict(config)), num_parameters)
+    return _ModelDescription(path, kind, encode_value(dict(config)), num_parameters)
 
 
-def _counts(description: _Description, model: nn.Module, component: str) -> str:
+def _counts_text(description: _ModelDescription, model: nn.Module, component: str) -> str:
     num_here = sum(parameter.numel() for parameter in model.parameters())
     num_stored = description.num_parameters
     stored = "unknown" if num_stored is None else str(num_stored)

@@ -91,7 +91,7 @@ def decide_load(
             )
         return LoadDecision(is_gone=True)
     bitmaps = (int.from_bytes(result.unclaimed, "big") for result in findings)
-    unexpected = sources.names_from_bitmap(reduce(and_, bitmaps))
+    unexpected = sources.decode_bitmap(reduce(and_, bitmaps))
     _check_fits(request, sources, findings, unexpected)
     ranks_share_blocks, encoded_requests = find_shared_requests(
         [result.encoded_requests for result in findings], between_hosts=request.read_once == "job"

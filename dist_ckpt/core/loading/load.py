@@ -53,7 +53,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import CellTargets, nbytes_placed_by
+from dist_ckpt.core.shard_io.read.block_reads import CellTargets, count_placed_nbytes
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -181,12 +181,12 @@ def _load(call: LoadCall) -> LoadReport:
         phases = Phases("load", label, quiet=session.channel.rank != COORDINATOR)
         arguments, prepared, decision = _open_and_check(call, phases, leases, stack)
         try:
-            totals = _fill(call, prepared, decision, phases, stack)
+            totals = _read_and_place(call, prepared, decision, phases, stack)
         except CorruptError as error:
             if decision.from_memory and not call.memory.is_only_copy:
                 raise _DamagedInMemoryError from error
             raise
-        report = _report(call, arguments, prepared, decision, totals, phases)
+        report = _build_report(call, arguments, prepared, decision, totals, phases)
         if call.options.record_verified and session.channel.rank == COORDINATOR:
             is_partial = report.unexpected or report.dropped or decision.from_memory
             is_whole = not is_partial and arguments.selection == SELECT_ALL
@@ -198,7 +198,7 @@ def _load(call: LoadCall) -> LoadReport:
         return report
 
 
-def _report(
+def _build_report(
     call: LoadCall,
     arguments: LoadArguments,
     prepared: PreparedLoad,
@@ -298,7 +298,7 @@ def _check(
         return None, CheckFindings(is_gone=True)
 
 
-def _fill(
+def _read_and_place(
     call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, phases: Phases, stack: ExitStack
 ) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects. A step begins when all ranks have done the step before."""
@@ -373,5 +373,5 @@ def _read(
         error.touched = prepared.state_names(error.touched)
         raise
     prepared.binding.finish_tensors()
-    nbytes_placed = nbytes_placed_by(prepared.files.plan)
+    nbytes_placed = count_placed_nbytes(prepared.files.plan)
     return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)

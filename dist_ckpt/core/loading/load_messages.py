@@ -67,7 +67,7 @@ class ResolvedSources:
         """All saved names, one checkpoint after another."""
         return tuple(name for checkpoint in self.checkpoints for name in checkpoint.names)
 
-    def names_from_bitmap(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
+    def decode_bitmap(self, bits: int) -> list[tuple[OpenCheckpoint, list[str]]]:
         """Return the names of each checkpoint whose bits are set in a bitmap over `names`."""
         digits = map(int, f"{bits:0{len(self.names)}b}")
         # Each `compress` consumes as many digits as its checkpoint has names.

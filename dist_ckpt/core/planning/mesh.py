@@ -82,7 +82,7 @@ def compute_layout(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
         parts: list[IndexRanges] = [(range(size),)]
         for axis in axes:
             placement, count = view.placements[axis], view.mesh.shape[axis]
-            parts = [part for ranges in parts for part in _split(ranges, placement, count)]
+            parts = [part for ranges in parts for part in _split_ranges(ranges, placement, count)]
         starts = sorted((indices.start, n) for n, ranges in enumerate(parts) for indices in ranges)
         offsets = mesh_positions(axes, view.mesh.shape, strides)
         cuts.append((*(start for start, _ in starts), size))
@@ -121,7 +121,9 @@ def _compute_mesh_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell
         ranges: IndexRanges = (range(size),)
         for axis in axes:
             count = mesh.shape[axis]
-            ranges = _split(ranges, view.placements[axis], count)[position // strides[axis] % count]
+            ranges = _split_ranges(ranges, view.placements[axis], count)[
+                position // strides[axis] % count
+            ]
         remaining.append(ranges)
     return tuple(
         Region(tuple(indices.start for indices in box), tuple(map(len, box)))
@@ -129,21 +131,25 @@ def _compute_mesh_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell
     )
 
 
-def _split(ranges: IndexRanges, placement: Placement, count: int) -> list[IndexRanges]:
+def _split_ranges(ranges: IndexRanges, placement: Placement, count: int) -> list[IndexRanges]:
     """Return the indices that each of `count` ranks along a mesh axis has."""
     if isinstance(placement, Shard):
-        return _chunk(ranges, count)
+        return _chunk_ranges(ranges, count)
     assert isinstance(placement, StridedShard), placement
     # Like torch, cut into `split_factor` chunks, as if another axis came first. Each rank gets its
     # part of every chunk.
-    chunks = [_chunk(chunk, count) for chunk in _chunk(ranges, placement.split_factor) if chunk]
+    chunks = [
+        _chunk_ranges(chunk, count)
+        for chunk in _chunk_ranges(ranges, placement.split_factor)
+        if chunk
+    ]
     return [
         tuple(join_ranges(indices for chunk in chunks for indices in chunk[n]))
         for n in range(count)
     ]
 
 
-def _chunk(ranges: IndexRanges, count: int) -> list[IndexRanges]:
+def _chunk_ranges(ranges: IndexRanges, count: int) -> list[IndexRanges]:
     """Cut a list of indices into `count` parts as `torch.chunk` does; the last may be empty."""
     size = -(-sum(map(len, ranges)) // count)
     parts: list[list[range]] = [[] for _ in range(count)]

@@ -50,15 +50,15 @@ def to_bytes(state: State) -> bytes:
     for file in files:
         digests = "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS)
         blank[file.name] = file.header.fill(None, digests)
-    start = len(_header(plan, files, objects, blank))
+    start = len(_encode_header(plan, files, objects, blank))
     with BytesIO() as out:
         nbytes = start + sum(file.nbytes - file.header.nbytes for file in files)
         out.seek(nbytes - 1)
         out.write(b"\0")
         writer = _DataWriter(out, start, {file.name: file for file in files})
-        content = RankFiles(None, files, tuple(_sources(local, file) for file in files), {})
+        content = RankFiles(None, files, tuple(_find_sources(local, file) for file in files), {})
         write_all(writer, "", content, threads=1)
-        header = _header(plan, files, objects, writer.headers)
+        header = _encode_header(plan, files, objects, writer.headers)
         assert len(header) == start, "no digest changes the length of the header"
         out.seek(0)
         out.write(header)
@@ -87,11 +87,11 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
     )
 
 
-def _sources(local: LocalState, file: FilePlan) -> SourceOf:
+def _find_sources(local: LocalState, file: FilePlan) -> SourceOf:
     return lambda number: local.source(file.items[number].fqn, 0)
 
 
-def _header(
+def _encode_header(
     plan: SavePlan,
     files: tuple[FilePlan, ...],
     objects: dict[str, bytes],

@@ -35,7 +35,7 @@ from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_cel
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
-from dist_ckpt.core.shard_io.read.read_windows import Windows
+from dist_ckpt.core.shard_io.read.read_windows import WindowSources
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
@@ -344,7 +344,7 @@ def _write(
                 progress(done, nbytes)
 
         with closing(tensors.windows(plans, tell)) as filled:
-            sources = iter(Windows(plans, filled).sources)
+            sources = iter(WindowSources(plans, filled).sources)
             for assignment in plan.assignments:
                 with attempts.not_found_if_removed(newest.storage, newest.path, newest.attempt):
                     objects = {

@@ -34,7 +34,7 @@ from dist_ckpt.core.saving.carry_plan import (
     select_carried_names,
     whole_or_name,
 )
-from dist_ckpt.core.shard_io.read.read_windows import Windows, read_windows
+from dist_ckpt.core.shard_io.read.read_windows import WindowSources, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import is_mapping, join
 from dist_ckpt.core.storage import Storage, open_storage
@@ -232,7 +232,7 @@ class _Reshard:
             content = RankFiles(
                 step=self.index.step,
                 plans=files,
-                sources=Windows(files, filled).sources,
+                sources=WindowSources(files, filled).sources,
                 objects=self._encode_documents(rank),
             )
             # One thread, because one window is read at a time, and blocks are written in its order.

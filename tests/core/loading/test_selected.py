@@ -52,8 +52,8 @@ def test_where_a_run_keeps_records_it_is_held_and_noted(root: Path, monkeypatch)
         seen.extend(run.find(1).leases)
         return real(*arguments)
 
-    real = loading._fill
-    monkeypatch.setattr(loading, "_fill", fill)
+    real = loading._read_and_place
+    monkeypatch.setattr(loading, "_read_and_place", fill)
     dc.load({"x": 0}, f"{root}@min:loss")
     assert len(seen) == 1
     assert (run.find(1).leases, run.find(1).is_verified) == ((), True)

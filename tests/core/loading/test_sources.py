@@ -537,8 +537,8 @@ def test_all_that_selectors_name_is_held_and_a_part_is_no_check(
         seen.extend(len(dc.Run(root).find(1).leases) for root in roots)
         return real(*arguments)
 
-    real = loading._fill
-    monkeypatch.setattr(loading, "_fill", fill)
+    real = loading._read_and_place
+    monkeypatch.setattr(loading, "_read_and_place", fill)
     one, two = (f"{root}@min:loss" for root in roots)
     dc.load(trained(9), {"model": one, "optim": two, "epoch": two})
     assert seen == [1, 1]

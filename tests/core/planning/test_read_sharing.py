@@ -14,8 +14,8 @@ from dist_ckpt.core.planning.load.read_sharing import (
     RankBlockRequests,
     SharedBlockRange,
     find_partners,
-    have_equal_requests,
-    shared_block_ranges,
+    find_shared_ranges,
+    has_shared_blocks,
 )
 from dist_ckpt.core.runtime.typed_msgpack import decode, encode
 
@@ -56,7 +56,7 @@ def wanters(requests_by_rank: Mapping[int, RankBlockRequests], file: int, block:
 @given(cases())
 def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
     file, starts, requests_by_rank = case
-    ranges = shared_block_ranges(file, starts, requests_by_rank)
+    ranges = find_shared_ranges(file, starts, requests_by_rank)
     for block in range(len(starts) - 1):
         holding = [one for one in ranges if block in one.blocks]
         ranks = wanters(requests_by_rank, file, block)
@@ -77,11 +77,11 @@ def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
         for blocks in requests.block_ranges(file)
         for block in blocks
     ]
-    assert have_equal_requests(requests_by_rank.values(), between_hosts=False) == (
+    assert has_shared_blocks(requests_by_rank.values(), between_hosts=False) == (
         len({*wanted}) < len(wanted)
     )
     anywhere = {place[1:] for place in wanted}
-    assert have_equal_requests(requests_by_rank.values(), between_hosts=True) == (
+    assert has_shared_blocks(requests_by_rank.values(), between_hosts=True) == (
         len(anywhere) < len(wanted)
     )
 
@@ -89,7 +89,7 @@ def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
 @given(cases())
 def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
     file, starts, requests_by_rank = case
-    for one in shared_block_ranges(file, starts, requests_by_rank):
+    for one in find_shared_ranges(file, starts, requests_by_rank):
         assert one.fetcher == one.hosts[0][0]
         assert one.agents == tuple(host[0] for host in one.hosts[1:])
         names = [{requests_by_rank[rank].host for rank in host} for host in one.hosts]
@@ -101,7 +101,7 @@ def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
 @given(cases())
 def test_a_shared_range_is_one_block_or_fits_a_slot(case):
     file, starts, requests_by_rank = case
-    for one in shared_block_ranges(file, starts, requests_by_rank):
+    for one in find_shared_ranges(file, starts, requests_by_rank):
         nbytes = starts[one.blocks.stop] - starts[one.blocks.start]
         assert len(one.blocks) == 1 or nbytes <= SHARED_RANGE_NBYTES
 
@@ -109,13 +109,13 @@ def test_a_shared_range_is_one_block_or_fits_a_slot(case):
 @given(cases())
 def test_every_rank_derives_the_same_ranges_whatever_else_it_knows(case):
     file, starts, requests_by_rank = case
-    found = shared_block_ranges(file, starts, requests_by_rank)
+    found = find_shared_ranges(file, starts, requests_by_rank)
     only_this_file = {
         rank: requests
         for rank, requests in reversed(requests_by_rank.items())
         if file in requests.gaps_and_lengths
     }
-    assert shared_block_ranges(file, starts, only_this_file) == found
+    assert find_shared_ranges(file, starts, only_this_file) == found
 
 
 @given(st.dictionaries(st.integers(0, 9), st.sets(st.integers(0, 40), min_size=1)))
@@ -145,7 +145,7 @@ def test_what_all_want_is_fetched_in_equal_parts_but_for_one_range(sizes, world_
     all_of_it = {
         rank: RankBlockRequests.of("a", {file: (range(len(sizes)),)}) for rank in range(world_size)
     }
-    nbytes = fetched(shared_block_ranges(file, starts, all_of_it), starts)
+    nbytes = fetched(find_shared_ranges(file, starts, all_of_it), starts)
     parts = [nbytes.get(rank, 0) for rank in range(world_size)]
     assert sum(parts) == starts[-1]
     assert max(parts) - min(parts) <= max(SHARED_RANGE_NBYTES, *sizes)
@@ -157,7 +157,7 @@ def test_a_rank_with_much_to_read_alone_fetches_less_for_others():
         0: RankBlockRequests.of("a", {0: (range(9),)}),
         1: RankBlockRequests.of("a", {0: (range(6, 9),)}),
     }
-    ranges = shared_block_ranges(0, starts, requests_by_rank)
+    ranges = find_shared_ranges(0, starts, requests_by_rank)
     assert [one.fetcher for one in ranges] == [1, 1, 1]
 
 
@@ -165,7 +165,7 @@ def test_small_files_are_fetched_by_different_ranks():
     all_of_it = RankBlockRequests.of("a", {file: (range(1),) for file in range(8)})
     requests_by_rank = dict.fromkeys(range(4), all_of_it)
     ranges = [
-        one for file in range(8) for one in shared_block_ranges(file, [0, 10], requests_by_rank)
+        one for file in range(8) for one in find_shared_ranges(file, [0, 10], requests_by_rank)
     ]
     assert sorted(one.fetcher for one in ranges) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -175,7 +175,7 @@ def test_between_hosts_each_rank_of_a_host_brings_its_part():
     requests_by_rank = {
         rank: RankBlockRequests.of("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)
     }
-    ranges = shared_block_ranges(0, starts, requests_by_rank)
+    ranges = find_shared_ranges(0, starts, requests_by_rank)
     brought = [host[0] for one in ranges for host in one.hosts]
     assert {rank: brought.count(rank) for rank in range(4)} == dict.fromkeys(range(4), 6)
     assert fetched(ranges, starts) == dict.fromkeys(range(4), 12 * MIB)

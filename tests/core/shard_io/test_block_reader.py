@@ -105,7 +105,7 @@ def load(
 ) -> ReadTotals:
     with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
         nbytes_read = BlockReader(files, targets, verify=verify).read_all(2)
-    return ReadTotals(nbytes_read, block_reads.nbytes_placed_by(plan))
+    return ReadTotals(nbytes_read, block_reads.count_placed_nbytes(plan))
 
 
 def check_filled(

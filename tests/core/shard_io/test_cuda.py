@@ -72,7 +72,7 @@ class Device:
     def copies(self, _: object) -> Iterator[Device]:
         yield self
 
-    def takes(self, source: Any) -> bool:
+    def can_copy(self, source: Any) -> bool:
         return source._tensor.dtype not in self.not_here
 
     def send(self, source: Any, start: int, stop: int, memory: memoryview) -> None:

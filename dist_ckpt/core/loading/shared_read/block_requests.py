@@ -13,10 +13,10 @@ from dist_ckpt.core.format.geometry import join_ranges
 from dist_ckpt.core.planning.load.read_sharing import (
     BlockRanges,
     RankBlockRequests,
-    have_equal_requests,
+    has_shared_blocks,
 )
 from dist_ckpt.core.runtime.typed_msgpack import decode, encode
-from dist_ckpt.core.shard_io.read.block_reads import group_by_shard, requested_blocks
+from dist_ckpt.core.shard_io.read.block_reads import find_shard_blocks, group_by_shard
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
 
 
@@ -52,7 +52,7 @@ def find_block_ranges(files: OpenFiles) -> dict[int, BlockRanges]:
             if stop - start <= block_nbytes:
                 blocks.append(first)
                 continue
-            needed = requested_blocks(file.shards[shard], wanted, block_nbytes, lambda _: False)
+            needed = find_shard_blocks(file.shards[shard], wanted, block_nbytes, lambda _: False)
             blocks += (first + block.number for block in needed)
         ranges_by_file[number] = tuple(join_ranges(range(block, block + 1) for block in blocks))
     return ranges_by_file
@@ -68,7 +68,7 @@ def find_shared_requests(
     received = [encoded for encoded in encoded_requests if encoded is not None]
     if len(received) < len(encoded_requests):
         return True, ()
-    if not all(received) or not have_equal_requests(
+    if not all(received) or not has_shared_blocks(
         (decode(encoded, RankBlockRequests) for encoded in received), between_hosts=between_hosts
     ):
         return False, ()

@@ -17,7 +17,7 @@ from dist_ckpt.core.planning.load.read_sharing import (
     RankBlockRequests,
     SharedBlockRange,
     find_partners,
-    shared_block_ranges,
+    find_shared_ranges,
 )
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
@@ -182,6 +182,6 @@ def _find_shared_ranges(
         shared_range
         for file, requests in sorted(by_file.items())
         if len(requests) > 1
-        for shared_range in shared_block_ranges(file, files.files[file].block_starts, requests)
+        for shared_range in find_shared_ranges(file, files.files[file].block_starts, requests)
         if any(own in ranks for ranks in shared_range.hosts)
     )

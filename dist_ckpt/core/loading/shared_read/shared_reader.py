@@ -140,14 +140,14 @@ class HostTransfer:
         return self._links.memory_of(rank)[offset : offset + planned.span.nbytes]
 
 
-def send(collective: Collective, planned: PlannedRange, data: memoryview) -> None:
+def send_range(collective: Collective, planned: PlannedRange, data: memoryview) -> None:
     """Send a range to its agent on each other host, and wait until all agents have it."""
     transfers = [collective.send(agent, data, tag) for agent, tag in planned.tags.items()]
     for transfer in transfers:
         transfer.wait()
 
 
-def receive(
+def receive_range(
     collective: Collective, planned: PlannedRange, data: memoryview, reader: BlockReader
 ) -> None:
     """Receive a range from another host, and check it again."""
@@ -208,9 +208,9 @@ class SharedReader:
         self._channel, self._collective = group.session.channel, group.session.collective
         self._num_slots = num_slots(between_hosts=group.between_hosts)
         self._max_local_reads = 2 * threads
-        self._decider = _ReadThreads(1, links.wake)
-        self._readers = _ReadThreads(threads, links.wake)
-        self._couriers = _ReadThreads(2 * self._num_slots, links.wake)
+        self._decider = _WatchedThreads(1, links.wake)
+        self._readers = _WatchedThreads(threads, links.wake)
+        self._couriers = _WatchedThreads(2 * self._num_slots, links.wake)
         self._host = HostTransfer(work, reader, links)
         self._links = links
 
@@ -265,13 +265,15 @@ class SharedReader:
 
     def _send(self, planned: PlannedRange, data: memoryview) -> Iterator[None]:
         if agents := planned.shared_range.agents:
-            yield from self._couriers.call(partial(send, self._collective, planned, data), agents)
+            yield from self._couriers.call(
+                partial(send_range, self._collective, planned, data), agents
+            )
 
     def _receive(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
         """Receive ranges into a slot, one after another. Offer each to the ranks of this host."""
         for planned in ranges:
             data = self._host.slot_memory(offset, planned)
-            work = partial(receive, self._collective, planned, data, self._reader)
+            work = partial(receive_range, self._collective, planned, data, self._reader)
             yield from self._couriers.call(work, (planned.shared_range.fetcher,))
             yield from self._host.offer_range(offset, planned)
 
@@ -291,7 +293,7 @@ class _Call:
     future: Future[object] = field(default_factory=Future)
 
 
-class _ReadThreads:
+class _WatchedThreads:
     """Threads with their calls. The end of a call wakes the deciding thread."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:

@@ -17,9 +17,9 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     NeededBlock,
     PlannedRead,
     SmallShardsRead,
+    find_needed_blocks,
     group_into_reads,
     group_successive,
-    needed_blocks,
     split_off_small_shards,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
@@ -122,10 +122,10 @@ class SharedWork:
         blocks: defaultdict[int | None, list[NeededBlock]] = defaultdict(list)
         whole_reads, items = split_off_small_shards(file, self._files.plan[number])
         for whole in whole_reads:
-            for cut_read in _cut(whole, file.shards.starts, bounds):
-                small_reads[_range_at(cut_read.span.start, bounds)].append(cut_read)
-        for block in needed_blocks(file, items, self._targets):
-            blocks[_range_at(block.start, bounds)].append(block)
+            for cut_read in _cut_read(whole, file.shards.starts, bounds):
+                small_reads[_find_range(cut_read.span.start, bounds)].append(cut_read)
+        for block in find_needed_blocks(file, items, self._targets):
+            blocks[_find_range(block.start, bounds)].append(block)
         planned_ranges = {}
         for n, shared_range in enumerate(shared_ranges):
             # A range has no gap: all its adjacent blocks are read at once.
@@ -141,7 +141,7 @@ class SharedWork:
         return local_reads, planned_ranges
 
 
-def _range_at(start: int, bounds: Sequence[int]) -> int | None:
+def _find_range(start: int, bounds: Sequence[int]) -> int | None:
     """Return the number of the range with the byte `start`, or None.
 
     `bounds` are the start and stop of each range, in order.
@@ -151,7 +151,7 @@ def _range_at(start: int, bounds: Sequence[int]) -> int | None:
     return before // 2 if before % 2 else None
 
 
-def _cut(
+def _cut_read(
     read: SmallShardsRead, starts: Sequence[int], bounds: Sequence[int]
 ) -> Iterator[SmallShardsRead]:
     """Cut a read of small shards where ranges begin and end."""

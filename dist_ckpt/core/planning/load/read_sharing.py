@@ -81,7 +81,7 @@ class SharedBlockRange:
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
-def have_equal_requests(requests: Iterable[RankBlockRequests], *, between_hosts: bool) -> bool:
+def has_shared_blocks(requests: Iterable[RankBlockRequests], *, between_hosts: bool) -> bool:
     """Return True if several ranks of one host, or of any hosts, need the same block."""
     ranges = [
         ("" if between_hosts else rank_requests.host, file, blocks.start, blocks.stop)
@@ -93,7 +93,7 @@ def have_equal_requests(requests: Iterable[RankBlockRequests], *, between_hosts:
     return any(a[:2] == b[:2] and a[3] > b[2] for a, b in pairwise(ranges))
 
 
-def shared_block_ranges(
+def find_shared_ranges(
     file: int, starts: Sequence[int], requests_by_rank: Mapping[int, RankBlockRequests]
 ) -> tuple[SharedBlockRange, ...]:
     """Return the shared ranges of a file, in order.

@@ -86,7 +86,7 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]
         _add_loads(loads, rotated)
         stored += rotated
-    stored += _least_loaded(single_cell, loads, measures)
+    stored += _assign_to_least_loaded(single_cell, loads, measures)
     return {tensor.fqn: (tensor.layout, rotation) for tensor, rotation in stored}
 
 
@@ -140,7 +140,7 @@ def assign_evenly(nbytes: Mapping[str, int], count: int) -> dict[str, int]:
     return assigned
 
 
-def _least_loaded(
+def _assign_to_least_loaded(
     tensors: Iterable[TensorOwnership], loads: list[int], measures: Mapping[int, _LayoutMeasure]
 ) -> list[tuple[TensorOwnership, int]]:
     """Assign each tensor, the largest first, to the holder with the least to store.

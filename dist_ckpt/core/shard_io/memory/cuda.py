@@ -78,7 +78,7 @@ class SideStreamCopies:
     _training: Mapping[torch.device, Stream]
     _own: Mapping[torch.device, Stream]
 
-    def takes(self, source: CellSource) -> bool:
+    def can_copy(self, source: CellSource) -> bool:
         """Return True if a source is on these devices. The host has to copy other sources."""
         return isinstance(source, TensorSource) and source.device in self._own
 

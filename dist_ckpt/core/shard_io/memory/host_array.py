@@ -68,14 +68,14 @@ class Array:
         """Return the tensor as a numpy array. Raises TypeError for a dtype that numpy lacks."""
         if self.dtype not in _NUMPY:
             raise TypeError(f"numpy has no {self.dtype}: use `.torch()`, or the bytes in `.data`")
-        numpy = _installed("numpy", "numpy", "Array.numpy")
+        numpy = _import_installed("numpy", "numpy", "Array.numpy")
         dtype = numpy.dtype(self.dtype).newbyteorder("<")
         array: np.ndarray = numpy.frombuffer(self.data, dtype).reshape(self.shape)
         return array
 
     def torch(self) -> torch.Tensor:
         """Return the tensor as a CPU tensor of torch."""
-        torch = _installed("torch", '"dist-ckpt[torch]"', "Array.torch")
+        torch = _import_installed("torch", '"dist-ckpt[torch]"', "Array.torch")
         dtype = getattr(torch, self.dtype, None)
         if dtype is None:
             raise TypeError(f"torch {torch.__version__} has no {self.dtype}: upgrade torch")
@@ -87,7 +87,7 @@ class Array:
 
     def tolist(self) -> object:
         """Return nested lists of Python numbers, or one number for a tensor without dimensions."""
-        return _nested(iter(self._values()), self.shape)
+        return _nest(iter(self._values()), self.shape)
 
     def _values(self) -> Sequence[object]:
         if self.dtype == "bfloat16":
@@ -196,7 +196,7 @@ def _view_as_words(memory: memoryview, size: int) -> memoryview:
     return whole[: whole.nbytes // size * size].cast(_WORDS[size])
 
 
-def _installed(module: str, package: str, user: str) -> ModuleType:
+def _import_installed(module: str, package: str, user: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -205,10 +205,10 @@ def _installed(module: str, package: str, user: str) -> ModuleType:
         raise ImportError(f"{user} needs {module}: pip install {package}") from None
 
 
-def _nested(values: Iterator[object], shape: Shape) -> object:
+def _nest(values: Iterator[object], shape: Shape) -> object:
     if not shape:
         return next(values)
-    return [_nested(values, shape[1:]) for _ in range(shape[0])]
+    return [_nest(values, shape[1:]) for _ in range(shape[0])]
 
 
 # --- elements as numbers -----------------------------------------------------------------------
@@ -232,7 +232,7 @@ def has_numbers(dtype: str) -> bool:
 
 def numpy_module() -> Any:  # its types are unknown if it is not installed
     """Return the module numpy. Raises ImportError with the remedy."""
-    return _installed("numpy", "numpy", "to compute with values")
+    return _import_installed("numpy", "numpy", "to compute with values")
 
 
 def numbers(dtype: str, data: memoryview) -> np.ndarray:
@@ -266,10 +266,10 @@ def _decode_table(dtype: str) -> tuple[object, ...]:
     if dtype == "float4_e2m1fn_x2":  # the low half is the first number
         halves = (*_E2M1, *(-value for value in _E2M1))
         return tuple((halves[code & 15], halves[code >> 4]) for code in range(256))
-    return tuple(_tiny_float(code, *_TINY_FLOATS[dtype]) for code in range(256))
+    return tuple(_decode_tiny_float(code, *_TINY_FLOATS[dtype]) for code in range(256))
 
 
-def _tiny_float(
+def _decode_tiny_float(
     code: int, exponent_bits: int, mantissa_bits: int, bias: int, specials: str
 ) -> float:
     sign = -1.0 if code >> 7 else 1.0

@@ -109,7 +109,7 @@ class TensorSource:
         tensor, itemsize = self._tensor, self._tensor.itemsize
         # Flat, any range of a contiguous tensor is one copy.
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor
-        words = _over(memory, _WORDS[itemsize])
+        words = _as_tensor(memory, _WORDS[itemsize])
         done = 0
         elements = ElementRange(element, element + memory.nbytes // itemsize)
         for box in split_into_boxes(elements, tuple(flat.shape)):
@@ -225,7 +225,7 @@ def view_elements(
 ) -> torch.Tensor:
     """Return a box of elements in `data`, which begins with the first. Strides are in elements."""
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return _over(data[: (last + 1) * dtype.itemsize], dtype).as_strided(shape, strides)
+    return _as_tensor(data[: (last + 1) * dtype.itemsize], dtype).as_strided(shape, strides)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -233,7 +233,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def _over(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+def _as_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     # `frombuffer` warns about read-only memory, although nothing here writes to the tensor
     return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype)
 
@@ -258,13 +258,13 @@ def can_cast(saved: str, live: str) -> bool:
         return True
     if saved in _PRECISIONS:
         return live in _PRECISION_OF_COMPLEX and _PRECISIONS[saved] <= _PRECISIONS[live]
-    live_range, saved_range = _whole_numbers(live), _whole_numbers(saved)
+    live_range, saved_range = _whole_number_range(live), _whole_number_range(saved)
     if live_range is None or saved_range is None:
         return False
     return live_range[0] <= saved_range[0] and saved_range[1] <= live_range[1]
 
 
-def _whole_numbers(dtype: str) -> tuple[int, int] | None:
+def _whole_number_range(dtype: str) -> tuple[int, int] | None:
     """Return the range in which a dtype represents all whole numbers, or None."""
     if dtype == "bool":
         return 0, 1
@@ -282,12 +282,12 @@ class CastTarget:
     `has_overflown` is True if a finite value became infinite.
     """
 
-    __slots__ = ("_dtype", "_narrows", "_saved", "_target", "has_overflown")
+    __slots__ = ("_dtype", "_is_narrowing", "_saved", "_target", "has_overflown")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell, saved: torch.dtype) -> None:
         self._target = TensorTarget(tensor, cell)
         self._dtype, self._saved = tensor.dtype, saved
-        self._narrows = _narrows(saved, tensor.dtype)
+        self._is_narrowing = _is_narrowing(saved, tensor.dtype)
         self.has_overflown = False
 
     def memory(self) -> memoryview | None:
@@ -300,7 +300,7 @@ class CastTarget:
             return
         values = view_elements(data, self._saved, box.shape, strides)
         cast = values.to(self._dtype).contiguous()
-        if self._narrows and _has_overflown(values, cast):
+        if self._is_narrowing and _has_overflown(values, cast):
             self.has_overflown = True
         memory = host_memory(cast)
         assert memory is not None, "a new CPU tensor"
@@ -311,12 +311,12 @@ def convert(data: memoryview, saved: str, live: str) -> memoryview | None:
     """Return elements in another dtype, or None if a finite value became infinite."""
     values = torch.frombuffer(data, dtype=getattr(torch, saved))
     cast = torch.empty(values.shape, dtype=getattr(torch, live))
-    narrows = _narrows(values.dtype, cast.dtype)
+    is_narrowing = _is_narrowing(values.dtype, cast.dtype)
     for source, target in zip(
         values.split(_MAX_SERIAL_NUMEL), cast.split(_MAX_SERIAL_NUMEL), strict=True
     ):
         target.copy_(source)
-        if narrows:
+        if is_narrowing:
             least, greatest = torch.aminmax(target)
             is_finite = -inf < float(least) and float(greatest) < inf
             if not is_finite and _has_overflown(source, target):
@@ -324,7 +324,7 @@ def convert(data: memoryview, saved: str, live: str) -> memoryview | None:
     return host_memory(cast)
 
 
-def _narrows(saved: torch.dtype, live: torch.dtype) -> bool:
+def _is_narrowing(saved: torch.dtype, live: torch.dtype) -> bool:
     both_float = live.is_floating_point and saved.is_floating_point
     return both_float and torch.finfo(live).max < torch.finfo(saved).max
 

@@ -97,7 +97,7 @@ def all_blocks(shards: Iterable[StoredShard], block_nbytes: int) -> Iterator[Nee
             yield NeededBlock(shard, number, span, (), is_zero_copy=False)
 
 
-def requested_blocks(
+def find_shard_blocks(
     shard: StoredShard,
     items: Sequence[ReadItem],
     block_nbytes: int,
@@ -147,7 +147,7 @@ def group_by_shard(file: OpenFile, items: Iterable[ReadItem]) -> list[tuple[int,
     return sorted(items_by_number.items())
 
 
-def needed_blocks(
+def find_needed_blocks(
     file: OpenFile, items: Iterable[ReadItem], targets: CellTargets | None
 ) -> Iterator[NeededBlock]:
     """Yield the blocks of a file that items need, in the order of the file."""
@@ -159,7 +159,7 @@ def needed_blocks(
 
     for number, wanted in group_by_shard(file, items):
         shard = file.shards[number]
-        yield from requested_blocks(shard, wanted, file.header.block_nbytes, has_memory)
+        yield from find_shard_blocks(shard, wanted, file.header.block_nbytes, has_memory)
 
 
 # --- the reads that fetch them ---------------------------------------------------------------
@@ -220,7 +220,7 @@ def rows_of_block(block: NeededBlock) -> ByteRange | None:
     return rows_of(shard.cell, shard.shape, part)
 
 
-def damage_error(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
+def damage_text(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
     """Return a message with the tensor, rows, rank, file and bytes of a damaged block."""
     start = header.header_nbytes
     return (
@@ -272,7 +272,9 @@ def split_off_small_shards(
         if item is not None and starts[number + 1] - starts[number] <= max_nbytes
     }
     adjacent = [
-        shards for shards in _adjacent(sorted(small_items), starts) if len(shards) >= MIN_SHARDS
+        shards
+        for shards in _group_adjacent(sorted(small_items), starts)
+        if len(shards) >= MIN_SHARDS
     ]
     small_reads = []
     for shards in adjacent:
@@ -286,7 +288,7 @@ def split_off_small_shards(
     return small_reads, [item for number, item in pairs if number not in in_small_reads]
 
 
-def _adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
+def _group_adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
     """Group adjacent shard numbers, which are ascending, up to the limit of one read."""
     first = stop = 0
     for number in numbers:
@@ -299,7 +301,7 @@ def _adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[range]:
         yield range(first, stop)
 
 
-def nbytes_placed_by(plan: LoadPlan) -> int:
+def count_placed_nbytes(plan: LoadPlan) -> int:
     """Return the number of target bytes that a plan fills."""
     all_items = chain.from_iterable(plan.values())
     return sum(item.match.common.numel * DTYPES[item.dtype].itemsize for item in all_items)
@@ -311,7 +313,7 @@ def split_into_work(
     """Yield groups of reads, each for one thread. The last groups are smaller, for balance."""
     small_work: list[tuple[OpenFile, PlannedRead]] = []
     reads: list[tuple[OpenFile, PlannedRead]] = []
-    nbytes, nbytes_left = 0, nbytes_placed_by(files.plan)
+    nbytes, nbytes_left = 0, count_placed_nbytes(files.plan)
     for file, items in files:
         small_reads, remaining = split_off_small_shards(file, items)
         for small_read in small_reads:
@@ -319,7 +321,7 @@ def split_into_work(
             if len(small_work) == MAX_SMALL_READS:
                 yield small_work
                 small_work = []
-        for read in group_into_reads(needed_blocks(file, remaining, targets)):
+        for read in group_into_reads(find_needed_blocks(file, remaining, targets)):
             reads.append((file, read))
             nbytes += read.span.nbytes
             if nbytes >= min(WORK_NBYTES, nbytes_left // (2 * threads)):

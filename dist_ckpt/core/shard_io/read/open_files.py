@@ -133,7 +133,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
         except CorruptError as error:
             problems.append(f"{error}; it holds {_list_rows(plan[number])}")
         else:
-            problems.extend(dict.fromkeys(_mismatches(file, index, plan[number])))
+            problems.extend(dict.fromkeys(_find_mismatches(file, index, plan[number])))
 
     try:
         parallel_for(open_number, plan, threads=threads)
@@ -205,7 +205,7 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
     return header
 
 
-def _mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
+def _find_mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
     for item in items:
         fqn, stored = item.tensor, item.match.stored
         record = index.catalog.tensors[fqn]

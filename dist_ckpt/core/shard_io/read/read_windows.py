@@ -67,14 +67,14 @@ def cut_into_windows(
 
     `order` is the sort key of shards in a window. The key must end with the name.
     """
-    for parts in _cut(files, window_nbytes):
+    for parts in _cut_files(files, window_nbytes):
         items: dict[str, StoredShard] = {}
         cells: dict[str, list[Cell]] = {}
         spans: dict[tuple[str, Cell], tuple[int, ByteRange]] = {}
         offset = 0
         for item, span in sorted(parts, key=lambda part: order(part[0])):
             items.setdefault(item.fqn, item)
-            cells.setdefault(item.fqn, []).extend(_cells_of(item, span))
+            cells.setdefault(item.fqn, []).extend(_find_cells(item, span))
             spans[item.fqn, item.cell] = span.start, ByteRange(offset, offset + span.nbytes)
             offset += span.nbytes
         wanted = (
@@ -96,7 +96,7 @@ def read_windows(
         yield window, memory
 
 
-class Windows:
+class WindowSources:
     """Files as sources: a window is read when the first of its bytes is requested.
 
     Read the sources in the order of the files. Only one window is in use at a time. `filled` yields
@@ -138,7 +138,7 @@ class Windows:
             }
 
 
-def _cells_of(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
+def _find_cells(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
     itemsize = DTYPES[item.dtype].itemsize
     elements = ElementRange(span.start // itemsize, span.stop // itemsize)
     cell = item.cell
@@ -150,7 +150,7 @@ def _cells_of(item: StoredShard, span: ByteRange) -> Iterator[Cell]:
         yield Region(offset, box.shape)
 
 
-def _cut(
+def _cut_files(
     files: Sequence[FilePlan], window_nbytes: int
 ) -> Iterator[Sequence[tuple[StoredShard, ByteRange]]]:
     window: list[tuple[StoredShard, ByteRange]] = []
@@ -168,7 +168,7 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class _ItemSource:
-    windows: Windows
+    windows: WindowSources
     item: StoredShard
 
     @property

@@ -12,7 +12,7 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
     all_blocks,
-    damage_error,
+    damage_text,
     digest_problem,
     group_into_reads,
 )
@@ -131,7 +131,7 @@ def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRea
     for block in read.blocks:
         content = data[block.start - read.span.start : block.stop - read.span.start]
         if (problem := digest_problem(block, block_digest(content))) is not None:
-            raise CorruptError(damage_error(path, header, block, problem))
+            raise CorruptError(damage_text(path, header, block, problem))
     return data
 
 
