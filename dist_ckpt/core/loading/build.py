@@ -62,10 +62,10 @@ def build(
 
         model = dc.build("runs/a@latest", {"ddl": Ddl, "baseline": lambda c: Baseline(**c)})
 
-    `table` maps each `kind` of `dc.save` to a function. It gets a copy of the saved `config`, and
-    returns an `nn.Module` with the layout and device of this job. No class is looked up by a stored
-    name. Then the model is filled from `component`, the key that it had in the saved state. All of
-    the component is loaded and nothing else, with the checks of `dc.load`.
+    `table` maps each `kind` of `dc.save` to a function. The function gets a copy of the saved
+    `config`, and returns an `nn.Module` with the layout and device of this job. No class is looked
+    up by a stored name. Then the model is filled from `component`, the key that it had in the saved
+    state. All of the component is loaded and nothing else, with the checks of `dc.load`.
 
     Raises IncompatibleError if the checkpoint was saved without `kind=` or `config=`, or if the
     table lacks the kind. If the model does not fit, the message has the counts of parameters.

@@ -2,8 +2,7 @@
 
 - A kind of parallelism: a view in `plan.py`, its cells in `mesh.py`, and a branch in
   `merge_views` of `save/layouts.py`.
-- The rank that stores a replica: `save/balance.py`. Differences between the states of the ranks:
-  `save/inventories.py`.
+- The rank that stores a replica, and all else of a save: `save/`.
 - Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.
 - `dc.ShardingConfig`: `sharding_config.py`; how a load or a reshard applies it: `target_views.py`;
   how a state applies it: `core/state/sharding_rules.py`.

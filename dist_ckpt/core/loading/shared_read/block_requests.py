@@ -40,7 +40,7 @@ def prepare_shared_read(
 
 
 def find_block_ranges(files: OpenFiles) -> dict[int, BlockRanges]:
-    """Return the ranges of blocks that a load needs of each file, by its number in the index."""
+    """Return the ranges of blocks that a load needs, by the number of the file in the index."""
     ranges_by_file = {}
     for number, items in files.plan.items():
         file = files.files[number]

@@ -29,7 +29,7 @@ from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
 
-# A copy waits for all work queued before it on the device. After this time it counts as hanging.
+# A copy waits for all work queued before it on the device. A longer wait means a hang.
 COPY_TIMEOUT_S = 1800.0
 
 # The memory is pinned for all devices of the process (cudaHostRegisterPortable).
