@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from dist_ckpt import __version__
+from dist_ckpt import __version__, errors
 from dist_ckpt.async_save.snapshots.arena_layout import SnapshotMetadata
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
@@ -29,12 +29,7 @@ from dist_ckpt.core.commit.receipts import (
 )
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.transaction import RankWriteResult
-from dist_ckpt.core.format.filenames import (
-    ATTEMPTS_PER_INCARNATION,
-    ID_LENGTH,
-    Attempt,
-    parse_attempt,
-)
+from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import MAX_STEP, Index
 from dist_ckpt.core.loading.load import load_together
@@ -45,13 +40,6 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    StorageError,
-)
 from dist_ckpt.reports import LoadReport
 
 _log = logging.getLogger("dist_ckpt")
@@ -93,9 +81,9 @@ def restore_together(
             try:
                 report = load_together(session, state, save.path, options, memory=source)
                 return save.id, report
-            except (CorruptError, NotFoundError) as error:
+            except (errors.CorruptError, errors.NotFoundError) as error:
                 # All ranks get the same error, so that all continue alike.
-                if not source.is_only_copy and isinstance(error, CorruptError):
+                if not source.is_only_copy and isinstance(error, errors.CorruptError):
                     raise  # the load has tried the storage too: it is damaged there
                 _log.warning("%s is not restored from memory: %s", save.path, error)
                 unusable.add(save.id)
@@ -141,13 +129,13 @@ class _SaveOnAllHosts:
     was_committed: bool
     sealed: tuple[frozenset[int], ...]
 
-    def attempt_above(self, number: int) -> Attempt:
+    def attempt_above(self, number: int) -> filenames.Attempt:
         """Return the claimed attempt; else one above `number`, of its incarnation if possible."""
-        for claimed in map(parse_attempt, self.attempts):
+        for claimed in map(filenames.parse_attempt, self.attempts):
             if claimed is not None:
                 return claimed
-        first = ATTEMPTS_PER_INCARNATION * self.save.incarnation
-        return Attempt(max(first, number + 1), self.save.id[:ID_LENGTH])
+        first = filenames.ATTEMPTS_PER_INCARNATION * self.save.incarnation
+        return filenames.Attempt(max(first, number + 1), self.save.id[: filenames.ID_LENGTH])
 
 
 @dataclass
@@ -254,7 +242,7 @@ class _MemoryRestore:
         assert self._saves is not None
         try:
             return rebuild_index(self._saves[candidate.save.id], attempt)
-        except (CheckpointError, ValueError) as error:
+        except (errors.CheckpointError, ValueError) as error:
             raise _UnusableError(str(error)) from error
 
 
@@ -268,11 +256,11 @@ def _choose_attempt(
     save = candidate.save
     try:
         committed, index = attempts.find_checkpoint(storage, save.path)
-    except NotFoundError:
+    except errors.NotFoundError:
         if candidate.was_committed:
             raise _UnusableError("it was committed, and has been deleted since") from None
         return candidate.attempt_above(0).name
-    except (CorruptError, IncompatibleError) as error:
+    except (errors.CorruptError, errors.IncompatibleError) as error:
         raise _UnusableError(str(error)) from error
     if committed.name in candidate.attempts:
         return None
@@ -285,7 +273,7 @@ def _choose_attempt(
     return attempt.name
 
 
-def _is_orphaned(history: IncarnationHistory, step: int | None, attempt: Attempt) -> bool:
+def _is_orphaned(history: IncarnationHistory, step: int | None, attempt: filenames.Attempt) -> bool:
     # A save without a step may be above the restore point of any later incarnation.
     return history.is_orphaned(MAX_STEP if step is None else step, attempt)
 
@@ -304,7 +292,7 @@ def _find_newer(
     step, began_at = save.step, save.began_at
 
     def is_newer(path: str) -> bool:
-        with suppress(NotFoundError, CorruptError, IncompatibleError):
+        with suppress(errors.NotFoundError, errors.CorruptError, errors.IncompatibleError):
             attempt, index = attempts.find_checkpoint(storage, path)
             is_later = index.step is not None and index.step > step and index.saved_at > began_at
             return is_later and not _is_orphaned(history, index.step, attempt)
@@ -360,7 +348,7 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
         result = RankWriteResult(recovered.seal.files, rank_details.replicas, 0.0)
         receipts.append(result.receipt)
     if find_unequal_groups(receipts):
-        raise StorageError("its ranks hold different values under the same name")
+        raise errors.StorageError("its ranks hold different values under the same name")
     catalog = build_plan(first.bodies, save.identity.world_size).catalog
     files, objects = build_file_tables(catalog, receipts)
     return index_json.encode(

@@ -238,16 +238,16 @@ class _FileOnDisk:
 
     def contents(self) -> list[bytes]:
         """Return the possible contents after a crash; the complete content comes last."""
-        full = _content(self.writes)
+        full = _join_writes(self.writes)
         if self.num_durable == len(self.writes):
             return [full]
-        least = _content(self.writes[: self.num_durable])
-        headless = _content(self.writes[self.num_durable + 1 :])
+        least = _join_writes(self.writes[: self.num_durable])
+        headless = _join_writes(self.writes[self.num_durable + 1 :])
         cut = full[: (len(least) + len(full)) // 2]
         return list(dict.fromkeys([least, cut, headless, bytes(len(full)), full]))
 
 
-def _content(writes: Sequence[tuple[int, bytes]]) -> bytes:
+def _join_writes(writes: Sequence[tuple[int, bytes]]) -> bytes:
     content = bytearray()
     for offset, data in writes:
         content.extend(bytes(max(0, offset - len(content))))
@@ -330,7 +330,7 @@ class _Disk:
         yield from self._sample(limit)
 
     def _sample(self, limit: int) -> Iterator[dict[str, bytes | None]]:
-        for default in (_first, lambda size: size - 1):
+        for default in (_choose_first, lambda size: size - 1):
             choices = _Choices([], default)
             yield self._tree(choices)
             for position, size in enumerate(choices.sizes):
@@ -365,7 +365,7 @@ class _Disk:
         return tree
 
 
-def _first(size: int) -> int:
+def _choose_first(size: int) -> int:
     return 0
 
 
@@ -374,7 +374,7 @@ class _Choices:
     """A source of choices: from a list first, then by `default`. It records all choices."""
 
     _prefix: Sequence[int]
-    _default: Callable[[int], int] = _first
+    _default: Callable[[int], int] = _choose_first
     numbers: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 

@@ -56,7 +56,7 @@ class MemoryStorage:
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
         with self._lock:
-            self._folder(folder)
+            self._check_folder(folder)
             prefix = folder.rstrip("/") + "/"
             entries = []
             for path, node in self._nodes.items():
@@ -78,7 +78,7 @@ class MemoryStorage:
 
     def open(self, path: str) -> ReadableFile:
         with self._lock:
-            node = self._node(path)
+            node = self._find_node(path)
             if node.data is None:
                 raise CorruptError(f"{path} is a folder where dist_ckpt writes a regular file")
             num_links = sum(other is node for other in self._nodes.values())
@@ -87,7 +87,7 @@ class MemoryStorage:
     def rename(self, old: str, new: str) -> None:
         assert _parent_of(old) == _parent_of(new), "a rename stays within its folder"
         with self._lock:
-            self._node(old)
+            self._find_node(old)
             if new in self._nodes:
                 raise FileExistsError(new)
             for path in [p for p in self._nodes if p == old or p.startswith(old + "/")]:
@@ -96,14 +96,14 @@ class MemoryStorage:
 
     def link(self, old: str, new: str) -> None:
         with self._lock:
-            node = self._node(old)
+            node = self._find_node(old)
             if node.data is None:
                 raise StorageError(f"{new}: {old} is a folder: link a file")
             self._add_file(new, node)
 
     def remove(self, path: str) -> None:
         with self._lock:
-            self._node(path)
+            self._find_node(path)
             if any(p.startswith(path + "/") for p in self._nodes):
                 raise StorageError(f"{path}: the folder is not empty: list its contents")
             del self._nodes[path]
@@ -111,7 +111,7 @@ class MemoryStorage:
 
     def sync(self, folder: str) -> None:
         with self._lock:
-            self._folder(folder)
+            self._check_folder(folder)
 
     def write(self, node: _FileNode, offset: int, data: Buffer) -> None:
         """Write into an open file, which may have lost its name."""
@@ -124,19 +124,19 @@ class MemoryStorage:
             content[offset : offset + len(view)] = view
             node.modified_at = self._clock()
 
-    def _node(self, path: str) -> _FileNode:
+    def _find_node(self, path: str) -> _FileNode:
         try:
             return self._nodes[path]
         except KeyError:
             raise FileNotFoundError(path) from None
 
-    def _folder(self, path: str) -> None:
+    def _check_folder(self, path: str) -> None:
         above = path
         while above not in self._nodes:
             above = _parent_of(above)
         if self._nodes[above].data is not None:
             raise NotADirectoryError(path)
-        self._node(path)
+        self._find_node(path)
 
     def _add_file(self, path: str, node: _FileNode) -> None:
         try:
@@ -145,7 +145,7 @@ class MemoryStorage:
             raise StorageError(f"{path}: a part of the path is a file") from error
 
     def _add(self, path: str, node: _FileNode) -> None:
-        self._folder(_parent_of(path))
+        self._check_folder(_parent_of(path))
         if path in self._nodes:
             raise FileExistsError(path)
         self._nodes[path] = node

@@ -24,7 +24,7 @@ from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
-# Shorter than in a job, but longer than a busy machine stops a rank.
+# Shorter than in a job, but longer than a busy machine delays a rank.
 TEST_CONFIG = Config(
     heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=10.0, visibility_timeout_s=5.0
 )

@@ -23,7 +23,6 @@ import weakref
 from dataclasses import dataclass
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotSpans
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.shared_memory import (
     detach_in_child,
@@ -69,7 +68,7 @@ class _MappedArena:
         record = layout.encode_record(layout.make_record(sequence, document))
         self.view[offset : offset + len(record)] = record
 
-    def images(self, spans: SnapshotSpans) -> tuple[memoryview, ...]:
+    def images(self, spans: layout.SnapshotSpans) -> tuple[memoryview, ...]:
         return tuple(self.view[span.start : span.stop] for span in spans.images)
 
     def _fence(self) -> None:
@@ -101,7 +100,7 @@ class Arena:
         except BaseException:
             os.close(fd)
             raise
-        self._spans: SnapshotSpans | None = None
+        self._spans: layout.SnapshotSpans | None = None
         run_after_fork(self.detach_in_child)
 
     @property
@@ -124,7 +123,7 @@ class Arena:
             reserve(self._fd, nbytes)
             self._mapped = _MappedArena(self._fd, touch=True)
 
-    def begin(self, snapshot: Snapshot) -> tuple[memoryview, ...]:
+    def begin(self, snapshot: layout.Snapshot) -> tuple[memoryview, ...]:
         """Overwrite the last snapshot with one that fits. Return its images, with old bytes."""
         document = typed_msgpack.encode(snapshot)
         spans = layout.compute_spans(snapshot, len(document))
@@ -139,7 +138,7 @@ class Arena:
         return mapped.images(spans)
 
     @property
-    def spans(self) -> SnapshotSpans:
+    def spans(self) -> layout.SnapshotSpans:
         """The layout of the current snapshot."""
         assert self._spans is not None, "nothing was begun"
         return self._spans
@@ -173,8 +172,8 @@ class Arena:
 class FollowedArena:
     """The writer's view of one snapshot. It reads the images, and writes the headers into them."""
 
-    snapshot: Snapshot
-    spans: SnapshotSpans
+    snapshot: layout.Snapshot
+    spans: layout.SnapshotSpans
     images: tuple[memoryview, ...]
     sequence: int
     _mapped: _MappedArena
@@ -201,7 +200,7 @@ class FollowedArena:
             )
         return sequence
 
-    def seal(self, seal: Seal) -> None:
+    def seal(self, seal: layout.Seal) -> None:
         """Store the seal of a complete snapshot. Its headers and digests are in the arena."""
         assert self.is_complete, "sealed before it was complete"
         document = typed_msgpack.encode(seal)

@@ -97,6 +97,24 @@ class Snapshot(Message, frozen=True):
             raise ValueError(f"invalid snapshot: {self}")
 
 
+class SnapshotMetadata(Message, frozen=True):
+    """The metadata of a save. All but `replicas` is equal on all ranks.
+
+    `mirrored` and `saved_by` are for the index. `began_at` is the coordinator's wall clock, but
+    later than the save before: it orders the snapshots of a job. `bodies` are the packed
+    inventories of all ranks, from which the plan is computed. `incarnation` is that of the run, if
+    any: the number of an attempt has it too, but a snapshot may have no attempt yet.
+    """
+
+    overwrite: bool
+    mirrored: Mapping[str, Scalar]
+    saved_by: Mapping[str, str]
+    began_at: float
+    bodies: Bodies
+    replicas: ReplicaDigests
+    incarnation: Incarnation | None = None
+
+
 class Seal(Message, frozen=True):
     """The result of the writer: the attempt, and the files as in `plan.Receipt.files`.
 
@@ -227,21 +245,3 @@ def _without_check(data: bytes) -> bytes | None:
 
 def _round_up_to_page(offset: int) -> int:
     return -(-offset // PAGE_NBYTES) * PAGE_NBYTES
-
-
-class SnapshotMetadata(Message, frozen=True):
-    """The metadata of a save. All but `replicas` is equal on all ranks.
-
-    `mirrored` and `saved_by` are for the index. `began_at` is the coordinator's wall clock, but
-    later than the save before: it orders the snapshots of a job. `bodies` are the packed
-    inventories of all ranks, from which the plan is computed. `incarnation` is that of the run, if
-    any: the number of an attempt has it too, but a snapshot may have no attempt yet.
-    """
-
-    overwrite: bool
-    mirrored: Mapping[str, Scalar]
-    saved_by: Mapping[str, str]
-    began_at: float
-    bodies: Bodies
-    replicas: ReplicaDigests
-    incarnation: Incarnation | None = None

@@ -14,12 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.arena_layout import (
-    Seal,
-    Snapshot,
-    SnapshotMetadata,
-    SnapshotSpans,
-)
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, JobFolder, RankFolder, has_jobs
 from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
 from dist_ckpt.core.checkpoint.opener import MemorySource
@@ -51,11 +45,11 @@ class RecoveredSnapshot:
     """
 
     path: str
-    snapshot: Snapshot
-    spans: SnapshotSpans
+    snapshot: layout.Snapshot
+    spans: layout.SnapshotSpans
     is_complete: bool
     is_committed: bool
-    seal: Seal | None
+    seal: layout.Seal | None
     sequence: int
     descriptor: Descriptor
 
@@ -142,8 +136,8 @@ def _read_snapshot(fd: int, path: str, job: str) -> RecoveredSnapshot | None:
 
 
 def _read_seal(
-    fd: int, header: bytes, spans: SnapshotSpans, sequence: int, path: str
-) -> Seal | None:
+    fd: int, header: bytes, spans: layout.SnapshotSpans, sequence: int, path: str
+) -> layout.Seal | None:
     record = layout.decode_record(header, layout.SEAL_RECORD)
     if record is None or record.sequence != sequence:
         return None  # absent, half written, or of an earlier snapshot
@@ -151,7 +145,7 @@ def _read_seal(
     if record.nbytes > span.nbytes:
         raise CorruptError(f"{path}: a seal of {record.nbytes} bytes in {span.nbytes}")
     document = _read_bytes(fd, ByteRange(span.start, span.start + record.nbytes), path)
-    return layout.decode_document(document, record, Seal, path)
+    return layout.decode_document(document, record, layout.Seal, path)
 
 
 def _read_word(fd: int, number: int, path: str) -> int:
@@ -188,9 +182,9 @@ class SaveIdentity(Message, frozen=True):
     incarnation: int = 0
 
     @staticmethod
-    def of(snapshot: Snapshot) -> SaveIdentity:
+    def of(snapshot: layout.Snapshot) -> SaveIdentity:
         """Return the save of a snapshot. ValueError if its metadata is invalid."""
-        details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
+        details = typed_msgpack.decode(snapshot.details, layout.SnapshotMetadata)
         return SaveIdentity(
             snapshot.id,
             snapshot.path,

@@ -20,13 +20,8 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
+from dist_ckpt.async_save.snapshots import arena_layout as layout
 from dist_ckpt.async_save.snapshots.arena import Arena
-from dist_ckpt.async_save.snapshots.arena_layout import (
-    Image,
-    Snapshot,
-    SnapshotMetadata,
-    arena_nbytes,
-)
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, StartDecision, agree_on_start
@@ -59,11 +54,11 @@ _DEVICE_CHUNK_NBYTES = 64 << 20
 _THREADS = 2
 
 
-def list_images(files: RankFiles) -> tuple[Image, ...]:
+def list_images(files: RankFiles) -> tuple[layout.Image, ...]:
     """Return the images of a rank's files: shard files, then objects files."""
     return (
-        *(Image(plan.name, plan.nbytes) for plan in files.plans),
-        *(Image(name, len(data)) for name, data in sorted(files.objects.items())),
+        *(layout.Image(plan.name, plan.nbytes) for plan in files.plans),
+        *(layout.Image(name, len(data)) for name, data in sorted(files.objects.items())),
     )
 
 
@@ -287,7 +282,7 @@ class _BackgroundPreparation:
     local_state: LocalSaveState
     attached: Mapping[str, bytes]
     files: RankFiles = field(init=False)
-    snapshot: Snapshot = field(init=False)
+    snapshot: layout.Snapshot = field(init=False)
     arena: Arena = field(init=False)
     arena_number: int = field(init=False)
 
@@ -307,7 +302,7 @@ class _BackgroundPreparation:
         metadata = options.all_metadata()
         self.files = local_state.files(plan.save_plan, options.step, metadata, self.attached)
         fields = options.index_fields()
-        details = SnapshotMetadata(
+        details = layout.SnapshotMetadata(
             overwrite=options.overwrite,
             mirrored=fields.metadata,
             saved_by=fields.saved_by,
@@ -316,7 +311,7 @@ class _BackgroundPreparation:
             replicas=local_state.replica_digests(plan.save_plan),
             incarnation=options.incarnation,
         )
-        self.snapshot = Snapshot(
+        self.snapshot = layout.Snapshot(
             id=_PLACEHOLDER_ID,
             path=self.arguments.path,
             step=options.step,
@@ -327,7 +322,8 @@ class _BackgroundPreparation:
         )
         # Both arenas are still busy if the ranks could not all supersede a save.
         job.writer.wait_for(lambda: len(self._busy_arenas()) < NUM_ARENAS, None)
-        number, nbytes = job.arenas.find_oldest(self._busy_arenas()), arena_nbytes(self.snapshot)
+        number = job.arenas.find_oldest(self._busy_arenas())
+        nbytes = layout.arena_nbytes(self.snapshot)
         job.pinned.release(number, nbytes)
         self.arena_number, self.arena = number, job.arenas.open_fitting(number, nbytes)
 

@@ -28,7 +28,7 @@ _log = logging.getLogger("dist_ckpt")
 # A writer without unsettled saves ends within this time, or is killed.
 CLOSE_TIMEOUT_S = 60.0
 
-# The same for a writer that an earlier run left, after SIGTERM.
+# The same after SIGTERM, for a writer that an earlier run left.
 _STOP_S = WRITER_END_S + 10.0
 # A killed process ends when the kernel permits it.
 _KILL_S = 10.0
@@ -165,8 +165,8 @@ def _detach_unclosed(resources: _Resources, job: str) -> None:
     """Leave a job that was not closed. Log the state of its saves."""
     if not resources.lock.is_locked:  # a forked child does not have the lock
         return
-    # No wait: a running copy has a reference to the job. The fence's hook stays, but does nothing:
-    # an optimizer step may be iterating over all hooks now.
+    # This does not wait: no copy is running, as a copy has a reference to the job. The hook of the
+    # fence stays, but does nothing: an optimizer step may be iterating over all hooks now.
     resources.detach()
     if unsettled := resources.writer.unsettled:
         _log.warning(

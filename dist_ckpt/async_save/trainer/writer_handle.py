@@ -36,7 +36,7 @@ PROGRAMS = (PROGRAM, "dist_ckpt.writer")
 START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 
-# The deadline of answers that a writer sends at once. Later it counts as dead.
+# A writer answers at once. Without an answer within this time, it counts as dead.
 ANSWER_TIMEOUT_S = 60.0
 
 # The time of a wait after which a ping checks that the writer is not frozen.

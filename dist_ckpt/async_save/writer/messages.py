@@ -70,8 +70,8 @@ class Serve(_TaggedMessage, frozen=True):
 class Write(_TaggedMessage, frozen=True):
     """Write the snapshot in an arena, and commit it with the other writers. Answered by `Done`.
 
-    `path` is the path of the checkpoint, and `number` that of the arena in its rank. The writers
-    meet in the store at `host` and `port`, if there are several.
+    `path` is the path of the checkpoint, and `number` the number of the arena. If there are several
+    writers, they meet in the store at `host` and `port`.
     """
 
     snapshot: str

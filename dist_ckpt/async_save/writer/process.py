@@ -24,15 +24,7 @@ from contextlib import suppress
 from types import FrameType
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.writer import messages
-from dist_ckpt.async_save.writer.writer_saves import (
-    OpenArenas,
-    WriterContext,
-    WriterQueue,
-    WriterRendezvous,
-    WriterSave,
-    host_of,
-)
+from dist_ckpt.async_save.writer import messages, writer_saves
 from dist_ckpt.core.comm.key_value.key_server import KeyServer, reachable_host
 from dist_ckpt.core.comm.messages import describe_error
 from dist_ckpt.core.storage.forwarding import RateLimit
@@ -58,7 +50,8 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "riscv64": 30}
 _IOPRIO = 2 << 13 | 7
 
 # The time to abandon the save after all is sealed. An interrupted storage call may take half of it.
-# After it the process hangs: in a storage that does not answer, or at a lock of interrupted code.
+# A process that lives longer hangs: in a storage that does not answer, or at a lock that the
+# interrupted code has.
 _ABANDON_S = 10.0
 
 # The termination thread interrupts the main thread with it.
@@ -66,7 +59,7 @@ _INTERRUPT = signal.SIGUSR1
 _REASON = f"it received signal {signal.SIGTERM:d}"
 EXIT_CODE = 128 + signal.SIGTERM
 
-# Some thousand saves.
+# The lines of some thousand saves.
 MAX_LOG_NBYTES = 4 << 20
 
 
@@ -121,7 +114,7 @@ class Termination:
 
     def _terminate(self) -> None:
         signal.sigwait({signal.SIGTERM})
-        # First of all: it ends the waits of threads that the main thread waits for.
+        # Set this first: it ends the waits of threads for which the main thread waits.
         self._is_signalled = True
         # A watchdog without Python locks.
         faulthandler.dump_traceback_later(self._end_s, exit=True)
@@ -178,16 +171,16 @@ class BackgroundWriter:
         link: messages.Link,
         hello: messages.Hello,
         rate_limit: RateLimit | None,
-        arenas: OpenArenas,
+        arenas: writer_saves.OpenArenas,
         termination: Termination,
     ) -> None:
         self._link = link
         self._termination = termination
         self._arenas = arenas
-        self._queue = WriterQueue(hello.rank)
+        self._queue = writer_saves.WriterQueue(hello.rank)
         self._stores = StoreServers()
-        self._rendezvous = WriterRendezvous(hello)
-        self._context = WriterContext(hello, self._rendezvous, self._check, rate_limit)
+        self._rendezvous = writer_saves.WriterRendezvous(hello)
+        self._context = writer_saves.WriterContext(hello, self._rendezvous, self._check, rate_limit)
         self._hello = hello
         self._problem = ""
 
@@ -251,7 +244,9 @@ class BackgroundWriter:
         queue = self._queue
         match message:
             case messages.Write():
-                queue.put(WriterSave(self._context, message, self._arenas.open(message)))
+                queue.put(
+                    writer_saves.WriterSave(self._context, message, self._arenas.open(message))
+                )
             case messages.Serve():
                 self._link.send(self._serve(message))
             case messages.Abort(snapshot, reason):
@@ -271,11 +266,11 @@ class BackgroundWriter:
         _allow_many_connections()
         try:
             serving = self._stores.serve(message)
-            # Stores without a save are closed only here.
+            # Only this closes stores that no save has used.
             self._close_unused_stores()
             return serving
         except (OSError, ValueError) as error:
-            host = host_of(self._hello.config)
+            host = writer_saves.host_of(self._hello.config)
             return messages.Refused(describe_error(error, "serve", self._hello.rank, host))
 
 
@@ -372,7 +367,7 @@ def _serve_trainer(link: messages.Link, termination: Termination) -> str:
         failure = describe_error(error, "start of a writer", hello.rank, socket.gethostname())
         link.send(messages.Refused(failure))
         return f"it cannot begin: {error}"
-    arenas = OpenArenas(folder)
+    arenas = writer_saves.OpenArenas(folder)
     try:
         link.send(messages.Ready(os.getpid()))
         _log.info("the writer of rank %d of %d has started", hello.rank, hello.world_size)

@@ -44,10 +44,10 @@ from dist_ckpt.reports import Phases, SaveReport
 
 _log = logging.getLogger("dist_ckpt")
 
-# The wait for a writer that was never seen while the trainer lives, in heartbeat timeouts.
+# While the trainer lives: the wait for a writer that was never seen, in heartbeat timeouts.
 _PATIENCE = 3
 
-# More than the arenas of a trainer, which it stages into in turns.
+# More than a trainer can have in the queue: it has fewer arenas.
 MAX_SAVES = 8
 
 # The interval of a waiting thread's checks without a notification.
