@@ -125,7 +125,7 @@ class TensorTarget:
     The elements of the tensor must not share memory (`overlaps_itself`).
     """
 
-    # A state may have very many sources: values that can be computed are not stored.
+    # A state may have very many targets: values that can be computed are not stored.
     __slots__ = ("_cell", "_is_counted", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, cell: Cell) -> None:
