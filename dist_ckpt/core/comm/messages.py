@@ -1,7 +1,7 @@
-"""Messages between ranks: typed msgpack, errors on their way to other ranks, heartbeats.
+"""Messages between ranks: their encoding, errors, envelopes and answers, heartbeats.
 
-A message is a `Message`, decoded strictly, field by field, or plain data of a built-in type. Only
-the class of an error is looked up by its name, in a fixed table.
+A message is a `Message`, decoded strictly, field by field, or plain data of a built-in type. Data
+cannot name a class, except the class of an error, in a fixed table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SecondaryError(RankError):
 
 
 class Failure(Message, frozen=True):
-    """An error on its way between ranks; `is_secondary`: another one has caused it."""
+    """An error in a message. `is_secondary`: the error of another rank has caused it."""
 
     kind: str
     message: str
@@ -74,7 +74,7 @@ _LOCATED = re.compile(r"rank \d+ \(host [^)]*\): ")
 def describe_error(
     error: BaseException, phase: str, rank: int | None = None, host: str = ""
 ) -> Failure:
-    """Describe an error with rank and host in its message; without a rank it concerns all."""
+    """Return the failure for an error. With a `rank`, its message begins with rank and host."""
     kind = next(
         (cls.__name__ for cls in type(error).__mro__ if _KINDS.get(cls.__name__) is cls), None
     )
@@ -95,7 +95,7 @@ def describe_error(
 
 
 def combine_failures(failures: Mapping[int, Failure]) -> Failure:
-    """Return the failure of the lowest rank; its message names the other failed ranks."""
+    """Return the lowest rank's failure, secondary ones last; its message lists the other ranks."""
     first, *later = sorted(failures, key=lambda rank: (failures[rank].is_secondary, rank))
     failure = failures[first]
     if later:
@@ -140,7 +140,7 @@ def pack(message: object) -> bytes:
 
 def unpack(data: bytes, expected: type[T]) -> T:
     """Decode the result of `pack`. ValueError for anything else, or if it costs too much memory."""
-    # Nothing costs 200 times its bytes, so short messages, as most are, need no walk.
+    # No value takes 200 times its bytes in memory, so short messages need no check.
     if len(data) * 200 > max_memory(0):
         problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
         if problem is not None:
@@ -182,8 +182,8 @@ class Envelope(Message, frozen=True):
 class Answer(Message, frozen=True):
     """The decision: a packed message, or a failure.
 
-    `nonces`, in an operation's first answer, are those of all envelopes that were decided on, in
-    rank order. Later answers are matched by the token `operation`, which the first one brought.
+    In an operation's first answer, `nonces` has the nonce of each envelope that was decided on, in
+    rank order. Later answers are matched by the token `operation`.
     """
 
     call: str
@@ -207,10 +207,10 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class Heartbeat(Message, frozen=True):
-    """One heartbeat: `count` grows with each; `number` is the last operation that was entered.
+    """One heartbeat. `count` grows with each; `number` is the last operation that was entered.
 
-    `inside`: the rank has not left it yet. `failed_turn`: the exchange in it, counted from 1, whose
-    failure the rank received last; 0 if none. `gone`: the rank has closed its channel.
+    `inside`: the rank is still in this operation. `failed_turn`: the last exchange in it, counted
+    from 1, whose failure the rank has received, or 0. `gone`: the rank has closed its channel.
     """
 
     count: _Count
@@ -223,9 +223,9 @@ class Heartbeat(Message, frozen=True):
 
 @dataclass(slots=True)
 class HeartbeatSender:
-    """The content of this rank's next heartbeat; the channel sets it, its thread sends it.
+    """The content of this rank's next heartbeat; the channel sets it, and its thread sends it.
 
-    `key` is where heartbeats are stored; none is sent while it is "".
+    `key` is the key of heartbeats in the store. While it is "", no heartbeat is sent.
     """
 
     host: str

@@ -31,8 +31,8 @@ CONNECT_S = 5.0
 # Connections and a cached plan are costly, so they are kept; they must not outlive the group.
 _sessions: WeakKeyDictionary[ProcessGroup, Session] = WeakKeyDictionary()
 
-# Without torch.distributed no group can own a session, so a thread does: one thread uses it at a
-# time, and it ends with the thread. A forked process gets a copy.
+# Without torch.distributed no group exists. Then each thread has a session, which ends with the
+# thread. A forked process gets a copy.
 _of_thread = threading.local()
 
 
@@ -115,8 +115,8 @@ def _connect_to_store(timeout_s: float) -> Store:
     if not hasattr(store, "clone"):  # before torch 2.8: share the job's connection
         return store
     try:
-        # In a thread: torch's deadline is the group's, and it does not apply if the store's process
-        # is frozen.
+        # The thread gives the call a deadline. Torch has only the group's, which does not apply if
+        # the store's process is frozen.
         own: Store = DaemonThreads(1).submit(store.clone).result(timeout_s)
         return own
     except TimeoutError:

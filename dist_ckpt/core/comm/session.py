@@ -53,7 +53,7 @@ class Session:
         finally:
             try:
                 self.channel.leave()
-            except (KeyboardInterrupt, SystemExit):  # maybe before it had begun
+            except (KeyboardInterrupt, SystemExit):  # `leave` may not have begun
                 self.channel.leave()
                 raise
 
@@ -76,7 +76,7 @@ class Session:
 
     @contextmanager
     def shared_scratch(self, nbytes: int) -> Iterator[SharedScratch]:
-        """Yield memory of at least this size for a host's ranks, reused because new is slow."""
+        """Yield memory that a host's ranks share, of at least this size; reused, as new is slow."""
         memory, self._scratch = self._scratch, None
         if memory is None or memory.view.nbytes < nbytes:
             memory = SharedScratch(nbytes)

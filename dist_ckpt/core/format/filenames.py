@@ -14,12 +14,12 @@ OBJECTS = "objects.msgpack"
 # In a root (a folder of checkpoints): which folder it is.
 ROOT_ID = "DIST_CKPT_ROOT"
 
-# In a root too: annotations of checkpoints, incarnations of runs, requests to the newest one.
+# In a root: annotations of checkpoints, incarnations of runs, requests to the newest incarnation.
 ANNOTATIONS = ".annotations"
 INCARNATIONS = ".incarnations"
 REQUESTS = ".requests"
 
-# The names of the first two in dist_ckpt 0.1.0.
+# The names of annotations and incarnations in dist_ckpt 0.1.0.
 OLD_ANNOTATIONS = ".facts"
 OLD_INCARNATIONS = ".starts"
 
@@ -103,7 +103,7 @@ def trash_name(attempt: Attempt) -> str:
 
 
 def parse_trash(name: str) -> Attempt | None:
-    """Return the attempt that a trash folder was, or None if the name is not one."""
+    """Return the attempt in the name of a trash folder, or None."""
     match = _TRASH.fullmatch(name)
     return parse_attempt(match[1]) if match else None
 
@@ -132,7 +132,7 @@ def temporary_name(kind: Literal["index", "claim", "record"], nonce: str) -> str
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if a file in an attempt was never renamed."""
+    """Return True if this is the temporary name of a document in an attempt."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -142,7 +142,7 @@ def temporary_root_id(nonce: str) -> str:
 
 
 def is_temporary_root_id(name: str) -> bool:
-    """Return True if a file in a root is an id that was never renamed."""
+    """Return True if this is the temporary name of a root's id."""
     return _TEMPORARY_ROOT_ID.fullmatch(name) is not None
 
 
@@ -208,7 +208,7 @@ def parse_request(name: str) -> tuple[str, str] | None:
 
 
 def is_temporary_record(name: str) -> bool:
-    """Return True if a file is a record that was never renamed."""
+    """Return True if this is the temporary name of a record."""
     return _TEMPORARY_RECORD.fullmatch(name) is not None
 
 

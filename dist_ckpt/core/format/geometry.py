@@ -197,7 +197,7 @@ def find_ranges(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRa
 
 
 def _outer_ranges(shape: Shape, strides: Shape, start: int, numel: int) -> Iterator[ElementRange]:
-    # Not `product`, which would first store all of what may be millions of rows.
+    # `itertools.product` would first store its ranges, maybe of millions of rows.
     if not shape:
         yield ElementRange(start, start + numel)
         return
@@ -378,11 +378,11 @@ class _Budget:
             raise ValueError("regions cut in too many dimensions at once")
 
 
-# A box, with one (start, stop) for each dimension, and its count: 1 for a region, -1 for the whole
-# tensor. All points sum to zero if and only if the derivative is zero. At a coordinate of the first
-# dimension that is what begins there minus what ends there: boxes with one dimension less.
-# Neighbours cancel, so a grid costs no more than its faces. The first corner other than zero is the
-# first bad position.
+# Boxes, each with a (start, stop) for each dimension, and their counts: 1 for a region, -1 for the
+# whole tensor. The regions tile the tensor if and only if the counts sum to zero at every point.
+# `_first_corner` checks this by the derivative along the first dimension. At each coordinate it is
+# the boxes that begin there minus the boxes that end there, with one dimension less. Neighbours
+# cancel, so a grid costs no more than its faces. The first corner other than zero is the bad point.
 _Boxes = Mapping[tuple[tuple[int, int], ...], int]
 
 

@@ -55,7 +55,7 @@ class ShardKind:
 class DecodedShards(Sequence[StoredShard]):
     """The shards of a decoded header, in order. Each is built on access.
 
-    To build all costs more than to decode the header, and a reader of a slice needs one.
+    Building all of them takes longer than decoding the header, and a read of a slice needs one.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DecodedShards(Sequence[StoredShard]):
     def entries(self) -> bytes | None:
         """Return the end of the header, after the metadata, as `HeaderText` writes it.
 
-        None if safetensors could not tell the shards apart, or from the metadata.
+        None if two shards have one name, or if a shard has the name of the metadata.
         """
         if len({*self._names, "__metadata__"}) <= len(self):
             return None
@@ -185,7 +185,7 @@ _HEX = re.compile(r"[0-9a-f]*")
 # transformers opens no file without it.
 _FORMAT = "pt"
 
-# Around our part of the metadata, as `HeaderText` writes it. Quotes inside that part are escaped.
+# The text around our part of the metadata, as `HeaderText` writes it. Quotes in it are escaped.
 _OWN_START = b'{"__metadata__":'
 _OWN_DIGESTS = b',"digests":"'
 

@@ -28,14 +28,19 @@ MAX_DEPTH = 64
 # The index of 16,384 ranks and 3,000 tensors has about a million values.
 MAX_VALUES = 1 << 24
 
-# Decoded values take several times the bytes of a document: `{},`, three bytes, takes 140. Our
-# documents take about ten times. Short documents have no limit. `docs/format.md` has it.
+# How much more memory decoded values may take than their document: the 3 bytes `{},` take 140. Our
+# documents take about ten times their size. A document that takes `FREE_NBYTES` has no limit.
 _MAX_RATIO = 16
 FREE_NBYTES = 128 << 20
 
-# About how many bytes Python takes for a value that ends or begins with this character. Half of a
-# string; a number and its slot; a list; a dict and its pairs; a key's slot in both.
-_COSTS = {b'"': 32, b",": 40, b"[": 64, b"{": 104, b":": 160}
+# About how many bytes Python takes for a value that ends or begins with this character.
+_COSTS = {
+    b'"': 32,  # half of a string
+    b",": 40,  # a number and its slot
+    b"[": 64,  # a list
+    b"{": 104,  # a dict
+    b":": 160,  # a pair of a dict
+}
 
 # One version for index, shard files and objects files. Fields are exact, except names with `x-`:
 # any other field, or a missing one, is damage. So a new field needs a new version, or a word in
@@ -101,7 +106,7 @@ def parse(data: bytes, label: str) -> Json:
 
 
 def parse_apart(data: bytes, field: str, label: str) -> tuple[dict[str, Json], bytes]:
-    """Parse an object except one field, which becomes None. Return both; a missing field is b""."""
+    """Parse an object except one field. Return it with None there, and the field's text or b""."""
     texts = members(data, label)
     text = texts.get(field, b"")
     if field in texts:
@@ -111,7 +116,7 @@ def parse_apart(data: bytes, field: str, label: str) -> tuple[dict[str, Json], b
 
 
 def members(data: bytes, label: str) -> dict[str, bytes]:
-    """Return the members of an object as text. Most rows are equal: see `parse_each`."""
+    """Return the members of an object as text. `parse_each` then parses equal texts once."""
     check_size(data, label)
     texts = None
     with suppress(ValueError, RecursionError):
@@ -124,7 +129,7 @@ def members(data: bytes, label: str) -> dict[str, bytes]:
 
 def _members(data: bytes) -> dict[str, bytes] | None:
     """Return an object's members, or None if its text has more, such as a key twice."""
-    text = data.decode("utf-8")  # msgspec does not look into what it leaves as it is
+    text = data.decode("utf-8")  # to check UTF-8: msgspec does not check raw members
     texts = {name: bytes(raw) for name, raw in msgspec.json.decode(text, type=_MEMBERS).items()}
     names = _ENCODER.encode(list(texts)).encode()
     nbytes = len(names) + len(texts) + sum(map(len, texts.values()))

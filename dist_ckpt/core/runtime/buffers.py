@@ -13,7 +13,7 @@ _MIN_MOVE_NBYTES = 256 << 10
 # Room for a read of 8 MiB, or a block, at any alignment; a multiple of a huge page.
 BUFFER_NBYTES = 10 << 20
 
-# The first touch of new memory is slow, so buffers are cached, up to this.
+# The first touch of new memory is slow, so buffers are cached, up to this size in total.
 MAX_KEPT_NBYTES = 128 << 20
 
 

@@ -1,8 +1,9 @@
 """Lock files: find the processes that are alive, through the kernel.
 
-A lock is an flock, which ends with its process, however that dies. A forked child shares it:
-without more, a data loader's worker would keep the lock of its dead trainer. So a child closes its
-copy at once, which does not release the parent's lock. A program started with exec has no copy.
+A lock is an flock: the kernel releases it when its process ends, for whatever reason. A forked
+child shares it, and a data loader's worker could keep the lock of its dead trainer. So a child
+closes its copy at once, which does not release the parent's lock. A program started with exec has
+no copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dist_ckpt.errors import ConflictError
 _TAKE_TIMEOUT_S = 0.2
 _RETRY_S = 0.002
 
-# No file, a link, or a socket.
+# Errors of `open`: the file does not exist, or is a link or a socket.
 _NO_LOCK = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 
 _MAX_TEXT_NBYTES = 512
@@ -77,7 +78,7 @@ class LockFile:
 def take(path: str) -> LockFile:
     """Take a lock; its file is created if necessary, in a folder that exists.
 
-    Raises ConflictError with the owner if any process, this one too, holds it. OSError for links.
+    ConflictError with the owner if a process holds it, even this one. OSError if it is a link.
     """
     deadline = time.monotonic() + _TAKE_TIMEOUT_S
     while True:

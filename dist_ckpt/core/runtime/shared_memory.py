@@ -37,8 +37,8 @@ def is_out_of_space(error: OSError) -> bool:
 def create_named(path: str, nbytes: int) -> int:
     """Create a file of shared memory, reserve all of it, and return its descriptor.
 
-    It is renamed to its path when it is complete. Processes that have an older file mapped keep
-    that. Raises OSError if memory is short, before or while it is reserved.
+    The file gets its name when it is complete. A process that has mapped an older file of this name
+    keeps the older file. Raises OSError if memory is short.
     """
     volume = os.statvfs(os.path.dirname(path))
     if volume.f_blocks and volume.f_bavail * volume.f_frsize < nbytes:
@@ -73,7 +73,7 @@ def create_anonymous(nbytes: int) -> int:
 
 
 def open_existing(path: str, *, writable: bool) -> int:
-    """Open a file of this user, by name or via another process. CorruptError for other files."""
+    """Open a file of this user, by its path or in /proc. CorruptError for other files."""
     mode = os.O_RDWR if writable else os.O_RDONLY
     # Entries in /proc are links to files that a process of this user has open.
     follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
@@ -115,10 +115,10 @@ def map_writable(fd: int, *, touch: bool) -> mmap.mmap:
 
 
 def detach_in_child(memory: mmap.mmap, fd: int) -> None:
-    """In a forked child: replace a shared file and its mapping by nothing.
+    """Replace a shared file and its mapping by nothing. Call it in a forked child.
 
     Otherwise memory that the parent frees stays as long as the child lives. Nothing is unmapped or
-    closed: the owners would later free what reuses the address or the number.
+    closed: the address or the descriptor could get another use, which the owner would then end.
     """
     remap = ctypes.CDLL(None).mmap
     remap.restype = ctypes.c_void_p

@@ -117,7 +117,7 @@ class CallMonitor:
 
     @staticmethod
     def of_this_thread() -> CallMonitor | None:
-        """Return the monitor of this thread, or None if no thread would notice that it hangs."""
+        """Return the monitor of this thread, or None if no other thread watches it."""
         return getattr(_monitored, "monitor", None)
 
     def run(self, work: Callable[[], T]) -> T:
@@ -181,10 +181,10 @@ def parallel_for(
 ) -> list[R]:
     """Return the results of `work` for each item, in the order of the items.
 
-    Up to `threads` calls run at once, and as many or `waiting` are queued: a lazy `items` is never
-    stored whole. After an error no call begins, running ones are awaited, and the error of the
-    first failed item is raised. StorageError if a call hangs for `stall_s`, or if a storage call in
-    it misses the storage's deadline; the error names the call.
+    Up to `threads` calls run at once. Up to `waiting`, by default as many, are queued: a lazy
+    `items` is never stored whole. After an error no further call begins, running calls are awaited,
+    and the error of the first failed item is raised. StorageError if a call hangs for `stall_s`, or
+    if a storage call in it misses the storage's deadline; the error names the call.
     """
     return list(stream_results(work, items, threads=threads, waiting=waiting, stall_s=stall_s))
 

@@ -41,7 +41,7 @@ __all__ = ["DCP_VERSION", "LOAD_HOOKS", "SAVE_HOOKS", "AsyncCollectiveTensor", "
 __all__ += ["ShardedTensor", "StridedShard", "cuts_strided_alike", "default_store"]
 __all__ += ["has_load_hooks", "local_tensor", "module_fqns", "storage_id", "wrapped_child"]
 
-# Without its cache of torch 2.7, which keeps every module for ever.
+# Torch 2.7 wraps this function in a cache, which keeps every module for ever: use it unwrapped.
 module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
 
 # None if DCP's folders have no version yet.
@@ -76,9 +76,9 @@ def has_load_hooks(module: nn.Module) -> bool:
 
 @cache
 def cuts_strided_alike() -> bool:
-    """Return True if torch cuts an uneven strided shard in today's way.
+    """Return True if this torch splits an uneven strided shard as the newest versions do.
 
-    2.7 refuses to; 2.8 to 2.10 cut in another way, which was never FSDP2's.
+    Torch 2.7 refuses such a shard. Torch 2.8 to 2.10 split it in a way that FSDP2 never used.
     """
     split = StridedShard(0, split_factor=2)._split_tensor
     try:

@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class ForwardingStorage:
-    """Forwards every call to `inner`. All but `close` go through `make_call`, which runs `act`.
+    """Forwards every call to `inner`, through `make_call`; `close` does not use it.
 
-    Calls of files go through `read`, `write`, `finish` and `close` first, with the file's path.
+    Calls of files first go through `read`, `write`, `finish` or `close`. Override any of these.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -43,7 +43,7 @@ class ForwardingStorage:
         nbytes: int = 0,
         release: Callable[[T], None] = lambda _: None,
     ) -> T:
-        """Make a call that moves `nbytes`; `release` a result that is too late."""
+        """Run `act`, which moves `nbytes`. After a deadline, `release` a late result."""
         del label, nbytes, release
         return act()
 
@@ -205,7 +205,7 @@ class RateLimitedStorage(ForwardingStorage):
         super().write(path, nbytes, act)
 
 
-# The limit of calls at once. Hanging calls count, so that they cannot accumulate for ever.
+# The limit of calls under way. Hanging calls count, so that they cannot accumulate for ever.
 MAX_CALLS = 256
 
 # How long an interrupt waits for the current call, so that later code sees the storage as the call
@@ -216,8 +216,8 @@ GRACE_S = 5.0
 class DeadlineStorage(ForwardingStorage):
     """Forwards calls to `inner`, with deadlines: a StorageError names the call and the path.
 
-    `stall_s` is for a call that moves no data; bytes get `stall_timeout_s`. A call that has missed
-    its deadline may still take effect later.
+    `stall_s` is the deadline of a call that moves no data; `stall_timeout_s` adds time for data. A
+    call that has missed its deadline may still take effect later.
 
     A call to a dead network mount never returns, and no signal ends it. So another thread makes the
     call, and is abandoned after the deadline. A caller that is such a thread itself, with a

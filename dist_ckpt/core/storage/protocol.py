@@ -28,7 +28,7 @@ class WritableFile(Protocol):
 
     @property
     def alignment(self) -> int:
-        """For fast writes, address and file offset must be equal modulo this. Others work too."""
+        """Writes are faster if address and file offset are equal modulo this number."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of `data`, or raise StorageError."""

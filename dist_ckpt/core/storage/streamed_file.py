@@ -11,7 +11,8 @@ from dist_ckpt.core.runtime.threads import SerialExecutor
 from dist_ckpt.core.storage.protocol import Storage, WritableFile
 from dist_ckpt.errors import StorageError
 
-# A multiple of what direct I/O needs. There are two: one is filled while the other is written.
+# The size of each of two buffers: one is filled while the other is written. Direct I/O needs a
+# multiple of its block.
 _BUFFER_NBYTES = 8 << 20
 
 
@@ -27,7 +28,7 @@ class StreamedFile(io.RawIOBase):
         self._executor = SerialExecutor()
         self._used = 0  # bytes in the first buffer
         self.nbytes = 0  # bytes in all writes
-        self.failure: BaseException | None = None  # of a write: torch hides it
+        self.failure: BaseException | None = None  # the error of a write, which torch hides
 
     def writable(self) -> bool:
         """Return True. The file cannot be read, and cannot seek."""

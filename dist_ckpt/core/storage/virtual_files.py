@@ -42,7 +42,7 @@ class OverlayStorage(ForwardingStorage):
         self._lock = threading.Lock()
 
     def serve(self, files: Mapping[str, ServedFile]) -> None:
-        """From now on read these files, by their paths, from memory, and no others."""
+        """Read these files, given by path, from memory from now on, in place of earlier ones."""
         self._files = dict(files)
 
     def list(self, folder: str, *, follow: bool = True) -> Sequence[Entry]:
@@ -119,9 +119,9 @@ class _OverlayFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadOnlyStorage:
-    """A `Storage` with the files of one attempt's folder; changes raise the `remedy`.
+    """A `Storage` of one attempt's folder. A change raises StorageError with the `remedy`.
 
-    `files` has a function that opens each file, by name.
+    `files` has for each file name a function that opens the file.
     """
 
     folder: str

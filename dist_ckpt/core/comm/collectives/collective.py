@@ -28,11 +28,11 @@ class Transfer(Protocol):
 class Collective(Protocol):
     """A group's bulk collectives: every rank makes the same calls in the same order.
 
-    A call that fails raises RankError and ends the connections. After that, and only then, this
-    rank's `epoch` is one higher: the number of the connections that the next call uses. All ranks
-    must agree on the highest epoch over the control channel, and call `renew` with it before that.
+    A call that fails raises RankError, ends the connections, and adds 1 to this rank's `epoch`, the
+    number of its connections. Before the next call, all ranks must agree on the highest epoch over
+    the control channel, and call `renew` with it.
 
-    `calls` are those so far, and the bytes that this rank has sent in them.
+    `calls` counts the calls so far, and the bytes that this rank has sent in them.
     """
 
     rank: int
@@ -52,8 +52,8 @@ class Collective(Protocol):
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """Begin to send bytes to one rank, which calls `receive` with the same tag.
 
-        Not a collective: only the two ranks call it, from any thread. An earlier call has made the
-        connections. Do not change `data` until the transfer is over.
+        Not a collective: only the two ranks call it, from any thread. An earlier collective must
+        have made the connections. Do not change `data` until the transfer is over.
         """
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:

@@ -24,8 +24,8 @@ from dist_ckpt.reports import IoCount
 # The number of broadcasts under way at once.
 MAX_BROADCASTS = 16
 
-# How long a transfer waits for the other rank, which may be slow. If it is lost, its heartbeat
-# shows it long before.
+# How long a transfer waits for the other rank, which may be slow. A lost rank is detected much
+# earlier, by its heartbeat.
 TRANSFER_S = 3 * STALL_TIMEOUT_S
 
 # No message has this tag.

@@ -2,9 +2,9 @@
 
 A link is a Unix socket, over which each side passes its anonymous memory (`memfd_create`). A link
 proves that two ranks are on one machine, whatever the names of their hosts; its end means that the
-other rank is gone. A process without the name of the meeting is rejected, and its memory is not
-mapped. Nothing is in a file system, so nothing remains, and a small /dev/shm in a container does
-not matter. Links serve one meeting; memory may serve many, one after another.
+other rank is gone. The links of one load share a secret name, the meeting: a process without it is
+rejected, and its memory is not mapped. Nothing is in a file system, so nothing remains, and a small
+/dev/shm in a container does not matter. Memory may serve many meetings, one after another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SharedScratch:
 
 
 class HostLinks:
-    """One rank's links to others on its host. Threads may send; one thread does all the rest.
+    """One rank's links to others on its host. Threads may send; one thread makes all other calls.
 
     It listens at once. When all ranks have created theirs, each calls `offer` and `connect`; when
     all have done that, `accept`. OSError if the system has no such socket.
@@ -78,7 +78,7 @@ class HostLinks:
         self._offered = memory
 
     def connect(self, ranks: Iterable[int]) -> list[int]:
-        """Begin links to the lower ones of these ranks; return those out of reach."""
+        """Begin links to the lower ones of these ranks; return the ranks that are out of reach."""
         return [rank for rank in ranks if rank < self.rank and not self._connect(rank)]
 
     def accept(self, ranks: Iterable[int]) -> None:

@@ -130,8 +130,8 @@ class Channel(Protocol):
     def enter(self, call: str) -> None:
         """Begin the group's next operation; `call` describes it ("save to /ck/step-5").
 
-        `call` is the same on all ranks. It distinguishes, for a late rank, the call that the others
-        gave up from a newer one. Every `enter` is followed by `leave`.
+        `call` must be equal on all ranks. With it a late rank detects that the other ranks have
+        given up its call. Call `leave` after each `enter`, also after an error.
         """
 
     def exchange(self, phase: str) -> Exchange:
@@ -139,20 +139,20 @@ class Channel(Protocol):
 
         An error in the block of any rank is raised by all ranks at its end. Errors of dist_ckpt,
         ValueError and TypeError keep their class, with rank and host in the message; others become
-        RankError. The rank where it happened raises it from the original. An interrupt
+        RankError. On the rank where it happened, its cause is the original error. An interrupt
         (KeyboardInterrupt, SystemExit) is raised unchanged where it happened.
 
-        The coordinator sends an error once it has ended its own work. In an operation's first
-        exchange it waits for all ranks. A slow rank raises this error when it ends its own work,
-        even if that succeeded. The coordinator raises the error when the other live ranks have
-        received it, or after a while.
+        The coordinator sends an error when its own work has ended; in an operation's first
+        exchange, when all ranks have ended theirs. A slow rank raises the error when its own work
+        has ended, even if that succeeded. The coordinator raises the error when the other live
+        ranks have received it, or after half of `heartbeat_timeout_s`.
 
         Raises RankError if a rank dies, has left the operation, never enters it, or is in another
         one or another phase of it; NoAnswerError if this rank cannot get the decision.
         """
 
     def watch(self, ranks: Sequence[int]) -> None:
-        """Raise SecondaryError if a rank is dead, frozen, gone or failed; slow ranks are not lost.
+        """Raise SecondaryError if a rank is dead, frozen, gone or failed, but not if it is slow.
 
         Call it about once a second in work that waits for other ranks outside an exchange.
         """
@@ -160,7 +160,7 @@ class Channel(Protocol):
     def fail_without_others(self, why: str) -> None:
         """Make this rank's operation fail if it waits for ranks that have not entered it.
 
-        Another thread calls it when these ranks will not come; `why` is the reason.
+        Another thread calls this when these ranks will never enter; `why` is the reason.
         """
 
     def leave(self) -> None:

@@ -1,12 +1,11 @@
-"""One rank's end of the control channel: its position, and the ranks that it waits for.
+"""One rank's position in the control channel, and the errors about ranks that it waits for.
 
-Keys are `<start>/<number>/<turn>/<rank>` for envelopes and `<start>/<number>/<turn>/answer`. The
-number counts the group's operations, the turn an operation's exchanges. The start counts how often
-the ranks have begun to use the store. Keys do not contain the call, so that ranks in different
-calls meet and detect it.
+An envelope has the key `<start>/<number>/<turn>/<rank>`, an answer has `answer` in place of the
+rank. `start` counts how often the ranks have begun to use the store, `number` the group's
+operations, and `turn` the exchanges of an operation. Keys do not contain the call. So ranks in
+different calls use the same keys, and detect the difference.
 
-The store is never waited in: every wait is a loop of this rank, which watches heartbeats. The
-failure detector decides from them which ranks are dead or silent.
+No wait is a blocking call of the store: each is a loop of this rank, which also reads heartbeats.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class ExchangeState:
                     rank=self.rank,
                 ) from error
             self.heartbeat.key = self._beat_key(self.rank)
-        # The number last: a heartbeat in between must not say that the operation was left.
+        # Set the number last: a heartbeat in between must not show that the operation was left.
         self.heartbeat.inside, self.heartbeat.failed_turn = True, 0
         self.heartbeat.number = number
         self.client.send_heartbeat()

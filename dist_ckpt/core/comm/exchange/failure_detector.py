@@ -13,15 +13,15 @@ from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
 from dist_ckpt.core.comm.messages import Heartbeat, unpack
 from dist_ckpt.errors import ranks_text
 
-# With more ranks each polls less often, since all of them use one store.
+# With more ranks, each rank polls less often, since all of them use one store.
 MAX_POLLS_PER_S = 20_000
 
-# How much longer a wait may take than necessary: polls become rarer with the time waited.
+# A pause lasts this part of the time waited so far. So a wait is at most this part too long.
 OVERSHOOT = 0.15
 
 
 class PollInterval:
-    """The intervals of one wait: polls become rarer; looks at the heartbeats are regular."""
+    """The intervals of one wait: polls become rarer; heartbeats are read at regular intervals."""
 
     def __init__(self, world_size: int, config: Config) -> None:
         self._max_pause_s = max(0.02, world_size / MAX_POLLS_PER_S)
@@ -42,7 +42,7 @@ class PollInterval:
         time.sleep(min(max(self._min_pause_s, OVERSHOOT * self.waited_s), self._max_pause_s))
 
     def is_look_due(self) -> bool:
-        """Return True, at intervals, if it is time to look at the heartbeats."""
+        """Return True, at intervals, if it is time to read the heartbeats."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -51,7 +51,7 @@ class PollInterval:
 
 
 # How long a rank that missed an operation waits for the others to begin the next one. If they do,
-# its own call belongs to that one.
+# the rank's own call belongs to the next operation.
 GRACE_S = 1.0
 
 
@@ -66,10 +66,10 @@ class _LastSeen:
 
 
 class FailureDetector:
-    """The other ranks, as their heartbeats show them; `beat_key` returns the key of a rank's.
+    """Detects lost ranks by their heartbeats; `beat_key` returns the key of a rank's heartbeat.
 
-    Silence counts only while this rank watches, and each look counts a limited amount. So a rank is
-    not dead because the observer, or the whole machine, was stopped for a while.
+    Silence counts only while this rank watches, and each read adds a limited time. So a pause of
+    this process, or of the whole machine, does not make other ranks look dead.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FailureDetector:
         )
 
     def find_loss(self, rank: int, number: int, *, was_in: bool) -> str | None:
-        """Return why a rank is lost for this operation, or None; `was_in`: it had entered it."""
+        """Return why a rank is lost for this operation, or None; `was_in`: the rank had entered."""
         beat = self.last_heartbeat(rank)
         if beat is None:
             return None

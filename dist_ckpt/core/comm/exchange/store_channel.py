@@ -1,4 +1,4 @@
-"""A group's control channel over a key-value store: the coordinator's side, and the others'."""
+"""A group's control channel over a key-value store: the coordinator and the participants."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class Coordinator:
         *,
         is_gathered: bool,
     ) -> Answer:
-        """Return the answer once it is in the store, whatever interrupts that.
+        """Store the answer and return it, also if an interrupt arrives meanwhile.
 
-        It is the decision, or the error of the block. If the other envelopes are not gathered yet,
-        they are gathered first: their failures become part of the answer.
+        The answer is the decision, or the error of the block. Envelopes that are not gathered yet
+        are gathered first: their failures become part of the answer.
         """
         if is_gathered and isinstance(error, NoAnswerError):
             raise error  # no rank can be reached
@@ -149,7 +149,7 @@ class Coordinator:
                 failures[rank] = envelope.failure
             elif envelope.operation != own.operation:
                 failures[rank] = Failure("ConflictError", STALE, rank, state.phase)
-        # First of all: other failures may be a consequence, or belong to another call.
+        # Mismatched calls come first: other failures may follow from them.
         calls = {
             rank: (envelope.call, envelope.phase)
             for rank, envelope in envelopes.items()
@@ -158,7 +158,7 @@ class Coordinator:
         return envelopes, state.mismatched_calls(calls) or failures
 
     def _wait_for_envelopes(self, own: Envelope) -> tuple[dict[int, Envelope], dict[int, Failure]]:
-        """Wait until all envelopes have come, one has an error, or some rank's will never come."""
+        """Wait until all envelopes have arrived, one has an error, or a rank is lost."""
         state = self._state
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
@@ -193,10 +193,10 @@ class Coordinator:
             return replace(own, nonce=NO_NONCE, body=b"", failure=describe_error(error, own.phase))
 
     def _answer_to_abandoned_call(self, envelopes: Mapping[int, Envelope]) -> Answer | None:
-        """Return an answer to an earlier call in which the other ranks have given up this rank.
+        """Return the answer to an earlier call, which other ranks gave up without this rank.
 
-        They count one operation more than this rank, which was missing. None if no such call
-        exists, or if it is this one, late.
+        These ranks have counted one operation more than this rank. None if there is no such call,
+        or if it is this rank's current call, which it has entered late.
         """
         state = self._state
         given_up = [rank for rank, envelope in envelopes.items() if envelope.gave_up]
@@ -214,8 +214,8 @@ class Coordinator:
 def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
     """Return True if all ranks can get an error now, also while some still work.
 
-    Not in an operation's first exchange: a rank whose envelope was not decided on could not match
-    the answer to a call. Not for a secondary error: its cause is still to come.
+    False in an operation's first exchange: a rank whose envelope was not decided on could not match
+    the answer to a call. False for a secondary error: its cause will still arrive.
     """
     return any(
         envelope.operation and envelope.failure is not None and not envelope.failure.is_secondary
@@ -266,7 +266,7 @@ class Participant:
             self._envelopes = []
 
     def ensure_failure_is_known(self) -> None:
-        """Notify the coordinator, which waits for it, that this rank has received a failure."""
+        """Notify the coordinator, which waits for this, that this rank has received a failure."""
         self._state.heartbeat.failed_turn = self._state.turn
         self._state.client.send_heartbeat()
 
@@ -425,7 +425,7 @@ class _StoreExchange(Exchange):
         if answer.failure is None or is_interrupt(error):
             return
         self._role.ensure_failure_is_known()
-        # An answer from before does not have the names that this rank has touched.
+        # If the answer was sent before this rank failed, it lacks the names that this rank touched.
         raised = answer.failure if failure is None else add_touched(answer.failure, [failure])
         raise build_error(raised) from (None if isinstance(error, FailedError) else error)
 
@@ -476,5 +476,5 @@ def _note_key(key: str) -> str:
 
 
 def _decode_note(data: bytes) -> str:
-    # Invalid text is not from dist_ckpt: its reader finds nothing valid in it.
+    # Invalid text is not from dist_ckpt, and the reader of the note ignores it.
     return data.decode(errors="replace")

@@ -98,7 +98,7 @@ class StoreClientThread:
     def post(
         self, function: Callable[Concatenate[Store, P], object], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Have `function` called soon; its result and its errors are ignored."""
+        """Call `function` soon, in the thread; its result and its errors are ignored."""
         self._submit(Future(), partial(function, self._store, *args, **kwargs))
 
     def send_heartbeat(self) -> None:
@@ -132,7 +132,7 @@ class StoreClientThread:
             try:
                 self._thread.start()
             except BaseException:  # the system starts no more threads, or an interrupt
-                self._calls.put(None)  # if it runs after all, it ends
+                self._calls.put(None)  # a thread that runs after all ends
                 self._calls, self._thread = SimpleQueue(), None
                 raise
         elif not self._thread.is_alive():

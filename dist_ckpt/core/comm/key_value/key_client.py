@@ -1,6 +1,6 @@
 """A small key-value store over TCP: its messages, and the client of the ranks.
 
-It replaces the job's own store if that may die first: see `key_server`. A message is its length and
+Writer processes use it, since the job's own store may end before them. A message is its length and
 a msgpack array of strings, bytes, numbers and lists of them, within limits. The first message of a
 connection is the greeting with the store's token. The token is not encrypted. It keeps out peers
 that cannot read the network; torch's TCPStore has no such protection.
@@ -32,7 +32,8 @@ MAX_KEY_CHARS = 1024
 ATTEMPT_S = 5.0
 MAX_PAUSE_S = 0.5
 
-# A server with many strangers may end a connection before it has read the greeting.
+# The number of connections to try: a server with many unknown peers may end a connection before it
+# has read the greeting.
 GREETINGS = 4
 GREETING_PAUSE_S = 0.02
 

@@ -1,7 +1,7 @@
 """The server of a small key-value store over TCP: one thread for all connections.
 
-No peer can stop it or make it grow beyond its limits. It never waits for one connection, reads
-nothing more from a peer that does not take its answer, and closes one that sends invalid messages.
+No peer can stop it or make it grow beyond its limits. It never waits for one connection, stops
+reading from a peer that does not read its answer, and closes the connection at an invalid message.
 
 `reachable_host` finds the address at which other hosts of the job reach this one.
 """
@@ -51,8 +51,9 @@ CLOSE_S = 5.0
 class Limits:
     """The limits of a server. `nbytes` counts all keys and values together.
 
-    `num_strangers` counts connections that have not sent the token yet, each for `greeting_s`. One
-    more ends the oldest: valid peers send the token at once, and slow ones must not keep them out.
+    `num_strangers` limits the connections that have not sent the token yet. Each has `greeting_s`
+    to do so. One more closes the oldest: valid peers send the token at once, and slow peers must
+    not block them.
     """
 
     num_keys: int = 1 << 20
@@ -68,8 +69,8 @@ DEFAULT_LIMITS = Limits()
 class KeyServer:
     """Serves keys from its construction until `close`.
 
-    It listens at `host`, or on all interfaces, over IPv6 and IPv4; with port 0 the system chooses
-    one. Clients need the token. OSError if the address cannot be used.
+    It listens at `host`, or on all interfaces, over IPv6 and IPv4. With port 0 the system chooses
+    the port. Clients need the token. OSError if the address cannot be used.
     """
 
     def __init__(
@@ -353,8 +354,8 @@ def reachable_host(towards: str = "") -> str:
     `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The result is the
     address of the interface towards it, or of the usual route if it is unknown here.
 
-    A name that is a loopback here is returned itself (Debian's /etc/hosts has 127.0.1.1 for a
-    host's own name). For other hosts it means this host's address, or the job has no other hosts.
+    If `towards` is a name with a loopback address here, it is returned itself (Debian's /etc/hosts
+    has 127.0.1.1 for a host's own name): other hosts, if any, get this host's address for it.
     """
     if towards and (address := _address_towards(towards)) is not None:
         return towards if ipaddress.ip_address(address).is_loopback else address

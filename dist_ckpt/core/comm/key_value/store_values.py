@@ -1,4 +1,4 @@
-"""Values of any size in a key-value store, also values that are not from dist_ckpt."""
+"""Values of any size in a key-value store; values that are not from dist_ckpt do no harm."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NO_VALUE = b""
 
 _COUNTER = re.compile(rb"[0-9]{1,18}")
 
-# The first byte of a value: it is whole, or it is the number of its parts, which have their own
-# keys. A withdrawn value keeps that number, for its deletion.
+# The first byte of a value. The whole value follows it, or the number of parts, each of which has a
+# key. A withdrawn value keeps that number, for `delete`.
 _WHOLE = b"w"
 _PARTS = b"p"
 _WITHDRAWN = b"x"
@@ -72,7 +72,7 @@ def put_once(store: Store, key: str, text: str) -> bytes:
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes] | None:
-    """Return the values that `put` stored, `NO_VALUE` for others; None if one is missing."""
+    """Return the values that `put` stored, `NO_VALUE` for other data; None if one is missing."""
     if not store.check(list(keys)):
         return None
     try:

@@ -116,8 +116,8 @@ class AttachedFileRecord:
         return filenames.attached_file(self.name)
 
 
-# The attempt of another system's file that is read as a checkpoint (`interop/readers/`). No folder
-# has this name and no save creates it: real digits are random.
+# The attempt's name for a file of another system that is read as a checkpoint (`interop/readers/`).
+# No folder has this name: a save draws random digits.
 FOREIGN_ATTEMPT = "a1-ffffffffffffffff"
 
 FileRecord = ShardFileRecord | ObjectsFileRecord | AttachedFileRecord

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.strict_json import Json, is_text
 
 CONFIG, KIND = "config", "kind"
 
-# It is shown in tables.
+# Tables show the kind.
 MAX_KIND_CHARS = 200
 
 _MISSING = "nothing"
@@ -68,7 +68,7 @@ def kind_of(metadata: Mapping[str, object]) -> str | None:
 def find_description_problems(
     metadata: Mapping[str, object], config: Mapping[str, object] | None, kind: str | None
 ) -> list[str]:
-    """Return the differences from a checkpoint. None here is not compared, there is a problem."""
+    """Return the differences from a checkpoint's metadata. None is not compared."""
     problems = []
     stored_kind = kind_of(metadata)
     if kind is not None and stored_kind is None:
@@ -102,7 +102,7 @@ def find_differences(then: object, now: object) -> dict[str, tuple[str, str]]:
 
 
 def _as_stored(value: object) -> object:
-    """Return plain data as a file without torch returns it: torch and numpy become placeholders."""
+    """Return plain data as it is decoded without torch and numpy: with placeholders."""
     plain = dict(value) if isinstance(value, Mapping) else value
     return decode_value(encode_value(plain))
 

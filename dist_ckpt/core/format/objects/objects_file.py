@@ -34,7 +34,7 @@ MAX_NBYTES = 1 << 30
 # Levels around a value: the document, the field, the name, and for per-rank values rows and row.
 _NUM_LEVELS_AROUND = 5
 
-# Paths to one container: ranks can cut its name at its dots in this many ways, with bounded work.
+# The limit of paths to one container: ranks may cut its name at different dots.
 _MAX_PATHS = 64
 
 _FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata")

@@ -1,4 +1,4 @@
-"""Plain data to msgpack and back, without object identity. Data names no code."""
+"""Encode plain data as msgpack, and decode it. Object identity is lost. Data names no code."""
 
 from __future__ import annotations
 
@@ -245,8 +245,8 @@ def _encode_array(value: ArrayValue) -> object:
     return _ext(Ext.ARRAY, [value.dtype, list(value.shape), value.data, value.kind])
 
 
-# Remedies for other containers; the first match is used. The line builds a value that can be
-# stored.
+# Code that converts other containers to a value that can be stored, for the remedy of an error. The
+# first match is used.
 _REMEDIES: Mapping[type, str] = {
     **dict.fromkeys((bytearray, memoryview), "bytes(value)"),
     slice: "(value.start, value.stop, value.step)",

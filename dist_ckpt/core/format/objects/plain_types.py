@@ -114,7 +114,8 @@ PATHS: tuple[type[pathlib.PurePath], ...] = (
 
 COMPLEX = struct.Struct(">dd")
 
-# Python compares all members with equal hashes, and a file can choose them: n cost n * n.
+# Python compares members with equal hashes, and a file can choose hashes: n members then take n * n
+# comparisons.
 MAX_ALIKE = 64
 
 

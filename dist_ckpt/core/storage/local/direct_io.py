@@ -27,8 +27,8 @@ from dist_ckpt.errors import StorageError
 class Descriptor:
     """The descriptors of an open file, which threads share; closed after the last use.
 
-    A call that hangs in the kernel outlives the wait for it. If its descriptor were closed, the
-    call could continue with a number that belongs to another file.
+    A call that hangs in the kernel may continue after its deadline. If its descriptor were closed,
+    the call could continue on another file that has got the same number.
     """
 
     def __init__(self, path: str, *fds: int) -> None:
@@ -132,14 +132,14 @@ MIN_NBYTES = 4 << 20
 # Smaller reads gain nothing: disks need large ones, and reading ahead may produce them.
 MIN_READ_NBYTES = 512 << 10
 
-# With larger blocks, too much of a write would not be a whole block.
+# With larger blocks, too many bytes of a write would be outside of whole blocks.
 _MAX_BLOCK_NBYTES = 64 << 10
 
 # One call moves less than 2 GiB.
 _MAX_CALL_NBYTES = 1 << 30
 
-# The memory for reads is a huge page, of which one read uses this part. Larger reads gain nothing,
-# and half of 2 MiB, the usual size of a read, fits at any start within a block.
+# A buffer for reads is one huge page. One read uses at most 1 MiB of it, and a block, so that 1 MiB
+# fits at any start within a block. Larger reads gain nothing.
 READ_SLOT_NBYTES = 2 << 20
 _MAX_READ_NBYTES = (1 << 20) + _MAX_BLOCK_NBYTES
 
@@ -168,7 +168,7 @@ class Alignment:
 
 
 class DirectIO:
-    """Which file systems support direct I/O, queried once; refusals are final. Thread-safe."""
+    """The file systems that support direct I/O, queried once; a refusal is final. Thread-safe."""
 
     def __init__(self) -> None:
         self.slots = BufferPool(READ_SLOT_NBYTES)
@@ -176,7 +176,7 @@ class DirectIO:
         self._alignments: dict[int, Alignment | None] = {}  # by device; None: unsupported
 
     def direct_file(self, path: str, fd: int, nbytes: int) -> DirectFile | None:
-        """Return the direct file of `fd`, which has or will have `nbytes`; None without a gain."""
+        """Return a direct file for `fd`, a file of this size; None if direct I/O gains nothing."""
         if nbytes < MIN_NBYTES:
             return None
         status = os.fstat(fd)
@@ -303,9 +303,9 @@ class DirectFile:
 
 
 def alignment_of(fd: int) -> Alignment | None:
-    """Return the alignment for direct I/O of a file. None if it gains nothing: memory, networks.
+    """Return the alignment for direct I/O of a file, or None in memory and on network mounts.
 
-    It makes several calls, which may use the network: `DirectIO` makes them once.
+    Direct I/O gains nothing there. The calls may use the network: `DirectIO` makes them once.
     """
     if sys.platform != "linux":
         return None

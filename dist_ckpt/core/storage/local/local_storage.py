@@ -187,8 +187,8 @@ class _LocalWritableFile:
         view = memoryview(data).cast("B")
         with _translate_errors(self._descriptor.path), self._descriptor.lend() as fds:
             done = self._direct.write(fds[1], view, offset) if self._direct else ByteRange(0, 0)
-            # Never in a page of another thread's direct write: those cover whole pages of their
-            # data. One fsync of the file makes both kinds of writes durable.
+            # These bytes share no page with another thread's direct write, which covers whole
+            # pages of its data. One fsync of the file makes both kinds of writes durable.
             write_all(fds[0], view[: done.start], offset)
             write_all(fds[0], view[done.stop :], offset + done.stop)
         with self._lock:

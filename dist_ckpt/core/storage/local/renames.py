@@ -1,4 +1,4 @@
-"""Renames that never replace, and the exchange of two names: system calls and substitutes."""
+"""Renames that never replace a file, and the exchange of two names."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def rename_exclusively(old: str, new: str) -> None:
     if not stat.S_ISDIR(os.lstat(old).st_mode):
         _rename_by_link(old, new)
         return
-    # Plain rename replaces only an empty folder, and only the caller that moves a folder creates a
-    # folder of its new name.
+    # A plain rename of a folder replaces only an empty folder, and no other caller creates a folder
+    # of the new name.
     if os.path.lexists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
     os.rename(old, new)
