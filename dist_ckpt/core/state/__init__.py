@@ -1,9 +1,10 @@
-"""The user's objects: how a save reads them, and how a load fills them.
+"""The user's state: how a save reads it, and how a load fills it.
 
-- `tree/state_tree.py` has the types of a state's leaves, and reads a state as a tree of them.
-- `tensors/read_tensor.py` and `tensors/dtensors.py` read sharded tensors,
-  `tensors/tensor_subclasses.py` tensors made of others.
-- `modules.py` and `named_optimizers.py` read modules and optimizers, without a table of classes.
-  `fsdp1/modules.py` and `fsdp1/optimizers.py` split FSDP1's flat parameters.
-- `inventory_builder.py` collects all of it for a save. `binding/` fills a state in a load.
+- A new class of leaf, or object in a state: `tree/state_tree.py`. What a save collects:
+  `inventory_builder.py`. Where a load puts a saved name: `binding/`.
+- A new tensor class: `tensors/read_tensor.py`. A tensor subclass made of inner tensors:
+  `tensors/tensor_subclasses.py`; one that a load creates: `binding/new_subclasses.py`.
+- An optimizer with another `state_dict`, or other keys in it: `optimizer_state.py`; the names of
+  its parameters: `named_optimizers.py`; its load: `binding/bind_optimizers.py`.
+- A wrapper around modules: `modules.py`. FSDP1's flat parameters: `fsdp1/`.
 """

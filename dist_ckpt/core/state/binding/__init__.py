@@ -1,7 +1,8 @@
 """The loading side of a state: which live memory each saved name goes to.
 
-- `bind.py` has the steps. `template.py` reads the state that is loaded into.
-- `bind_requests.py` collects the requests; `bind_optimizers.py` handles optimizers.
-- `sources/saved_tree.py` has the saved names and values, `sources/rename.py` the option `rename`.
-- `targets.py` has the memory of tensors, `new_subclasses.py` new tensor subclasses.
+- A new step, or kind of leaf: `bind.py`. How the state is read before: `template.py`.
+- What is requested for a name, and the per-rank policy: `BindContext` in `bind_requests.py`.
+- State and groups of optimizers: `bind_optimizers.py`.
+- Saved names and values: `sources/saved_tree.py`. The option `rename`: `sources/rename.py`.
+- The memory of tensors: `targets.py`. Tensor subclasses created by a load: `new_subclasses.py`.
 """

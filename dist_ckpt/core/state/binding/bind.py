@@ -70,32 +70,28 @@ def bind(
     keys: Mapping[str, Sequence[Key]] | None = None,
     cast: Selection | None = None,
 ) -> Binding:
-    """Decide where everything goes. Problems are not raised, but listed in `Binding.problems`.
+    """Decide which memory each saved name fills. Problems are listed in `Binding.problems`.
 
-    `cast` are the names whose dtype may be converted; None for none. `keys` are the keys of all
-    ranks' per-rank templates; None for a single process. CorruptError if no file has a value.
+    `cast` selects the names whose dtype may be converted; None for none. `keys` has the per-rank
+    keys of all ranks, by name; None for a single process. Raises CorruptError if no objects file
+    has a value that the index lists.
     """
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
-    if not saved.problems:
-        root = template.root
-        value = _bind_branch(context, "", root) if root.children else context.request_subtree("")
-        if isinstance(value, NewContainer):  # an empty state loads everything
-            value = partial(fill_container, root.kind, root.live, value.items)
-        if value is not None:
-            context.effects.append(value)
+    if not saved.problems and (fill_root := _bind_root(context)) is not None:
+        context.effects.append(fill_root)
     return Binding(context)
 
 
 class Binding:
-    """The destination of everything, on this rank.
+    """The memory or object that each saved name fills on this rank, and the steps that fill it.
 
-    - `problems`: shape, dtype, kind, coverage; under `strict` also missing names.
+    - `problems`: error texts about shape, dtype or kind; with `strict` also about missing names.
     - `missing`: names of the state that the checkpoint lacks.
-    - `unclaimed`: saved names, as in the catalog, that this rank's state does not have. If no rank
-      has them, they are unexpected (see `unexpected_problem`).
+    - `unclaimed`: saved names, as in the catalog, that this rank's state does not have. A name that
+      is unclaimed on every rank is unexpected (see `unexpected_problem`).
     - `dropped`: names that a policy or a rename left out.
-    - `unmatched`: the problems of patterns that match no name.
-    - `makes_memory`: True if `allocate` makes tensors, not only returns those of the state.
+    - `unmatched`: error texts for patterns that match no name.
+    - `makes_memory`: True if `allocate` creates tensors besides those of the state.
     - `assigns_values`, `loads_objects`: True if `assign_values` and `load_objects` have work.
     """
 
@@ -118,7 +114,7 @@ class Binding:
             self.unclaimed = ()
         elif context.strict and self.missing:
             self._explain_missing()
-        # Only without other problems: it may call user code.
+        # This check may call user code, so it runs only without other problems.
         for name, generators, value in () if self.problems else context.generators:
             try:
                 generators.check(value())
@@ -126,13 +122,13 @@ class Binding:
                 self.problems += (f"{name}: {error}",)
 
     def _explain_missing(self) -> None:
-        """Report missing names. Those saved with another prefix are reported as that alone."""
+        """Report missing names. Names saved with another prefix get one report, with a rename."""
         saved = self._context.saved
         claimed = saved.leaves.keys() - set(self.unclaimed)
-        # After the user's own rename, rules for the new names would not help.
+        # A suggested rule could not apply after the user's own rename.
         is_renamed = saved.dropped or any(name != fqn for name, fqn in saved.leaves.items())
-        free = () if is_renamed else self.unclaimed
-        rules, misnamed = suggest_rules(self.missing, free, claimed)
+        unclaimed = () if is_renamed else self.unclaimed
+        rules, misnamed = suggest_rules(self.missing, unclaimed, claimed)
         if misnamed:
             problem = (
                 f"the checkpoint has another prefix for {_list_names([*misnamed])}, as if the "
@@ -140,7 +136,7 @@ class Binding:
             )
             self.problems += (problem,)
             self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in misnamed.values())
-        # A saved group whose parameters have other names is missing too.
+        # A saved parameter group is missing too if its parameters have other names.
         explained = {*misnamed, *(n for n in self.missing if misnamed and n in saved.leaves)}
         lacking: dict[tuple[str, ...] | None, list[str]] = {}
         for name in self.missing:
@@ -152,7 +148,7 @@ class Binding:
             self.problems += (_missing_problem(names, paths, are_frozen=are_frozen),)
 
     def allocate(self) -> Mapping[tuple[str, int], Target]:
-        """Return the memory of each wanted cell, by tensor and number. Call it once."""
+        """Return the memory of each wanted cell, by tensor and cell number. Call this once."""
         with paused_collector():
             return self._context.targets.allocate()
 
@@ -170,7 +166,8 @@ class Binding:
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; set generators last.
 
-        In the order of their names: user code may have collectives, and ranks' keys any order.
+        The calls are sorted by name: user code may contain collectives, and each rank may have
+        its keys in another order.
         """
         for _, load in sorted(self._context.loads, key=itemgetter(0)):
             load()
@@ -183,8 +180,8 @@ def _missing_problem(
 ) -> str:
     """Return the error text for names of the state that the checkpoint lacks.
 
-    `searched_paths` are the paths of the sources that may have them; None for a single source.
-    `are_frozen`: all of them are parameters that require no gradient.
+    `searched_paths` are the sources that may have the names; None for a single source.
+    `are_frozen` is True if all names are parameters that require no gradient.
     """
     fact = "the checkpoint lacks"
     if searched_paths is not None:
@@ -224,6 +221,17 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 # --- one walk over a template: each leaf requests the saved value of its name ----------------
+
+
+def _bind_root(context: BindContext) -> Value | None:
+    """Bind the whole state; return the call that fills it. An empty state loads everything."""
+    root = context.template.root
+    if root.children:
+        return _bind_branch(context, "", root)
+    saved = context.request_subtree("")
+    if isinstance(saved, NewContainer):
+        return partial(fill_container, root.kind, root.live, saved.items)
+    return saved
 
 
 def _bind_node(context: BindContext, name: str, tree: Tree) -> Value | None:
@@ -299,7 +307,7 @@ def _bind_per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> N
 
 
 def _bind_object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
-    """Request all of an object's state: its class decides what it loads."""
+    """Request the complete state of an object: its class decides which part it loads."""
     if context.is_selected(name) and context.saved.per_rank_keys(name) is not None:
         remedy = "load it in a dc.PerRank, as it was saved"
         context.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
@@ -341,7 +349,7 @@ def _load_object(context: BindContext, name: str, owner: object, saved: Value) -
 
 
 def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
-    """Request the values of a module's state dict. Modules are closed."""
+    """Request the values of a module's state dict. Only names that the module has are loaded."""
     state = leaf.state
     assigned = _bind_live(context, fqn, state)
     further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
@@ -353,18 +361,18 @@ def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
 
 
 def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
-    """Request the live tensors; return the new tensors in place of those on meta."""
+    """Request the live tensors; return the new tensors that replace meta tensors, by name."""
     created: dict[int, object] = {}
     assigned: dict[str, object] = {}
     tied = _tied_to_saved(context, fqn, state)
     for name in (name for name in state.live if name not in tied):
         full, live = join(fqn, name), state.live[name]
-        # The live tensor, not that of the state dict: a hook may have copied it.
+        # A hook may have copied the tensor in the state dict, so the live tensor is filled.
         leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(leaf, SubclassLeaf):
             context.request_subclass(full, leaf)
         elif context.request_tensor(full):
-            # Tied parameters stay one object, which exists if another of its names came first.
+            # Tied meta parameters become one new tensor: reuse it under its second name.
             if id(live) in created:
                 leaf = replace(leaf, value=created[id(live)])
             value = context.targets.request_fill(full, leaf)
@@ -378,7 +386,7 @@ def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, 
 
 
 def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> set[str]:
-    """Return the names of tied tensors that are saved only under another of their names."""
+    """Return the names of tied tensors whose value is saved under another of their names."""
     names: dict[int, list[str]] = {}
     for name, live in state.live.items():
         names.setdefault(id(live), []).append(name)
@@ -398,9 +406,10 @@ def _load_part(
     assigned: Mapping[str, object],
     extras: Mapping[str, Value],
 ) -> None:
-    """Call `load_state_dict` of a part of a model: first with tensors in place of those on meta.
+    """Schedule the `load_state_dict` calls of one part of a model.
 
-    Then with values that are not live tensors, or with all if the class does more.
+    The first call assigns the tensors that replace meta tensors. The second passes the values that
+    are not live tensors, or all values if the class has its own `load_state_dict` or hooks.
     """
     live = {name: tensor for name, tensor in live.items() if name in part.keys}
     assigned = {name: tensor for name, tensor in assigned.items() if name in part.keys}
@@ -413,7 +422,7 @@ def _load_part(
             part.load(assigned, assign=True)
 
     def load() -> None:
-        # Live tensors are filled already: copying one onto itself does nothing.
+        # Live tensors are already filled. To copy one onto itself does nothing.
         values = {name: live[name] for name in live if whole and not is_meta(live[name])}
         values.update((name, extra()) for name, extra in extras.items())
         with calling_user_code(fqn, part.module, "load_state_dict"):

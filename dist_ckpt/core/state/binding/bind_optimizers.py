@@ -1,11 +1,11 @@
-"""Optimizers on the loading side: state and groups are filled in place, or given to the class.
+"""Load the state and the parameter groups of optimizers.
 
-Torch's own `load_state_dict` is never called: it casts state to the parameter's dtype. An optimizer
-with its own methods gets its reported state back with the saved values in it. Casts of its
-`load_state_dict` are undone.
+State is filled in place. Torch's own `load_state_dict` is never called: it casts state to the
+parameter's dtype. An optimizer class with its own `load_state_dict` gets its reported state back,
+with the saved values in it. If that call casts state, the cast is undone.
 
-Hyperparameters return by the names of the parameters: a group gets those that its parameters were
-saved with, whatever their group was then.
+Parameters are matched by name. A group gets the hyperparameters that its parameters were saved
+with, even if they were in other groups.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from dist_ckpt.core.state.tree.state_tree import (
     read_value,
 )
 
-# Options of how a step is computed: torch allows changes of them between two steps.
+# Options that select an implementation of the step. Torch allows changes between two steps.
 _STEP_VARIANTS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupBinding:
-    """One parameter group, and the names of the saved groups with its parameters."""
+    """One parameter group, and the names of the saved groups (`sources`) with its parameters."""
 
     context: BindContext
     fqn: str
@@ -56,9 +56,10 @@ class _GroupBinding:
     sources: Sequence[str]
 
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
-        """Request the hyperparameters, and check them against `defaults`.
+        """Request the hyperparameters, and check them against the class's `defaults`.
 
-        A group that is left out is checked too if the load has some of its parameters' `states`.
+        `states` are the names of its parameters' state. If some of them are loaded, saved groups
+        that the load leaves out are checked too.
         """
         context = self.context
         stored = filter(context.has, self.sources)
@@ -78,7 +79,7 @@ class _GroupBinding:
         saved = {k: o.value if isinstance(o, FixedValue) else o for k, o in groups[0].items()}
         self._check_options(saved, defaults)
 
-        # Without a reference to `context`: a cycle would keep both, and the state, alive.
+        # No reference to `context`: a reference cycle would keep the state alive.
         context.effects.append(partial(_assign, self.group, groups[0]))
 
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
@@ -87,13 +88,13 @@ class _GroupBinding:
             saved = context.peek_value(name)
             options = saved.value if saved is not None else {}
             if isinstance(options, Mapping):
-                # A tensor is not a switch: it only has to exist.
-                parts = {str(key): context.peek_value(n) for key, n in context.children(name)}
-                tensors = {key: part.value if part else None for key, part in parts.items()}
+                # The value of a tensor hyperparameter is not checked, only its presence.
+                children = {str(key): context.peek_value(n) for key, n in context.children(name)}
+                tensors = {key: child.value if child else None for key, child in children.items()}
                 self._check_options({**options, **tensors}, defaults)
 
     def _has_several_tensors(self, sources: Sequence[str]) -> bool:
-        """Report tensor hyperparameters of several groups, which cannot be compared yet."""
+        """Report tensor hyperparameters of several groups: their values are not read yet."""
         saved = self.context.saved
         tensors = [leaf for name in sources for leaf in saved.below(name) if saved.tensor(leaf)]
         if len(sources) == 1 or not tensors:
@@ -107,7 +108,7 @@ class _GroupBinding:
 
     def _request_options(self, name: str) -> dict[str, Value] | None:
         context = self.context
-        # A group that was saved as a dict of tensors and values is a container.
+        # A group with tensors in it was saved as a container.
         container = context.is_container(name)
         live = options_branch(self.group, name) if container else None
         match context.request_subtree(name, live) if container else context.request_value(name):
@@ -159,10 +160,10 @@ class _GroupBinding:
                     return
 
     def _check_options(self, saved: Mapping[str, Any], defaults: Mapping[str, object]) -> None:
-        """Report hyperparameters of another optimizer, or that need other state.
+        """Report hyperparameters of another optimizer class, or that need state not saved.
 
-        A switch may be missing: torch's versions add some. A switch that is on here but was off may
-        need state that was not saved.
+        A missing boolean is accepted: new versions of torch add some. A boolean that is True here
+        and was saved as False may need more state, such as `amsgrad`.
         """
         live = {
             key: self.group[key]
@@ -179,7 +180,7 @@ class _GroupBinding:
             f"create the optimizer as it was saved, exclude all of it ({optimizer!r}), or load "
             "with strict=False"
         )
-        # Other saved keys may be from a scheduler, or from the first step.
+        # Only torch's options are foreign: a scheduler or the first step may add other keys.
         foreign = sorted(saved.keys() & _torch_options() - self.group.keys() - _STEP_VARIANTS)
         on = (key for key, value in live.items() if value is True and key not in _STEP_VARIANTS)
         switched = [k for k in on if k in saved and (saved[k] is None or saved[k] is False)]
@@ -206,7 +207,8 @@ class _GroupBinding:
 
 def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
     for key, option in options.items():
-        # The group's own tensors were filled in place; other values may go to several groups.
+        # Tensors of the group were filled in place. Other values are copied: several groups may
+        # get the same one.
         value = option()
         group[key] = value if value is group.get(key) else deepcopy(value)
 
@@ -223,12 +225,12 @@ def _torch_options() -> frozenset[str]:
 
 
 def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
-    """Request an optimizer's state and groups. Optimizers are closed.
+    """Request an optimizer's state and parameter groups.
 
-    State of the checkpoint that memory lacks is created. If a parameter was saved without any
-    state, as before its first step, its state here is dropped. Other state that the checkpoint
-    lacks is missing. A group gets the hyperparameters that its parameters were saved with: these
-    have to agree, and under `strict` to be those of this optimizer's class.
+    Saved state that the optimizer does not have yet is created. A parameter that was saved without
+    any state, as before its first step, loses its state here. All other state that the checkpoint
+    lacks is missing. A group gets the hyperparameters that its parameters were saved with. These
+    must be equal, and with `strict` they must fit this optimizer's class.
     """
     optimizer, names = leaf.state, context.template.parameters[fqn]
     if context.selected_leaves(fqn) and any(map(is_meta, optimizer.parameters())):
@@ -260,7 +262,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
                 _bind_state(context, full, optimizer, hint)
         params = [stored[id(parameter)] for parameter in group["params"]]
         full = join(groups, number)
-        # Without names, the group of the same number.
+        # A group without parameters or saved names takes the saved group of the same number.
         sources = (
             dict.fromkeys(saved[n] for n in params if n in saved) if params and saved else [full]
         )
@@ -278,7 +280,10 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
 def _bind_flat(
     context: BindContext, state: str, optimizer: FlatOptimizer, stored: Mapping[int, str]
 ) -> None:
-    """Write a view's values back to its optimizer; parts with one state need all or nothing."""
+    """Schedule `write_back` of an FSDP1 optimizer.
+
+    Parts of one flat parameter share one state. A load of only some of them is reported.
+    """
     for parts in optimizer.parts_in_one_state():
         here = [stored[id(part)] for part in parts]
         lacking = [name for name in here if not context.selected_leaves(join(state, name))]
@@ -294,9 +299,10 @@ def _bind_flat(
 def _stored_names(
     optimizer: OptimizerState, names: Mapping[int, ParameterName], saved: Mapping[str, str]
 ) -> dict[int, str]:
-    """Return the names of the parameters in the checkpoint, by id().
+    """Return the name of each parameter in the checkpoint, by its id().
 
-    Torch's helpers and `dc.Named` may use the names in the module, not those of the state.
+    Torch's helpers and `dc.Named` may save the names in the module (`0.weight`) instead of those
+    in the state (`model.0.weight`).
     """
     parameters = dict.fromkeys(map(id, optimizer.parameters()))
     stored = {key: names[key].stored for key in parameters}
@@ -310,7 +316,10 @@ def _stored_names(
 def _names_by_number(
     context: BindContext, fqn: str, optimizer: OptimizerState, saved: Mapping[str, str]
 ) -> dict[int, str]:
-    """Return the names in torch's state dict, numbers; {} and a problem if groups differ."""
+    """Match parameters by number, as torch's state dict does, and return the numbers by id().
+
+    If the sizes of the groups differ, report a problem and return {}.
+    """
     of_groups: dict[str, list[str]] = {}
     for name, group in saved.items():
         of_groups.setdefault(group, []).append(name)
@@ -373,9 +382,9 @@ def _bind_state(
 def _bind_shared(
     context: BindContext, state: str, optimizer: OptimizerState, saved: Mapping[str, str]
 ) -> None:
-    """Request the state outside parameters. If no state was saved it is dropped."""
+    """Request the state that belongs to no parameter. If no state was saved, drop it."""
     live = optimizer.shared()
-    # Torch's numbers of parameters are keys in the state, and names in the groups.
+    # Keys that name a parameter, such as torch's numbers, are not shared state.
     children = context.children(state) if saved else ()
     names = {key: name for key, name in children if str(key) not in saved}
     values: dict[PathKey, Value] = {}
@@ -400,7 +409,7 @@ def _bind_shared(
 def _request_entry(
     context: BindContext, name: str, key: PathKey, live: Tree | None, hint: PlacementHint
 ) -> Value | None:
-    """Request one entry of a parameter's state; the live one must be of the saved kind."""
+    """Request one entry of a parameter's state. Report a live entry of another kind."""
     if context.saved.tensor(name) is None:
         if isinstance(live, TensorLeaf):
             context.report_mismatch(name, "a tensor")
@@ -412,7 +421,7 @@ def _request_entry(
     if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
         context.report_mismatch(name, "something else than a tensor")
         return None
-    # As in torch: unless the step is computed on the device, its count is in host memory.
+    # As in torch, the step count is in host memory, unless the step is computed on the device.
     on_host = hint.on_host and key == "step"
     return context.request_subtree(name, None, replace(hint, on_host=on_host))
 
@@ -420,7 +429,7 @@ def _request_entry(
 def _load_reported(
     context: BindContext, fqn: str, optimizer: OptimizerState, further: Mapping[str, Value]
 ) -> None:
-    """Give an optimizer its reported state back, with the saved values in it."""
+    """Schedule `load_state_dict` with the optimizer's reported state and the saved values."""
 
     def load() -> None:
         state = optimizer.state_dict({key: value() for key, value in further.items()})
@@ -430,8 +439,8 @@ def _load_reported(
             current = reported_state(
                 optimizer.optimizer, optimizer.optimizer.state_dict(), live=True
             )
-        # Torch's `load_state_dict` casts state, but not that outside parameters. This does not help
-        # if the reported state is a copy.
+        # Undo casts: torch's `load_state_dict` casts the state of parameters. This has no effect
+        # if `state_dict` returns copies.
         current_state = {} if current is None else current.state
         for parameter, entries in optimizer.state.items():
             live = current_state.get(parameter, {})

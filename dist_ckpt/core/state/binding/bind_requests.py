@@ -1,7 +1,7 @@
-"""The requests of a load to a checkpoint, name by name: values, tensors, and their use.
+"""`BindContext`: the saved values and tensors that a load requests, name by name.
 
-A `Value` is called after all tensors are created and read. It returns the new value of a name in
-the state, or assigns it.
+Each request returns a `Value`, a function. It is called after all tensors are created and read, and
+returns the new value of the name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Value = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedValue:
-    """A plain value, or memory of the state."""
+    """A value that is known before the read, or a tensor of the state that is filled in place."""
 
     value: object
 
@@ -53,7 +53,7 @@ class FixedValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewContainer:
-    """A new container of a saved kind."""
+    """A new container of a saved kind, with requested items."""
 
     kind: str
     items: Mapping[PathKey, Value]
@@ -64,7 +64,7 @@ class NewContainer:
 
 
 def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
-    """Replace some items of a container of the user; a tuple is created again."""
+    """Replace some items of the user's container, and return it; a tuple is created again."""
     new = {key: item() for key, item in items.items()}
     if isinstance(live, tuple):
         return create_container(kind, enumerate(new.get(n, old) for n, old in enumerate(live)))
@@ -75,9 +75,9 @@ def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> o
 
 
 def fill_mapping(live: object, saved: Value) -> object:
-    """Return the saved value, where the state has an empty mapping or None.
+    """Return the saved value for a name where the state has None or an empty mapping.
 
-    A mapping of the user is filled if the saved one is of the same class.
+    If the user's mapping and the saved one have the same class, fill the user's mapping instead.
     """
     value = saved()
     if type(value) is type(live) and isinstance(live, MutableMapping):
@@ -87,10 +87,11 @@ def fill_mapping(live: object, saved: Value) -> object:
 
 
 class BindContext:
-    """The requests of one rank. Each method claims the saved names that it serves.
+    """The requests of one rank, and the calls that use them after the read.
 
-    After the read, `assigns` fill meta modules, `effects` everything else, and `loads` call
-    objects. `generators`, with their names, are set last, to their saved states.
+    The `request_` methods claim the saved names that they read. After the read, `assigns` replace
+    the tensors of meta modules, and `effects` set all other values. Then `loads` call the
+    `load_state_dict` of objects. `generators` are set last, to their saved states.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class BindContext:
         self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
-        # It reads every tensor of the state, so it runs once at most, and only if needed.
+        # `mesh` reads every tensor of the state, so it runs at most once, and only if needed.
         self._live_mesh = cache(template.mesh)
 
     # --- names -------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class BindContext:
     def unmatched(self) -> tuple[str, ...]:
         """Return the problem of each pattern that matches no name, saved or of this state."""
 
-        def names() -> Iterator[str]:  # lazy: without patterns it is not used
+        def names() -> Iterator[str]:  # lazy: only patterns need the names
             yield from self.saved.leaves
             yield from self.template.names()
 
@@ -165,7 +166,7 @@ class BindContext:
         return name in self._split or self.saved.contains(name)
 
     def is_missing(self, name: str) -> bool:
-        """Return True if nothing is saved at or below a name; if selected it is then missing."""
+        """Return True if nothing is saved at or below a name; record a selected name as missing."""
         if self.has(name):
             return False
         if self.is_selected(name):
@@ -177,7 +178,10 @@ class BindContext:
         return name not in self._split and name not in self.saved.leaves and self.has(name)
 
     def request_tensor(self, name: str) -> bool:
-        """Request a tensor; return True if it is selected and saved as one. Others are reported."""
+        """Request a tensor; return True if the name is selected and saved as a tensor.
+
+        A selected name that is not saved as a tensor is reported.
+        """
         if name not in self._selection:
             return False
         if self.saved.tensor(name) is None:
@@ -187,7 +191,7 @@ class BindContext:
         return True
 
     def report_mismatch(self, name: str, wanted: str, remedy: str = "make them alike") -> None:
-        """Report a name that is missing, or that was saved as another kind than in the state."""
+        """Report a name that is missing, or that was saved as another kind of value."""
         kind = "a value without tensors" if name in self._split else self.saved.describe_kind(name)
         if kind is None:
             self.missing[name] = None
@@ -212,19 +216,19 @@ class BindContext:
     # --- values ------------------------------------------------------------------------------
 
     def request_value(self, name: str) -> FixedValue | None:
-        """Request a value; None if the name is not a value."""
+        """Request a plain value; None if the name was not saved as a plain value."""
         if (value := self.peek_value(name)) is not None:
             self.restore(name)
         return value
 
     def peek_value(self, name: str) -> FixedValue | None:
-        """Return a value that is only compared, without a request."""
+        """Return a plain value without a request, to compare it; None for any other name."""
         if name in self._split:
             return FixedValue(self._split[name])
         return FixedValue(self.saved.value(name)) if self.saved.is_value(name) else None
 
     def check_keys(self, name: str, keys: Mapping[PathKey, Tree]) -> None:
-        """Report keys of a container in the state that were saved as another class."""
+        """Report keys of a container that were saved as another class, such as 0 and "0"."""
         entries = self.saved.entries.get(name, ())
         if {*map(type, keys), *(type(key) for key, _ in entries)} <= {str}:
             return
@@ -238,7 +242,7 @@ class BindContext:
                 )
 
     def split_value(self, name: str) -> None:
-        """Treat a saved value that is a container as its items, if the state has tensors there."""
+        """Replace a saved plain container by its items: the state has tensors in this container."""
         if name in self._split:
             value = self._split.pop(name)
         elif self.saved.is_value(name) and self.saved.leaves[name] in self.saved.main:
@@ -255,14 +259,14 @@ class BindContext:
         return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
 
     def parameter_names(self, group: str) -> Sequence[str]:
-        """Return the saved names of the parameters of an optimizer's group; torch's are numbers."""
+        """Return the saved parameter names of an optimizer's group. Torch saves them as numbers."""
         value = self._split.get(group)
         params: object = None
         if isinstance(value, dict) and isinstance(value.get("params"), list):
             params = value["params"]
         elif group in self.saved.params:
             return self.saved.params[group]
-        # A group that was saved as a dict with tensors is a container, as is every group of DCP.
+        # A group with tensors in it was saved as a container. DCP saves every group so.
         elif self.saved.is_value(full := f"{group}.params"):
             params = self.saved.value(full)
         names = params if isinstance(params, list) else ()
@@ -271,7 +275,7 @@ class BindContext:
     # --- tensor subclasses -------------------------------------------------------------------
 
     def request_subclass(self, name: str, leaf: SubclassLeaf) -> None:
-        """Request the inner tensors of a tensor subclass that was made in the same way."""
+        """Request the inner tensors of a tensor subclass. Report a record that differs."""
         cls = class_name(leaf.value)
         if is_meta(leaf.value) and self.selected_leaves(name):
             self.problems.append(
@@ -310,7 +314,7 @@ class BindContext:
             return None
         for part in parts:
             self.restore(part)
-            self.peek_value(part)  # errors of its file are not errors of the class
+            self.peek_value(part)  # a damaged objects file must raise, outside of the `try`
         try:
             return new_subclass_tensor(self.saved, self.targets, name, hint)
         except CheckpointError as error:
@@ -320,7 +324,7 @@ class BindContext:
     # --- per-rank values ---------------------------------------------------------------------
 
     def request_per_rank(self, name: str, wrapper: PerRank | RNG) -> Value | None:
-        """Request the value of this rank's key, by the policy of the wrapper."""
+        """Request the value of this rank's key; after a reshard, `on_reshard` decides."""
         if (saved := self.saved.per_rank_keys(name)) is None:
             self.report_mismatch(name, f"a {type(wrapper).__name__}")
             return None
@@ -352,7 +356,7 @@ class BindContext:
         return None
 
     def _request_unwrapped(self, name: str, keys: set[Key]) -> FixedValue | None:
-        """Request a per-rank value without a wrapper in the state, if the keys are ranks."""
+        """Request a per-rank value for which the state has no wrapper, if its keys are ranks."""
         if keys == {*range(self.template.world_size)} and self._is_same_mesh(name):
             return FixedValue(PerRank(self._request_key(name, self.template.rank).value))
         self.claim(name)
@@ -369,7 +373,7 @@ class BindContext:
     # --- whole subtrees ----------------------------------------------------------------------
 
     def request_entries(self, fqn: str, trees: Mapping[PathKey, Tree]) -> dict[str, Value]:
-        """Request the entries of an object; `trees` are its current ones."""
+        """Request the saved entries of an object for each of its current entries, `trees`."""
         return {
             str(key): value
             for key, tree in trees.items()
@@ -382,8 +386,8 @@ class BindContext:
     ) -> Value | None:
         """Request everything saved at and below a name, as new containers of the saved kinds.
 
-        A tensor of `tree` that fits is filled in place. Otherwise a new tensor is created, whole in
-        host memory or like the parameter of `hint`. None if nothing of it is selected.
+        A fitting tensor of `tree` is filled in place. Otherwise a new tensor is created: placed
+        like the parameter of `hint`, or whole in host memory. Return None if no name is selected.
         """
         while isinstance(tree, ObjectLeaf):
             tree = tree.content

@@ -1,9 +1,8 @@
-"""Tensor subclasses that a load creates: state of 8-bit optimizers before their first step.
+"""Create tensor subclasses in a load, such as the state of 8-bit optimizers before a first step.
 
-A class is never imported by a name in the file. The live optimizer provides a table of classes, and
-the name selects one of them. `__tensor_unflatten__` of that class gets the inner tensors and the
-saved context, which is plain data. Before the read it is tried on tensors without memory, and the
-result is compared with the record.
+A class is never imported by a name in the file. The saved name selects one of the classes that the
+live optimizer uses. Its `__tensor_unflatten__` gets the inner tensors and the saved context, which
+is plain data. Before the read, a trial on meta tensors must give a tensor that fits the record.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ _KEYS = {"class", "dtype", "shape", "context", "exact"}
 
 
 def subclass_types(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
-    """Return the classes that an optimizer may use for its state, by their full names.
+    """Return the tensor subclasses that an optimizer may use for its state, by their full names.
 
-    They are those of its parameters, and those of its package in the modules that define its class.
+    These are the classes of its parameters, and classes of its package in the modules that define
+    the optimizer's class and base classes.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     types = [type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters]
@@ -74,7 +74,8 @@ def _package_of(cls: type) -> str:
 class NewSubclassTensor:
     """A tensor subclass that is created after its inner tensors are filled.
 
-    `like` is one without memory, `context` the argument for its class. Under a DTensor it is one.
+    `like` is the local tensor on the meta device; `context` is the argument for its class. If
+    `parameter` is a DTensor, the new tensor is a DTensor too.
     """
 
     name: str
@@ -103,7 +104,10 @@ class NewSubclassTensor:
 def new_subclass_tensor(
     saved: SavedTree, targets: FillTargets, name: str, hint: PlacementHint
 ) -> NewSubclassTensor:
-    """Request the inner tensors of a saved subclass, in new memory. CheckpointError if it fails."""
+    """Request the inner tensors of a saved subclass, in new memory.
+
+    Raises CheckpointError if the class or the record does not fit.
+    """
     whole = _trial(saved, name, hint)
     if isinstance(hint.parameter, ParameterPart):
         raise IncompatibleError(
@@ -125,7 +129,7 @@ def new_subclass_tensor(
 
 
 def _trial(saved: SavedTree, name: str, hint: PlacementHint) -> torch.Tensor:
-    """Create the whole tensor without memory, and compare it with the record."""
+    """Create the whole tensor on the meta device, and compare it with the record."""
     cls, record = _read_class(saved, name, hint)
     inner: dict[str, torch.Tensor] = {}
     for attribute, child in _inner_names(saved, name):
@@ -162,7 +166,7 @@ def _request_parts(
     whole: torch.Tensor,
     cut: LocalBox,
 ) -> NewSubclassTensor:
-    """Request the inner tensors of a rank's part of the whole."""
+    """Request the inner tensors of this rank's part (`cut`) of the `whole` tensor."""
     parameter, local = hint.parameter, whole
     assert isinstance(parameter, torch.Tensor)
     device = local_of(parameter).device if isinstance(parameter, DTensor) else parameter.device

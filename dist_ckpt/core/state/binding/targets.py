@@ -1,8 +1,8 @@
-"""The tensors that a rank requests from a checkpoint, and the memory that they fill.
+"""The tensors that a rank requests from a checkpoint, and the memory that each one fills.
 
-Tensors of a state that share memory are read into separate buffers, then copied and compared.
-Otherwise the last write would decide silently. The saved values agree on the shared bytes if the
-tensors shared memory then too.
+Two tensors of a state may share memory, although they were saved with different values. A direct
+read would silently keep the last value. So each of them is read into a separate buffer, and then
+copied. If the copies do not agree on the shared bytes, `finish_tensors` raises IncompatibleError.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AliasStaging:
-    """The local parts of a tensor, and host memory of the same shape for the read."""
+    """The local parts of a tensor that shares memory, and the host buffers that are read into."""
 
     name: str
     parts: tuple[torch.Tensor, ...]
-    read: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
 
     def copy_to_parts(self) -> None:
-        """Copy the read data to its destination: bits, never cast."""
+        """Copy the buffers to the parts, bit by bit."""
         with torch.no_grad():
-            for part, read in zip(self.parts, self.read, strict=True):
+            for part, buffer in zip(self.parts, self.buffers, strict=True):
                 if part.is_conj() or part.is_neg():
-                    part.copy_(read)
+                    part.copy_(buffer)
                 else:
-                    as_words(part).copy_(as_words(read))
+                    as_words(part).copy_(as_words(buffer))
 
     def is_in_place(self) -> bool:
-        """Return True if the parts have the data that was read."""
+        """Return True if the parts equal the buffers."""
         return all(
-            torch.equal(as_words(part.resolve_conj().resolve_neg()).cpu(), as_words(read))
-            for part, read in zip(self.parts, self.read, strict=True)
+            torch.equal(as_words(part.resolve_conj().resolve_neg()).cpu(), as_words(buffer))
+            for part, buffer in zip(self.parts, self.buffers, strict=True)
         )
 
 
 def find_aliased_tensors(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
-    """Return the numbers of tensors, given by parts, that share bytes or interleave."""
+    """Return the indices of the tensors, given by their parts, that share or interleave memory."""
     all_parts = [part for parts in tensors for part in parts]
     if all(part.is_cpu and part.is_contiguous() for part in all_parts):
-        # A cheap check, and mostly enough. Without overlap, all earlier parts have ended where the
-        # next one begins.
+        # A cheap check that is usually sufficient. Without overlap, the sorted ends and starts
+        # alternate: each tensor ends before the next one starts.
         starts = [part.data_ptr() for part in all_parts]
         stops = sorted(map(add, starts, [part.nbytes for part in all_parts]))
         starts.sort()
@@ -135,9 +135,10 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementHint:
-    """The parameter of some state; with `on_host` the state stays in host memory.
+    """The parameter whose placement new optimizer state gets, and its name for sharding rules.
 
-    `classes` are the tensor subclasses that may be created, by their full names.
+    With `on_host` the state stays in host memory. `classes` are the tensor subclasses that may be
+    created, by their full names.
     """
 
     parameter: torch.Tensor | ParameterPart
@@ -147,9 +148,10 @@ class PlacementHint:
 
 
 class _Fill(NamedTuple):
-    """Requested cells of a stored tensor, from number `first` on, and the memory of each.
+    """One request for cells of a stored tensor, and the memory that they fill.
 
-    The memory of a new tensor is allocated later. `cast_from` is the saved dtype if it differs.
+    `cells[i]` has the number `first + i` among all requested cells of the tensor. `parts[i]` is its
+    memory; for a `NewTensor` it is allocated later. `cast_from` is the saved dtype if it differs.
     """
 
     name: str
@@ -161,11 +163,13 @@ class _Fill(NamedTuple):
 
 
 class FillTargets:
-    """The tensors that a rank requests, added one after another.
+    """The tensors that a rank requests, and the memory to fill. Each `request_` method adds one.
 
-    `problems` are texts about those that do not fit. `resharded` are names whose cells here are not
-    cells of the stored layout, and `new_tensors` the tensors to create. `cast` are names whose
-    values may be converted, None for none.
+    - `problems`: error texts for tensors that do not fit.
+    - `resharded`: names whose requested cells are not all cells of the stored layout.
+    - `new_tensors`: the tensors that `allocate` creates.
+
+    `cast` selects the names whose values may be converted; None for none.
     """
 
     def __init__(self, template: Template, saved: SavedTree, cast: Selection | None = None) -> None:
@@ -175,35 +179,37 @@ class FillTargets:
         self._saved = saved
         self._cast = cast
         self._casts: list[tuple[str, CastTarget]] = []
+        # All requested cells of each stored tensor.
         self._cells: dict[str, tuple[Cell, ...]] = {}
         self._fills: list[_Fill] = []
         self.new_tensors: list[NewTensor] = []
-        # For kinds of ordinary tensors that are stored in exactly these cells.
-        self._kinds: dict[Hashable, tuple[Cell, ...]] = {}
+        # Checked cells by dtype, shape and layout: other tensors with the same key need no check.
+        self._cells_by_kind: dict[Hashable, tuple[Cell, ...]] = {}
+        # The live value of each name, the first name at each address, and the first name of each
+        # tie: see `_claim_memory`.
         self._values: dict[str, object] = {}
-        self._starts: dict[int, str] = {}
-        self._ties: dict[Hashable, str] = {}
-        self._whole: dict[tuple[str, bool], NewTensor] = {}
-        # On accelerators.
-        self._tensors: list[torch.Tensor] = []
+        self._name_by_address: dict[int, str] = {}
+        self._name_by_tie: dict[Hashable, str] = {}
+        self._whole_tensors: dict[tuple[str, bool], NewTensor] = {}
+        self._device_tensors: list[torch.Tensor] = []
         self._stagings: list[AliasStaging] = []
-        self._stored: dict[int, frozenset[Cell]] = {}
+        self._stored_cells: dict[int, frozenset[Cell]] = {}
 
     def request_fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
         """Request a tensor in the memory of a leaf; return the leaf's value, or its replacement.
 
-        Meta tensors and read-only arrays are replaced. With `as_bits` it is never cast.
+        Meta tensors and read-only arrays are replaced. With `as_bits` values are never cast.
         """
         value = leaf.value
         fqn, record = self._saved_tensor(name)
-        # Ordinary tensors with the same key are requested alike.
+        # Ordinary tensors with the same key need the same cells.
         key = (
             (value.dtype, value.shape, record.dtype, record.shape, record.layout)
             if self._template.rules is None and is_ordinary(value)
             else None
         )
-        if (kind_cells := self._kinds.get(key)) is not None:
-            # Another tensor of its kind has been checked below.
+        if (kind_cells := self._cells_by_kind.get(key)) is not None:
+            # A tensor with the same key has passed the checks below.
             assert isinstance(value, torch.Tensor)
             if self._claim_memory(name, value, value):
                 self._request(name, fqn, kind_cells, (value,))
@@ -228,14 +234,14 @@ class FillTargets:
             )
         elif not local.parts or self._claim_memory(name, value, local.parts[0]):
             self._request(name, fqn, cells, local.parts, cast_from)
-            # A cast may depend on the name, not only on the kind.
+            # `cast` selects by name, so a cast tensor says nothing about other names.
             is_kind = key is not None and cast_from is None
             if self._check_stored_layout(name, record, cells) and is_kind:
-                self._kinds[key] = cells
+                self._cells_by_kind[key] = cells
         return value
 
     def _why_no_cast(self, name: str, local: LocalTensor, *, as_bits: bool) -> str | None:
-        """Return why the values of a saved tensor are not converted; None if they are."""
+        """Return the reason why a saved tensor is not converted; None if it is."""
         if as_bits:
             return "the inner tensors of a subclass are never cast"
         if self._cast is None or name not in self._cast:
@@ -257,10 +263,10 @@ class FillTargets:
         return cells is not None and local.dtype == record.dtype
 
     def request_whole(self, name: str) -> NewTensor:
-        """Request a whole tensor in new host memory. Tied names get the same tensor."""
+        """Request a whole tensor in new host memory. Tied names share one new tensor."""
         fqn, record = self._saved_tensor(name)
         as_array = name in self._saved.numpy
-        if (fqn, as_array) not in self._whole:
+        if (fqn, as_array) not in self._whole_tensors:
 
             def make() -> object:
                 tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
@@ -270,11 +276,11 @@ class FillTargets:
                     raise CorruptError(f"{name}: {error}; load an older checkpoint") from None
 
             cells = (Region.whole(record.shape),)
-            self._whole[fqn, as_array] = self._request_new(name, cells, make)
-        return self._whole[fqn, as_array]
+            self._whole_tensors[fqn, as_array] = self._request_new(name, cells, make)
+        return self._whole_tensors[fqn, as_array]
 
     def request_like(self, name: str, hint: PlacementHint) -> NewTensor:
-        """Request a new tensor: with the layout of a parameter of its shape, else whole."""
+        """Request a new tensor: sharded like a parameter of the same shape, otherwise whole."""
         record = self._saved_tensor(name)[1]
         whole, dtype, parameter = Region.whole(record.shape), record.dtype, hint.parameter
         if hint.on_host:
@@ -296,7 +302,7 @@ class FillTargets:
             )
         if not record.shape:
             return self.request_box(name, whole, parameter.device)
-        # As with `new_zeros` in the optimizer: replicated if the parameter is a DTensor.
+        # The result of `new_zeros` in an optimizer: replicated if the parameter is a DTensor.
         return self._request_new(name, (whole,), partial(_new, like, record.shape, dtype))
 
     def request_box(self, name: str, box: Region, device: torch.device) -> NewTensor:
@@ -308,7 +314,7 @@ class FillTargets:
         )
 
     def _like_part(self, name: str, part: ParameterPart, record: TensorRecord) -> NewTensor:
-        """Request a new tensor for a part of a parameter: cut in the same way, or a scalar."""
+        """Request new state for FSDP1's part of a parameter: cut like the part, or a scalar."""
         if record.shape == part.global_shape:
             return self._request_new(
                 name,
@@ -343,7 +349,7 @@ class FillTargets:
             for fill in self._fills
         ]
         shared = find_aliased_tensors(all_parts)
-        self._tensors += [part for parts in all_parts for part in parts if not part.is_cpu]
+        self._device_tensors += [part for parts in all_parts for part in parts if not part.is_cpu]
         for index, (fill, parts) in enumerate(zip(self._fills, all_parts, strict=True)):
             memory = parts
             if index in shared:
@@ -351,13 +357,13 @@ class FillTargets:
                 self._stagings.append(AliasStaging(fill.name, parts, memory))
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
                 targets[fill.fqn, number] = self._make_target(fill, part, cell)
-        synchronize(self._tensors)  # before the first byte is written
+        synchronize(self._device_tensors)  # before the first byte is written
         return targets
 
     def finish_tensors(self) -> None:
         """Fill the tensors that share memory, and wait for the accelerators.
 
-        Raises IncompatibleError if they cannot all be filled, or if a cast has overflowed.
+        Raises IncompatibleError if saved values differ on shared bytes, or if a cast overflowed.
         """
         for staging in self._stagings:
             staging.copy_to_parts()
@@ -370,9 +376,8 @@ class FillTargets:
                     "separate memory (untie them, or `clone()`), or exclude one, and load again"
                 )
         self._stagings.clear()
-        synchronize(self._tensors)
-        overflown = (name for name, target in self._casts if target.has_overflown)
-        if lost := list(dict.fromkeys(overflown)):
+        synchronize(self._device_tensors)
+        if lost := list(dict.fromkeys(name for name, cast in self._casts if cast.has_overflown)):
             raise IncompatibleError(
                 f"{listed(lost)}: saved values are too large for the dtype in the state, which now "
                 "has infinite values. Use a wider dtype (bfloat16 or float32) and load again"
@@ -423,20 +428,20 @@ class FillTargets:
         )
 
     def _claim_memory(self, name: str, value: object, part: torch.Tensor) -> bool:
-        """Return True if no other name has requested this data in this memory.
+        """Return True if no earlier name reads the same saved tensor into the same memory.
 
-        `part` is the first of the value's. Two names of one tensor in the state may have been saved
-        as two tensors: both are read, and `finish_tensors` compares them.
+        `part` is the first part of the value. Two names of one live tensor may have been saved as
+        two tensors: then both are read, and `finish_tensors` compares them.
         """
         self._values[name] = value
-        # Another start is other memory: most tensors need no further check.
-        starter = self._starts.setdefault(part.data_ptr(), name)
-        if starter == name:
+        # Tensors with different addresses are not tied: most need no further check.
+        earlier = self._name_by_address.setdefault(part.data_ptr(), name)
+        if earlier == name:
             return True
         first = name
-        for other in (starter, name):
+        for other in (earlier, name):
             if (tie := tie_key(self._describe(self._values[other], other))) is not None:
-                first = self._ties.setdefault(tie, other)
+                first = self._name_by_tie.setdefault(tie, other)
         return first == name or self._saved_tensor(first)[0] != self._saved_tensor(name)[0]
 
     def _request_new(
@@ -459,19 +464,18 @@ class FillTargets:
     ) -> None:
         wanted = self._cells.get(fqn, ())
         self._cells[fqn] = wanted + cells
-        # Without cells the local tensor is empty.
-        if cells:
+        if cells:  # otherwise the local tensor is empty
             self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
 
     def _check_stored_layout(
         self, name: str, record: TensorRecord, cells: tuple[Cell, ...]
     ) -> bool:
-        """Return True if all cells are cells of the stored layout; else the name is resharded."""
+        """Return True if all cells are cells of the stored layout; else record a resharded name."""
         layout = self._saved.catalog.layouts[record.layout]
-        if record.layout not in self._stored:
+        if record.layout not in self._stored_cells:
             stored = (layout.cell(number) for number in range(layout.cut.num_cells))
-            self._stored[record.layout] = frozenset(stored)
-        if self._stored[record.layout].issuperset(cells):
+            self._stored_cells[record.layout] = frozenset(stored)
+        if self._stored_cells[record.layout].issuperset(cells):
             return True
         self.resharded.append(name)
         return False

@@ -28,11 +28,11 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The state to load into. `keys` are the names of its per-rank values, with this rank's keys.
+    """The state to load into.
 
-    A load gathers `keys` of all ranks, so that `bind` can compare the keys of a name with the saved
-    ones. `parameters` are the names of each optimizer's parameters by id(). `group_ranks[r]` is the
-    global rank of rank r of the group.
+    `keys` has this rank's key of each per-rank value, by name. A load gathers `keys` from all ranks
+    and `bind` compares them with the saved keys. `parameters` has the parameter names of each
+    optimizer, by id(). `group_ranks[r]` is the global rank of rank r of the group.
     """
 
     root: Branch
@@ -44,7 +44,7 @@ class Template:
     group_ranks: tuple[int, ...]
 
     def names(self) -> Iterator[str]:
-        """Yield the names that a load may choose from; of an optimizer's groups each option."""
+        """Yield the names that `include` and `exclude` can match, with each optimizer option."""
         return selectable_names(self.root, self._optimizer_names)
 
     def _optimizer_names(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
