@@ -1,4 +1,4 @@
-"""The saving side of a state: what this rank has, without copies or changes."""
+"""The saving side of a state: the inventory of this rank, without copies or changes."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 class LocalState:
     """The inventory of one rank, and the objects behind its names.
 
-    `parts` has the local memory of each cell of a tensor that is on the rank, in the order of the
-    plan's numbers. Aliases have them too, although the inventory does not list them as tensors.
-    `values` and `per_rank` hold checked plain data. A per-rank value is (key, value), its tensors
-    are `ArrayValue`s. `owners` are the modules and optimizers of the state, by name. `unmatched`
-    are the problems of patterns that select nothing here.
+    - `parts`: the local memory of each cell of a tensor, in the order of the plan's cell numbers.
+      Aliases are included, although the inventory does not list them as tensors.
+    - `values`, `per_rank`: checked plain data. A per-rank value is (key, value); its tensors are
+      `ArrayValue`s.
+    - `owners`: the modules and optimizers of the state, with their names.
+    - `unmatched`: error texts for patterns that select nothing on this rank.
     """
 
     inventory: Inventory
@@ -68,11 +69,11 @@ class LocalState:
     unmatched: tuple[str, ...] = ()
 
     def changed_in_steps(self) -> frozenset[str]:
-        """Return the tensors that change when an optimizer of the state steps, usually not before.
+        """Return the tensors that usually change only when an optimizer of the state steps.
 
         These are the optimizers' state, and the parameters in their groups that require a gradient.
-        All other tensors may change at any time: a forward changes buffers, and averages of the
-        weights may be parameters of a copied model.
+        All other tensors may change at any time. A forward changes buffers, and the parameters of a
+        copied model may be averages of the weights.
         """
         names: set[str] = set()
         stepped: set[int] = set()
@@ -106,13 +107,13 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
     last: Inventory | None = None,
     selection: Selection = SELECT_ALL,
 ) -> LocalState:
-    """Describe a state.
+    """Read a state, and return the inventory of this rank with its values and memory.
 
     `group_ranks[r]` is the global rank of rank r of the group. No tensor is copied and nothing
     changes: no optimizer step, no new state, no use of a generator. Each object's `state_dict` is
-    called once. Entries equal to those of the `last` inventory are shared, so that comparing both
-    is fast. Objects outside `selection` are not read. Raises TypeError or ValueError for a state
-    that cannot be saved, with the key path, the class and the remedy.
+    called once. Entries equal to those of the `last` inventory are reused, so that the comparison
+    of both is fast. Values outside `selection` are left out. Raises TypeError or ValueError for a
+    state that cannot be saved, with the key path, the class and the remedy.
     """
     root = with_original_params(read_state(state))
     parameters = name_parameters(root)
@@ -145,7 +146,8 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
 class _InventoryBuilder:
     """Adds the leaves of a state one after another.
 
-    `names` are those of each optimizer's parameters, by id(); `last` the last inventory's tensors.
+    `names` are the parameter names of each optimizer, by id(). `last` are the tensors of the last
+    inventory.
     """
 
     rules: ShardingRules | None
@@ -158,12 +160,12 @@ class _InventoryBuilder:
     component: str = ""
     components: dict[str, int] = field(default_factory=dict)
     views: dict[View, int] = field(default_factory=dict)
-    # How an ordinary tensor of a dtype and a shape is stored, without a rule for it.
+    # The entry (dtype name, shape, view) of ordinary tensors without rules, by dtype and shape.
     kinds: dict[tuple[torch.dtype, Shape], tuple[str, Shape, int]] = field(default_factory=dict)
     by_address: dict[int, tuple[str, TensorLeaf]] = field(default_factory=dict)
-    # Tensors without a part on this rank, by id().
+    # The first name of each tensor without a part on this rank, by id().
     absent: dict[int, str] = field(default_factory=dict)
-    # The description of each tensor, except for those equal to another of their kind.
+    # The descriptions of tensors whose entry was not taken from `kinds`.
     descriptions: dict[str, tuple[LocalTensor, View, Shape]] = field(default_factory=dict)
     ties: dict[Hashable, str] = field(default_factory=dict)
     tensors: list[TensorEntry] = field(default_factory=list)
@@ -184,7 +186,7 @@ class _InventoryBuilder:
             # Tensors at the top of the state are one component.
             self.component = "state" if isinstance(child, TensorLeaf) else str(key)
             self._add(str(key), child)
-        # Users' code, possibly with collectives: in one order on all ranks.
+        # This may call user code with collectives, so all ranks use the same order.
         for fqn in sorted(self.wrappers):
             wrapper = self.wrappers[fqn]
             if isinstance(wrapper, RNG):
@@ -277,7 +279,7 @@ class _InventoryBuilder:
             self._claim(f"{full}.params")
             params = tuple(self.names[fqn][id(parameter)].stored for parameter in group["params"])
             self.name_lists.append(NameList(f"{full}.params", params))
-            # No container of this name: the group is a value, with its tensors below it.
+            # The group was added as a value, not as a container. Its tensors are added below it.
             for key, child in options.items():
                 if key not in plain:
                     self._add(join(full, key), child)
@@ -287,14 +289,14 @@ class _InventoryBuilder:
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)
         value = leaf.value
-        # The check for a parameter is slow, and most tensors are of the plain class.
+        # `isinstance` of Parameter is slow, and most tensors are exactly `torch.Tensor`.
         if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
             self.parameters[fqn] = value.requires_grad
         kind = None
         if self.rules is None and is_ordinary(value):
             kind = value.dtype, value.shape
             if (entry := self.kinds.get(kind)) and self._is_first(fqn, leaf, value):
-                # Another tensor of its kind has been described below.
+                # A tensor of the same dtype and shape has been described below.
                 self.parts[fqn] = (value,)
                 self._add_entry(fqn, *entry)
                 return
@@ -303,7 +305,7 @@ class _InventoryBuilder:
         local, view, shape = self.descriptions[fqn] = self._describe(fqn, leaf)
         self.parts[fqn] = local.parts
         if not local.parts and self.absent.setdefault(id(value), fqn) != fqn:
-            # One object under two names: tied, also on ranks without a part of it.
+            # One object under two names is tied, also on a rank without a part of the tensor.
             self._tie(fqn, self.absent[id(value)])
             return
         if local.parts and not self._is_first(fqn, leaf, local.parts[0]):
@@ -333,13 +335,13 @@ class _InventoryBuilder:
         view, shape = local.view, local.shape
         if self.rules is not None and isinstance(view, Whole):
             view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)
-        # With ZeRO the last ranks may have no cell of a short tensor, only an empty part.
+        # With ZeRO the last ranks may have an empty part, and no cell, of a short tensor.
         if isinstance(view, Flattened) and 0 in local.shape and 0 not in shape:
             local = replace(local, parts=())
         return local, view, shape
 
     def _is_first(self, fqn: str, leaf: TensorLeaf, part: torch.Tensor) -> bool:
-        """Return True if no other tensor begins at the same address: then it is not tied."""
+        """Return True if no earlier tensor begins at the same address. Then it is not tied."""
         return self.by_address.setdefault(part.data_ptr(), (fqn, leaf))[0] == fqn
 
     def _first_name(self, fqn: str, part: torch.Tensor) -> str:

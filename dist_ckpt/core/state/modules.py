@@ -1,8 +1,8 @@
-"""The tensors of an nn.Module, under names without the prefixes of wrappers.
+"""Read the tensors of an nn.Module, under names without the prefixes of wrappers.
 
 The names are those of the module's own `state_dict`, without the prefixes of DDP, DataParallel,
-torch.compile and activation checkpoints, as `get_model_state_dict` returns them. Tensors that a
-class or a hook renames (Lightning Fabric's wrapper does) are found by their memory.
+torch.compile and activation checkpoints. `get_model_state_dict` returns the same names. If a class
+or a hook renames tensors, as Lightning Fabric's wrapper does, they are matched by their memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulePart:
-    """A module without wrappers, and the key of each name in its state dict; `flat` under FSDP1."""
+    """A module without its wrappers. `keys` are the keys of its state dict, by name.
+
+    `flat` is set if the module has FSDP1's flat parameters.
+    """
 
     module: nn.Module
     keys: Mapping[str, str]
     flat: FlatModule | None = None
 
     def has_own_load(self) -> bool:
-        """Return True if `load_state_dict` may do more than fill tensors: an override or hooks."""
+        """Return True if the module overrides `load_state_dict` or has load hooks."""
         if self.flat is not None:
             return False
         overrides = type(self.module).load_state_dict is not nn.Module.load_state_dict
@@ -43,7 +46,7 @@ class ModulePart:
         load = self.module.load_state_dict
         parameters = inspect.signature(load).parameters
         takes_all = any(option.kind is option.VAR_KEYWORD for option in parameters.values())
-        # Not strict: the rest of the module is filled in place, or excluded by the user.
+        # Not strict: all other names are filled in place, or excluded by the user.
         options = {"strict": False, **({"assign": True} if assign else {})}
         accepted = {name: options[name] for name in options if takes_all or name in parameters}
         load({self.keys[name]: value for name, value in values.items()}, **accepted)
@@ -53,9 +56,10 @@ class ModulePart:
 class ModuleState:
     """A module, or the parts of one model, and the contents of their state dicts.
 
-    `entries` are stored by a save. `live` are the parameters and persistent buffers behind them,
-    which a load fills. An entry that is not in `live` (extra state, or made by a hook) goes back
-    through `load_state_dict`. `left_out` are parameters behind no entry, by names in the module.
+    - `entries`: the values that a save stores.
+    - `live`: the parameters and persistent buffers of these entries, which a load fills. An entry
+      that is not in `live` (extra state, or made by a hook) is loaded by `load_state_dict`.
+    - `left_out`: parameters that no entry has, by their names in the module.
     """
 
     parts: Sequence[ModulePart]
@@ -97,14 +101,13 @@ def _innermost(module: nn.Module) -> nn.Module:
 
 
 def module_state(module: nn.Module) -> ModuleState:
-    """Read a module. Its `state_dict` is called once, and errors in it are not caught."""
+    """Read a module. Its `state_dict` is called once; errors of it are not caught."""
     module = _innermost(module)
     prefixes = _prefixes(module)
     state = module.state_dict()
     keys = _map_keys(state, prefixes)
     entries = {name: state[key] for name, key in keys.items()}
-    # `state_dict` above puts sharded parameters back in place (FSDP2 reshards), so the live ones
-    # are read after it.
+    # FSDP2 reshards in `state_dict`, which replaces the parameters. So they are read after it.
     named = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -122,7 +125,7 @@ def module_state(module: nn.Module) -> ModuleState:
 
 
 def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
-    """Return the parts of one model as one; None if names clash, as in a list of models."""
+    """Merge the parts of one model; None if two parts have the same name, as separate models do."""
     entries: dict[str, object] = {}
     live: dict[str, torch.Tensor | ParameterPart] = {}
     left_out: dict[str, torch.Tensor] = {}
@@ -174,7 +177,7 @@ def _live_tensors(
             continue
         tensor = tensors.get(name)
         key = None if tensor is None else _memory_key(tensor)
-        # Without a key, as for a tensor subclass, the tensor of the same name is the same.
+        # A tensor subclass has no memory key: then the name decides.
         if tensor is not None and (key is None or key == _memory_key(entry)):
             live[name] = tensor
         else:
@@ -189,7 +192,7 @@ def _live_tensors(
 
 
 def _memory_key(tensor: torch.Tensor) -> Hashable | None:
-    """Return a key that is equal for the same elements of the same memory."""
+    """Return a key that is equal for equal views of the same memory; None if it has no key."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_nested:

@@ -1,10 +1,10 @@
-"""The state of an optimizer, under the names of its parameters.
+"""Name the parameters of optimizers, and read optimizer state as a tree under these names.
 
-Torch's helpers are not used. They take a real step on an optimizer without state, and cast fp32
+A parameter's name comes from the module of the same state that has the parameter object. It is the
+first name of the parameter in the checkpoint, such as `model.layers.0.weight`.
+
+Torch's own helpers are not used. They take a real step on an optimizer without state, and cast fp32
 moments to the parameter's dtype. They fail on state that only some parameters have.
-
-Names come from the modules of the same state, by the identity of the parameter. Each has its first
-name in the checkpoint, such as `model.layers.0.weight`, whatever other modules the state has.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from dist_ckpt.core.state.tree.state_tree import (
     walk,
 )
 
-# Keys of a group that describe its parameters in torch's way.
+# Keys of a group that list its parameters. They are saved as names instead.
 LOCAL_KEYS = frozenset({"params", "param_names"})
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """The name of a parameter in the checkpoint, that for patterns, and that in its module."""
+    """The names of a parameter: in the checkpoint, for sharding rules, and in its module."""
 
     stored: str
-    rule: str
+    rule_name: str
     in_module: str
 
 
 def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
     """Return the names of the parameters of each optimizer in a state, by their id().
 
-    Raises ValueError for a parameter without a name or with two, and for an inner optimizer that is
-    neither reported nor in the state.
+    Raises ValueError for a parameter without a name or with two names. Raises ValueError also for
+    an inner optimizer that is in neither the outer one's `state_dict` nor the state.
     """
     optimizers: dict[str, OptimizerLeaf] = {}
     in_modules: dict[int, list[ParameterName]] = {}
     for component, child in root.children.items():
         if isinstance(child, TensorLeaf):
-            continue  # there may be many
+            continue  # fast: a state may have many tensors
         for fqn, leaf in walk(child, str(component), tensors=False):
             if isinstance(leaf, OptimizerLeaf):
                 optimizers[fqn] = leaf
             elif isinstance(leaf, ModuleLeaf):
                 for key, name in leaf.state.names_of_parameters().items():
                     stored = join(fqn, name)
-                    rule = stored.removeprefix(f"{component}.")
-                    in_modules.setdefault(key, []).append(ParameterName(stored, rule, name))
-    all_of_them = {id(leaf.state.optimizer) for leaf in optimizers.values()}
+                    rule_name = stored.removeprefix(f"{component}.")
+                    in_modules.setdefault(key, []).append(ParameterName(stored, rule_name, name))
+    in_state = {id(leaf.state.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
-        check_reported(leaf.state.optimizer, fqn, all_of_them)
+        check_reported(leaf.state.optimizer, fqn, in_state)
     return {fqn: _name_all(leaf, fqn, in_modules) for fqn, leaf in optimizers.items()}
 
 
@@ -113,25 +113,28 @@ def states_branch(
     for parameter in parameters:
         if entries := optimizer.state.get(parameter):
             name = names[id(parameter)]
-            under = name.rule, tuple(parameter.shape)
-            state[name.stored] = state_branch(entries, join(above, name.stored), under)
+            owner = name.rule_name, tuple(parameter.shape)
+            state[name.stored] = state_branch(entries, join(above, name.stored), owner)
     for key, value in shared.items():
         state[key] = read_value(value, join(above, key))
     return Branch("dict", None, state)
 
 
 def state_names(state: OptimizerState, names: Mapping[int, ParameterName], fqn: str) -> list[str]:
-    """Return the name of an optimizer's state and all names in it, for later state too."""
+    """Return the name of an optimizer's state and all names in it.
+
+    A parameter without state has its name too: a load may create its state.
+    """
     above = join(fqn, STATE)
     states = {join(above, names[id(p)].stored): state.state.get(p, ()) for p in state.parameters()}
     entries = (join(name, key) for name, keys in states.items() for key in keys)
     return [above, *states, *entries, *(join(above, key) for key in state.shared())]
 
 
-def state_branch(entries: Mapping[str, object], fqn: str, under: tuple[str, Shape]) -> Branch:
-    """Return the state of one parameter as a branch; `under` is the parameter."""
+def state_branch(entries: Mapping[str, object], fqn: str, parameter: tuple[str, Shape]) -> Branch:
+    """Return the state of one parameter as a branch. See `TensorLeaf` for `parameter`."""
     trees: dict[PathKey, Tree] = {
-        name: _attach_parameter(read_value(value, join(fqn, name)), under)
+        name: _attach_parameter(read_value(value, join(fqn, name)), parameter)
         for name, value in entries.items()
     }
     return Branch("dict", None, trees)
@@ -147,11 +150,10 @@ def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
     return Branch("dict", None, options)
 
 
-def _attach_parameter(tree: Tree, under: tuple[str, Shape]) -> Tree:
+def _attach_parameter(tree: Tree, parameter: tuple[str, Shape]) -> Tree:
     if isinstance(tree, TensorLeaf):
-        return TensorLeaf(tree.value, under)
+        return TensorLeaf(tree.value, parameter)
     if isinstance(tree, Branch):
-        return Branch(
-            tree.kind, tree.live, {k: _attach_parameter(t, under) for k, t in tree.children.items()}
-        )
+        children = {k: _attach_parameter(t, parameter) for k, t in tree.children.items()}
+        return Branch(tree.kind, tree.live, children)
     return tree

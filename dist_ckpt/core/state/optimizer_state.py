@@ -1,9 +1,9 @@
 """The state of an optimizer: its groups, its parameters' state, and further entries.
 
-Torch's own `state_dict` returns only `state` and `param_groups`, so an optimizer with that method
-is read and filled directly. An optimizer with its own methods, or with hooks, may have more state.
-Its `state_dict` is called, and its `load_state_dict` gets the same form back. An optimizer with
-state that no method returns is refused.
+Torch's own `state_dict` returns only `state` and `param_groups`. An optimizer with this method is
+read and filled directly (`direct_state`). A class with its own methods or hooks may have more
+state: its `state_dict` is called, and its `load_state_dict` gets the same form back
+(`reported_state`). An inner optimizer whose state no method returns is refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ _PARAMS = "params"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerState:
-    """The state of an optimizer. `groups` have the parameters themselves, `state` is by parameter.
+    """The state of an optimizer.
 
-    `state` may also have entries for all parameters together, under a text. Without `reported` both
-    are the optimizer's own, for a load to change. Otherwise they are copies of the result of
-    `state_dict`: after a load, `load_state_dict` takes the `state_dict()` of this object.
-    `partition` are the id()s of the parameters whose state is on this rank, None for all.
-    `defaults` are the hyperparameters of its class.
+    - `groups`: the parameter groups, with the parameters themselves.
+    - `state`: the state by parameter; under a str, state that belongs to no single parameter.
+    - `defaults`: the hyperparameters of the optimizer's class.
+    - `partition`: the id()s of the parameters whose state is on this rank; None for all.
+    - `reported`: the result of the class's own `state_dict`, or None.
+
+    Without `reported`, `groups` and `state` are the optimizer's own, and a load changes them.
+    Otherwise they are copies: after a load, `load_state_dict` gets `state_dict()` of this object.
     """
 
     optimizer: Optimizer
@@ -71,7 +74,7 @@ class OptimizerState:
         for former, group in zip(self.reported[GROUPS], self.groups, strict=True):
             ids.update(zip(map(id, group[_PARAMS]), former[_PARAMS], strict=True))
             groups.append({**group, _PARAMS: former[_PARAMS]})
-        # New containers: the class may change those that it gets.
+        # The class may change the containers that it gets, so they are copies.
         state = {
             key if isinstance(key, str) else ids[id(key)]: copy(entries)
             for key, entries in self.state.items()
@@ -80,7 +83,7 @@ class OptimizerState:
 
 
 def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
-    """Read an optimizer without its methods; None if its class defines them, or has hooks.
+    """Read an optimizer directly; None if it has its own methods or hooks.
 
     Raises ValueError for a ZeroRedundancyOptimizer that cannot be read.
     """
@@ -96,10 +99,10 @@ def direct_state(optimizer: Optimizer, fqn: str) -> OptimizerState | None:
 def reported_state(
     optimizer: Optimizer, reported: object, *, live: bool = False
 ) -> OptimizerState | None:
-    """Return the result of `state_dict` by parameter; None if it is not in torch's form.
+    """Convert a result of `state_dict` to state by parameter; None if it is not in torch's form.
 
-    In torch's form the keys of `state` are those of the groups' parameters, in their order. With
-    `live` the entries of a parameter stay in the reported dict, which may be the optimizer's.
+    In torch's form the keys of `state` are the keys in the groups, in the order of the parameters.
+    With `live` the state of a parameter is the reported dict itself, not a copy.
     """
     if (parameters := _parameters_by_key(reported, optimizer)) is None:
         return None
@@ -117,7 +120,10 @@ def reported_state(
 
 
 def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> None:
-    """Raise ValueError for an inner optimizer that is neither reported nor in `listed`, by id()."""
+    """Raise ValueError for an inner optimizer whose state would be lost.
+
+    Its state is in neither the outer `state_dict`, nor is its id() in `listed`.
+    """
     for name, inner in _unreported_optimizers(optimizer):
         if id(inner) not in listed:
             raise ValueError(
@@ -127,9 +133,9 @@ def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> No
 
 
 def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
-    """Raise TypeError if state in the class's own form could not be loaded back.
+    """Raise TypeError for state in the class's own form whose parameters are not plain tensors.
 
-    Such state returns as a whole. Without a parameter's name it cannot be sharded like it.
+    Such state is loaded as a whole. It has no parameter names, so it cannot be sharded.
     """
     parameters = (p for group in getattr(optimizer, GROUPS, ()) for p in group[_PARAMS])
     kind = next((type(p).__name__ for p in parameters if type(p) not in PLAIN), None)
@@ -143,7 +149,7 @@ def check_unnamed(optimizer: Optimizer, fqn: str) -> None:
 
 
 def read_defaults(optimizer: Optimizer) -> Mapping[str, object]:
-    """Return the hyperparameters of an optimizer's class, or of those in a wrapper without any."""
+    """Return the default hyperparameters of an optimizer, or else of its inner optimizers."""
     defaults = getattr(optimizer, "defaults", None)
     if defaults is not None and not _is_zero(optimizer):
         return dict(defaults)
@@ -155,7 +161,7 @@ def read_defaults(optimizer: Optimizer) -> Mapping[str, object]:
 
 
 def _unreported_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Yield inner optimizers, unless the outer one defines its state dict itself."""
+    """Yield inner optimizers whose state is in no `state_dict` of the outer one."""
     if _is_zero(optimizer) or _overrides(optimizer, Optimizer, "state_dict"):
         return
     if any(getattr(optimizer, name, None) for name in SAVE_HOOKS):
@@ -166,15 +172,15 @@ def _unreported_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimize
 
 
 def _is_zero(optimizer: Optimizer) -> bool:
-    # Not imported: that takes a second, and users of the class have imported it.
+    # The import takes a second. A user of the class has already imported the module.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _read_zero(optimizer: Any, fqn: str) -> OptimizerState:
-    """Read a ZeroRedundancyOptimizer: its inner optimizer has this rank's parameters and state.
+    """Read a ZeroRedundancyOptimizer from its inner optimizer, which has this rank's state.
 
-    Its `state_dict` would need a collective that gathers all of it on one rank.
+    Its own `state_dict` would need a collective that gathers all state on one rank.
     """
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
@@ -200,7 +206,7 @@ def _read_zero(optimizer: Any, fqn: str) -> OptimizerState:
 
 
 def _has_own_methods(optimizer: Optimizer, base: type) -> bool:
-    """Return True if more than the methods of `base` make or load a state dict."""
+    """Return True if overrides or hooks change how `base` makes or loads a state dict."""
     return (
         _overrides(optimizer, base, "state_dict")
         or _overrides(optimizer, base, "load_state_dict")

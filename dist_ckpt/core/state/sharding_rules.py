@@ -1,4 +1,4 @@
-"""A ShardingConfig applied to a state: which of its plain tensors are parts of larger ones."""
+"""Apply a ShardingConfig to a state: find the plain tensors that are parts of larger tensors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from dist_ckpt.core.state.tree.state_tree import Branch, ModuleLeaf, SubclassLea
 
 
 class ShardingRules:
-    """The rules for one state. A rule holds for a parameter and all names below it.
+    """The rules of a ShardingConfig for one state. A rule applies to a name and all names below it.
 
-    Without a config no tensor is cut. Raises ValueError for a config of another number of ranks.
+    Raises ValueError if the config is for another number of ranks.
     """
 
     def __init__(
@@ -44,14 +44,15 @@ class ShardingRules:
         self._components = frozenset(
             str(key) for key, child in root.children.items() if not isinstance(child, TensorLeaf)
         )
-        # Plain dicts may hold an optimizer's state, as torch's helpers make it. It follows the
-        # rule of its parameter, which is in another part of the state.
+        # A plain dict may be the optimizer state from torch's helpers. Its tensors follow the rule
+        # of their parameter, which is in another component of the state.
         self._rule_names: dict[str, str] = {}
         shapes: dict[str, Shape] = {}
         buffers: set[str] = set()
         for fqn, leaf in walk(root):
             if isinstance(leaf, TensorLeaf) and isinstance(leaf.value, torch.Tensor):
-                # Torch's helpers use the model's names of parameters, optimizers here the state's.
+                # Torch's helpers use the parameter names of the model (`0.weight`). Optimizers
+                # here use those of the state (`model.0.weight`).
                 for name in (rule_name := self._name(fqn), fqn):
                     shapes.setdefault(name, tuple(leaf.value.shape))
                     self._rule_names.setdefault(name, rule_name)
@@ -64,12 +65,12 @@ class ShardingRules:
     def view(
         self, fqn: str, leaf: TensorLeaf, shape: Shape
     ) -> tuple[RuleSharded, Shape] | tuple[Flattened, Shape] | None:
-        """Return how the config cuts a tensor that is in one piece, and the shape of its entry.
+        """Return how the config cuts a tensor, and the shape of its entry; None if it is not cut.
 
-        None if it is not cut. Raises ValueError if it may be a flat part of any tensor.
+        Raises ValueError if the tensor may be a flat part, but its whole shape is unknown.
         """
         name = self._name(fqn)
-        parameter = leaf.under
+        parameter = leaf.parameter
         if parameter is None and (above := find_parameter(name, self._shapes)) is not None:
             rule_name = self._rule_names.get(above[0], above[0])
             parameter = rule_name, self._shapes[rule_name]
@@ -81,7 +82,7 @@ class ShardingRules:
         return (RuleSharded(self.sharding.ranks(), axes), shape) if any(axes) else None
 
     def check_whole(self, fqn: str, leaf: SubclassLeaf) -> None:
-        """Raise TypeError if the config cuts a tensor subclass: it has no rules for its parts."""
+        """Raise TypeError if the config cuts a tensor subclass: no rules cut its inner tensors."""
         value = leaf.value
         if isinstance(value, DTensor):
             return
@@ -112,7 +113,7 @@ class ShardingRules:
     def _flat_shape(
         self, name: str, parameter: tuple[str, Shape] | None, shape: Shape
     ) -> Shape | None:
-        """Return the shape of the tensor whose flat part this is, or None."""
+        """Return the shape of the whole tensor if this tensor is a flat part, else None."""
         if parameter is None and self.sharding.zero_stage < 3:
             return None
         whole = self._shapes.get(parameter[0] if parameter else name)
@@ -125,7 +126,7 @@ class ShardingRules:
 def find_job_mesh(
     rules: ShardingRules | None, views: Iterable[View]
 ) -> tuple[tuple[str, int], ...]:
-    """Return the job's mesh: that of the config, else the largest of a tensor."""
+    """Return the job's mesh: the config's mesh, or else the largest mesh of a tensor."""
     if rules is not None:
         return tuple(rules.sharding.mesh.items())
     meshes = [view.mesh for view in views if isinstance(view, MeshPlaced)]

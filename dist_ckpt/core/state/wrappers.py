@@ -1,4 +1,4 @@
-"""Wrappers for values of a state; they are plain values, without torch.
+"""Wrappers that the user puts around values of a state. The module does not import torch.
 
 `LocalShard` and `FlatShard` describe the part of a tensor on this rank. `PerRank` and `RNG` mark
 values of one rank. `Named` gives names to an optimizer's parameters.
@@ -23,9 +23,9 @@ from dist_ckpt.errors import IncompatibleError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The action of a load if the keys differ from the saved ones, or the mesh does. It may fail,
-# keep the current value, or call `f(values_by_key, key) -> value`. The types of keys and values are
-# the user's.
+# The action of a load if the keys or the mesh differ from the saved ones. "error" raises and "drop"
+# keeps the current value. A function `f(values_by_key, key)` returns the value. The user chooses
+# the types of keys and values.
 OnReshard = Literal["error", "drop"] | Callable[[Mapping[Any, Any], Any], object]
 
 
@@ -216,7 +216,7 @@ def per_rank_key(wrapper: PerRank | RNG, rank: int) -> Key:
 def _read_shape(tensor: object, wrapper: str) -> Shape:
     try:
         shape = getattr(tensor, "shape", None)
-    except RuntimeError as error:  # torch's nested and uninitialised tensors have none
+    except RuntimeError as error:  # torch's nested and uninitialised tensors have no shape
         raise TypeError(f"{wrapper} holds a tensor without a shape: {error}") from error
     if shape is None:
         raise TypeError(f"{wrapper} holds a {type(tensor).__name__}: give it a tensor")
@@ -292,7 +292,7 @@ def _set_accelerator(state: Any, *, trial: bool) -> None:
     set_state(_to_tensor(torch, data))
 
 
-# Each sets a generator; with `trial` only a new one, which shows whether the state is valid.
+# Each function sets a generator. With `trial` it sets a new one, to find out if the state is valid.
 _SETTERS: dict[str, Callable[..., None]] = {
     "python": _set_python,
     "numpy": _set_numpy,

@@ -254,7 +254,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in filter(optimizer.has_state_here, group["params"]):
             name = stored[id(parameter)]
-            hint = PlacementHint(parameter, names[id(parameter)].rule, on_host, classes)
+            hint = PlacementHint(parameter, names[id(parameter)].rule_name, on_host, classes)
             full = join(state, name)
             if name in saved and not context.has(full) and context.saved.is_stepless(full):
                 _drop_state(context, full, optimizer, parameter)
@@ -357,8 +357,8 @@ def _bind_state(
     context: BindContext, fqn: str, optimizer: OptimizerState, hint: PlacementHint
 ) -> None:
     parameter = hint.parameter
-    under = hint.rule, tuple(parameter.shape)
-    live = state_branch(optimizer.state.get(parameter, {}), fqn, under).children
+    owner = hint.rule_name, tuple(parameter.shape)
+    live = state_branch(optimizer.state.get(parameter, {}), fqn, owner).children
     context.split_value(fqn)
     saved = context.children(fqn)
     values: dict[PathKey, Value] = {}

@@ -142,7 +142,7 @@ class PlacementHint:
     """
 
     parameter: torch.Tensor | ParameterPart
-    rule: str
+    rule_name: str
     on_host: bool = False
     classes: Mapping[str, type[torch.Tensor]] = field(default_factory=dict)
 
@@ -295,7 +295,7 @@ class FillTargets:
             cells = compute_cells(flat, self._template.rank, record.shape)
             numel = sum(cell.numel for cell in cells)
             return self._request_new(name, cells, partial(_new, like, (numel,), dtype))
-        leaf = TensorLeaf(parameter, (hint.rule, tuple(parameter.shape)))
+        leaf = TensorLeaf(parameter, (hint.rule_name, tuple(parameter.shape)))
         if (found := self._find_cells(name, local, leaf, record.shape)) is not None:
             return self._request_new(
                 name, found, lambda: empty_like(parameter, torch_dtype(record.dtype))

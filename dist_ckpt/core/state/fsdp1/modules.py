@@ -1,7 +1,7 @@
-"""Modules under FSDP1: each parameter by its own name, as this rank's part of it.
+"""Read modules under FSDP1: this rank's part of each parameter, under the parameter's name.
 
-Torch's `state_dict` of such a module gathers all of it on every rank. Here no data moves: FSDP1's
-part of a parameter is a `FlatShard` over its memory, which a save reads and a load fills.
+Torch's `state_dict` of such a module gathers all parameters on every rank. Here no data moves. A
+rank's part of a parameter is a `FlatShard` over FSDP1's memory: a save reads it, a load fills it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterPart(FlatShard):
-    """This rank's part of a parameter that is in a flat one."""
+    """This rank's part of a parameter that FSDP1 has put into a flat parameter."""
 
     tensor: torch.Tensor
     flat: FlatParameter
@@ -33,23 +33,23 @@ class ParameterPart(FlatShard):
 
     @property
     def shape(self) -> Shape:
-        """The shape that an optimizer of the parameter itself has."""
+        """The shape of the optimizer's parameter with `use_orig_params=True`."""
         return self.original.shape if not self.flat.is_cut else (self.original.numel,)
 
     @property
     def requires_grad(self) -> bool:
-        """True if an optimizer may step on it."""
+        """True if an optimizer may change the parameter."""
         parameter = self.original.parameter
         return (self.flat.parameter if parameter is None else parameter).requires_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatModule:
-    """A module with flat parameters: the same as in `ModuleState`, and how a load fills it.
+    """A module with flat parameters. `entries` and `live` are as in `ModuleState`.
 
-    `cast` are buffers in a lower precision than they were created with. Each has a copy in its
-    first precision, which is stored and loaded in its place. `extras` are the modules whose
-    `get_extra_state` returned an entry.
+    `cast` are the buffers that FSDP1 has cast to a lower precision, each with a copy in its first
+    precision. The copy is saved and loaded instead of the buffer. `extras` are the modules whose
+    `get_extra_state` returned an entry, by the name of the entry.
     """
 
     entries: Mapping[str, object]
@@ -59,7 +59,7 @@ class FlatModule:
     extras: Mapping[str, nn.Module]
 
     def parts(self) -> Mapping[int, tuple[ParameterPart, ...]]:
-        """Return the parts of each parameter that an optimizer may have, by its id()."""
+        """Return the parts in each parameter that an optimizer may have, by its id()."""
         by_parameter: dict[int, dict[int, ParameterPart]] = {}
         for value in self.live.values():
             if isinstance(value, ParameterPart):
@@ -77,7 +77,7 @@ class FlatModule:
             parameter.free_gathered()
 
     def set_extra_state(self, values: Mapping[str, Any]) -> None:
-        """Set extra state by the names of the entries, as `load_state_dict` does."""
+        """Call `set_extra_state` of the module of each entry, as `load_state_dict` does."""
         for name, value in values.items():
             self.extras[name].set_extra_state(value)
 
@@ -85,7 +85,7 @@ class FlatModule:
 def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
     """Read a module with FSDP1 in it; None without FSDP1. No collectives, no copies.
 
-    Raises TypeError or ValueError, with the remedy, for modules that cannot be read so.
+    Raises TypeError or ValueError, with the remedy, for a module that cannot be read.
     """
     if not private_names.has_fsdp1(module):
         return None
@@ -105,7 +105,7 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
 
 
 def check_not_flattened(value: object, *path: str) -> None:
-    """Refuse a flat part of a parameter without the module that has it."""
+    """Raise ValueError for FSDP1's flat part of a parameter outside of its module."""
     if private_names.is_flattened(value):
         raise ValueError(
             f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: add that "

@@ -1,8 +1,8 @@
-"""Optimizers over FSDP1's flat parameters, seen as optimizers over the parameters in them.
+"""Convert optimizers over FSDP1's flat parameters to optimizers over the original parameters.
 
 With `use_orig_params=True` an optimizer has this rank's elements of each parameter. Otherwise it
-has the flat parameters, and one state for all parameters in one. In both cases a checkpoint has the
-state of each parameter under its name, as from any other optimizer.
+has the flat parameters, and one state for all parameters in a flat parameter. A checkpoint always
+has the state of each parameter under its name, as from any other optimizer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ByParameter = Mapping[int, tuple[ParameterPart, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FlatOptimizer(OptimizerState):
-    """The state of an optimizer over flat parameters, by the parts of the parameters in them.
+    """A view of an optimizer over flat parameters. Its state is by part, not by flat parameter.
 
-    `real` is the optimizer's state, and `parts` are by its parameters. The tensors of `state` are
-    those of the optimizer, so that they are filled in place. `write_back` copies all other loaded
-    values, and the groups, to the optimizer.
+    `real` is the optimizer's own state. `parts` are the parts in each of its parameters. The
+    tensors of `state` are views of the optimizer's memory, so a load fills them in place.
+    `write_back` copies all other loaded values, and the groups, to the optimizer.
     """
 
     real: OptimizerState
@@ -52,7 +52,7 @@ class FlatOptimizer(OptimizerState):
 
     @staticmethod
     def wrap(real: OptimizerState, by_parameter: ByParameter, fqn: str) -> FlatOptimizer:
-        """Return this view of an optimizer. Raises ValueError for state that cannot be cut."""
+        """Create the view of an optimizer. Raises ValueError for state that cannot be cut."""
         parts = {
             parameter: by_parameter[id(parameter)]
             for group in real.groups
@@ -78,18 +78,21 @@ class FlatOptimizer(OptimizerState):
                 continue
             for part in parts[parameter]:
                 if part.original.parameter is not None and not part.original.numel:
-                    continue  # its state, such as a count of steps, is about no element
+                    continue  # without elements here, its state (a step count) is not needed
                 flat.state[part] = {
                     key: flat._slice_entry(value, part, key) for key, value in entries.items()
                 }
         return flat
 
     def parts_in_one_state(self) -> list[tuple[ParameterPart, ...]]:
-        """Return the parts that have one state together."""
+        """Return the parts of each flat parameter, if they share one state."""
         return [parts for parts in self.parts.values() if parts[0].original.parameter is None]
 
     def write_back(self) -> None:
-        """Copy loaded values to the optimizer. IncompatibleError if parts of one state differ."""
+        """Copy loaded values to the optimizer.
+
+        Raises IncompatibleError if parts that share one state were saved with different values.
+        """
         for group, seen in zip(self.real.groups, self.groups, strict=True):
             group.update((key, value) for key, value in seen.items() if key != "params")
         real = self.real.state
@@ -100,7 +103,7 @@ class FlatOptimizer(OptimizerState):
         for parameter, parts in self.parts.items():
             if not any(self.state.get(part) for part in parts):
                 real.pop(parameter, None)
-            # FSDP1 gives no gradient, and so an optimizer no state, to parts without elements.
+            # Parts without elements get no gradient from FSDP1, and so no optimizer state.
             elif parameter in real or any(part.original.numel for part in parts):
                 entries = self._join_parts(parameter, parts)
                 real[parameter].clear()
@@ -109,14 +112,14 @@ class FlatOptimizer(OptimizerState):
                 self.state.pop(part, None)
 
     def _slice_entry(self, value: object, part: ParameterPart, key: str) -> object:
-        """Return a part's share of an entry in the state of a parameter."""
+        """Return the slice of a state entry that belongs to a part."""
         original, has_own = part.original, part.original.parameter is not None
         shape = part.shape if has_own else tuple(part.flat.shard.shape)
         if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             local = value if has_own else original.slice_row(value.detach())
             return FlatShard(local, original.shape, original.start)
         if isinstance(value, torch.Tensor) and not value.ndim:
-            # A copy for each name: they may have been saved with several.
+            # A copy for each part, as each may have been saved with another value.
             return value if has_own else value.detach().clone()
         if isinstance(read_value(value, key), PlainLeaf):
             return value
@@ -171,7 +174,7 @@ class FlatOptimizer(OptimizerState):
 
 
 def with_original_params(root: Branch) -> Branch:
-    """Return a state in which optimizers over flat parameters are `FlatOptimizer`s.
+    """Replace each optimizer over flat parameters by a `FlatOptimizer`, and return the state.
 
     Raises ValueError if the module of a flat parameter is not in the state, or is in it twice.
     """
@@ -219,7 +222,7 @@ def _replace_optimizer(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> Opt
             )
     if not any(id(parameter) in parts for parameter in parameters):
         return leaf
-    # Nothing tells the parameters of tensors outside the state.
+    # The parameter of a tensor outside `state` is unknown.
     for key, tree in leaf.further.items():
         if _has_tensors(tree):
             raise ValueError(

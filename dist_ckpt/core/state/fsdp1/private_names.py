@@ -1,4 +1,4 @@
-"""Private names of `FullyShardedDataParallel` (FSDP1), to read its parameters.
+"""Read the parameters of `FullyShardedDataParallel` (FSDP1) from its private names.
 
 | of             | name                                   | for                                    |
 | -------------- | -------------------------------------- | -------------------------------------- |
@@ -27,7 +27,7 @@
 | any module     | `_state_dict_pre_hooks`                | the same                               |
 
 `tests/core/state/test_fsdp1_private_names.py` reports names that a new version of torch has moved.
-A missing one is an AttributeError.
+A missing name raises AttributeError.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ from dist_ckpt.core.runtime.torch_private import module_fqns
 class Original:
     """A parameter of the user's model, and its elements on this rank.
 
-    `owners` are the modules that have it, with its name there: several if it is tied. The elements
-    from `start` on, in row-major order, are the `numel` from `offset` on of the rank's shard.
-    `parameter` is the optimizer's parameter; None if that is the flat one.
+    `owners` are the modules that have the parameter, with its name there; a tied one has several.
+    The rank has `numel` elements: from `start` on in the parameter, in row-major order, and from
+    `offset` on in the rank's shard. `parameter` is the optimizer's parameter; None if the optimizer
+    has the flat parameter.
     """
 
     owners: tuple[tuple[nn.Module, str], ...]
@@ -61,7 +62,7 @@ class Original:
     parameter: nn.Parameter | None
 
     def slice_row(self, row: torch.Tensor) -> torch.Tensor:
-        """Return its elements in a tensor like the shard."""
+        """Return the parameter's elements in a tensor of the same shape as the shard."""
         return row[self.offset : self.offset + self.numel]
 
 
@@ -69,8 +70,8 @@ class Original:
 class FlatParameter:
     """Several parameters in one row, of which this rank has a padded `shard`.
 
-    Optimizers step on the shard, in full precision, on the host if it is offloaded. Its memory
-    never moves. Unless it is cut, every rank has all of it.
+    Optimizers step on the shard, which has full precision. An offloaded shard is in host memory.
+    The memory of the shard never moves. If `is_cut` is False, every rank has all elements.
     """
 
     parameter: nn.Parameter
@@ -80,14 +81,14 @@ class FlatParameter:
     handle: Any
 
     def free_gathered(self) -> None:
-        """Free the parameter that a forward has gathered: the next one would take it as current."""
+        """Free the gathered parameter: the next forward would use its old values."""
         flat = self.handle.flat_param
         if not self.is_cut or not hasattr(flat, "_local_shard"):
             return
         self.handle.reshard(free_unsharded_flat_param=True)
         self.handle.post_reshard()
         self.handle._prefetched = False
-        # The line above frees only one of the two, depending on the module's mode.
+        # `reshard` above frees only one of these two, depending on the module's mode.
         for name in ("_full_param_padded", "_full_prec_full_param_padded"):
             if hasattr(flat, name):
                 getattr(flat, name).untyped_storage().resize_(0)
@@ -95,7 +96,7 @@ class FlatParameter:
 
 def has_fsdp1(module: nn.Module) -> bool:
     """Return True if FSDP1 has wrapped a module or one in it."""
-    # Every save checks every module: `modules()` takes several times as long.
+    # Every save checks every module, and `modules()` takes several times as long as this loop.
     waiting: list[nn.Module | None] = [module]
     while waiting:
         if (part := waiting.pop()) is not None:
@@ -116,8 +117,8 @@ def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def clean_names(module: nn.Module, own_name: str) -> set[str]:
-    """Return the names of a name in a module without all wrappers."""
-    # If a checkpoint wrapper is around FSDP1, torch leaves FSDP1's prefix in.
+    """Return all names of a tensor in a module, without the prefixes of wrappers."""
+    # Torch does not remove FSDP1's prefix inside an activation checkpoint wrapper.
     return {clean_tensor_name(name) for name in module_fqns(module, own_name)}
 
 
@@ -140,8 +141,8 @@ def is_flattened(value: object) -> bool:
 def flat_parameters(module: nn.Module) -> list[FlatParameter]:
     """Return the flat parameters in a module.
 
-    Raises ValueError if one is gathered at the moment, or not in FSDP1's memory; TypeError for
-    parameters whose elements are not in row-major order.
+    Raises ValueError if a parameter is gathered at the moment, or not in FSDP1's memory. Raises
+    TypeError for a parameter whose elements are not in row-major order.
     """
     return [_flat_parameter(part._handle) for part in _wrappers(module) if part._handle is not None]
 
@@ -189,7 +190,7 @@ def _originals(flat: Any) -> Iterator[Original]:
     for shared in flat._shared_param_infos:
         first = id(shared.prim_module), shared.prim_param_name
         tied.setdefault(first, []).append((shared.module, shared.param_name))
-    # Before torch recorded it, elements were always in row-major order.
+    # Versions of torch without this record always keep elements in row-major order.
     contiguous = getattr(flat, "_contiguities", [True] * len(flat._shapes))
     for number, info in enumerate(flat._param_infos):
         if flat._param_extensions[number] is not None:
@@ -215,7 +216,7 @@ def _originals(flat: Any) -> Iterator[Original]:
 
 
 def _check_memory(original: Original, shard: torch.Tensor) -> None:
-    """Refuse a parameter with other memory: FSDP1 would copy it only in the next forward."""
+    """Raise ValueError for a parameter outside the shard: FSDP1 copies it in the next forward."""
     parameter = original.parameter
     if parameter is None or not original.numel:
         return

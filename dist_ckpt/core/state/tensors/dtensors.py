@@ -1,4 +1,4 @@
-"""DTensors as plans see them: placements, mesh, and the boxes that are in local memory."""
+"""Convert DTensors for plans: placements, mesh, and the boxes in local memory."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def plan_placement(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
-    """Return a placement as plans have it. ValueError or TypeError for any other."""
+    """Convert a torch placement to a plan's placement.
+
+    Raises ValueError for a Partial placement, TypeError for an unknown one.
+    """
     match placement:
         case Replicate():
             return plan.Replicate()
-        # In some versions of torch it is a subclass of Shard.
+        # Before Shard: in some versions of torch StridedShard is a subclass of Shard.
         case StridedShard():
             return plan.StridedShard(placement.dim % value.ndim, int(placement.split_factor))
         case Shard():
@@ -59,8 +62,9 @@ def plan_placement(placement: Placement, value: DTensor, fqn: str) -> plan.Place
 
 
 def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
-    """Return the mesh in ranks of the group; None if a mesh without this rank hides its ranks."""
-    # Slices of one mesh compare equal although their ranks differ: the own rank selects one.
+    """Return the mesh in ranks of the group; None if torch hides the ranks."""
+    # Slices of one mesh compare equal although their ranks differ. This rank is part of the cache
+    # key, and selects its slice.
     own_rank = dist.get_rank() if dist.is_initialized() else -1
     try:
         return _mesh_in(mesh, own_rank, group)
@@ -73,7 +77,7 @@ def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh |
 def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.Mesh | None:
     try:
         ranks: list[int] = mesh.mesh.flatten().tolist()
-    except RuntimeError:
+    except RuntimeError:  # torch hides the ranks of a mesh without this rank
         return None
     numbers = {rank: number for number, rank in enumerate(group)}
     if outside := [rank for rank in ranks if rank not in numbers]:
@@ -88,10 +92,10 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
 def local_cells(
     view: plan.MeshPlaced, rank: int, local: torch.Tensor, value: DTensor, fqn: str
 ) -> tuple[plan.View, tuple[Cell, ...]]:
-    """Return the view of a DTensor, and the cells of it in the local tensor of a rank.
+    """Return the view of a DTensor, and its cells in the local tensor of this rank.
 
-    Placements may have two meanings: the local shape decides. Raises ValueError if it fits neither,
-    or both. Ranks whose placements have two meanings report their cells.
+    Some placements have two meanings in torch, and the local shape decides. Then the view lists the
+    cells, not the placements. Raises ValueError if the shape fits neither meaning, or both.
     """
     shape = tuple(value.shape)
     possible = possible_views(view, shape, as_defined=cuts_strided_alike())
@@ -118,7 +122,7 @@ def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:
 
 
 def _extent(cells: Sequence[Cell], local: torch.Tensor) -> Shape:
-    """Return the shape of the boxes put together; without boxes any empty shape is right."""
+    """Return the shape of all boxes together. Without boxes, any empty shape is correct."""
     if not cells and not local.numel():
         return tuple(local.shape)
     return tuple(sum(_runs(cells, dim).values()) for dim in range(local.ndim))

@@ -1,4 +1,4 @@
-"""Local tensors whose memory is their value, their dtypes, and arrays as tensors."""
+"""Local tensors whose memory is their value; names of dtypes; numpy arrays as tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Exactly these: a subclass may differ in any way.
+# Exactly these classes. The memory of a subclass may not be its value.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _NAMES = {
@@ -25,7 +25,10 @@ _NAMES = {
 
 
 def to_plain_tensor(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
-    """Return a tensor whose memory is its value, detached; TypeError or ValueError for others."""
+    """Return the detached plain tensor behind a tensor whose memory is its value.
+
+    Raises TypeError for a class or layout that cannot be stored, ValueError for freed memory.
+    """
     if type(tensor) not in PLAIN and isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if remedy := _remedy(tensor):
@@ -42,10 +45,10 @@ def to_plain_tensor(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
 
 
 def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True if a leaf is a tensor in one run of host memory that `to_plain_tensor` accepts.
+    """Return True if a leaf is a contiguous tensor in host memory that `to_plain_tensor` accepts.
 
-    Most are, and this check is much faster than finding out what is wrong. False proves nothing.
-    The dtype may still be one that cannot be stored.
+    This fast check is True for most leaves. If it is False, `to_plain_tensor` may still accept the
+    leaf. The dtype is not checked.
     """
     if type(value) not in PLAIN:
         return False
@@ -79,7 +82,7 @@ def _remedy(tensor: torch.Tensor) -> str | None:
 
 
 def _remedy_of_class(tensor: torch.Tensor) -> str | None:
-    """Return the remedy for a subclass that is more than a name for a plain tensor."""
+    """Return the remedy for a subclass with more than the memory of a plain tensor; else None."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             "its memory is not its value; store the plain tensors in it, or give the class "
@@ -137,8 +140,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def from_numpy(array: np.ndarray, fqn: str, *, writable: bool) -> torch.Tensor:
     """Return a tensor over a numpy array's memory.
 
-    Unless it must be writable, arrays that torch cannot see are copied. Raises TypeError for a
-    class or dtype that torch lacks, ValueError if it must be writable and cannot be.
+    If torch cannot use the array's memory, return a copy; with `writable` raise ValueError. Raises
+    TypeError for a class or dtype that torch lacks.
     """
     if type(array).__name__ not in ("ndarray", "memmap"):
         raise TypeError(f"{fqn}: {class_name(array)} is more than an array: store its parts")

@@ -1,4 +1,4 @@
-"""Plain data that needs torch or numpy: from placeholders to the real objects, and back."""
+"""Plain data with torch or numpy objects: convert placeholders to the objects, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dist_ckpt.errors import IncompatibleError
 
 
 def make(value: Placeholder) -> object:
-    """Return the object of a placeholder; see `objects_file.decode`.
+    """Create the object of a placeholder; see `objects_file.decode`.
 
     Raises ValueError for damaged data, IncompatibleError for types that are missing here.
     """
@@ -61,10 +61,10 @@ def make(value: Placeholder) -> object:
 
 
 def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
-    """Return plain data with `ArrayValue` in place of each tensor and numpy array.
+    """Replace each tensor and numpy array in plain data by an `ArrayValue`.
 
-    Raises TypeError for a tensor without bytes, such as a DTensor; ValueError for one without data,
-    and for a container that contains itself.
+    Raises TypeError for a tensor whose class cannot be stored, such as a DTensor. Raises ValueError
+    for a tensor without data, and for a container that contains itself.
     """
     if depth > MAX_DEPTH:
         raise ValueError(

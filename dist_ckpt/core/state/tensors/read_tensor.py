@@ -47,11 +47,11 @@ from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
-    """One tensor as it is on this rank: `parts[i]` is the local memory of `cells[i]`.
+    """A tensor on this rank: `parts[i]` is the local memory of `cells[i]`.
 
-    A part has the shape of its Region; that of an ElementRange has one dimension. It shares memory
-    with the leaf, so a load writes into it. Only the cell of an empty tensor is empty. A rank
-    outside the tensor's mesh has no cells.
+    A part has the shape of its Region; the part of an ElementRange has one dimension. A part shares
+    memory with the leaf, so a load writes into the part. Only an empty tensor has an empty cell. A
+    rank outside the tensor's mesh has no cells.
     """
 
     dtype: str
@@ -62,16 +62,16 @@ class LocalTensor:
 
 
 def is_tensor_leaf(value: object) -> bool:
-    """Return True if `describe_source` is responsible for this value; it may still refuse it."""
+    """Return True if a value is read as a tensor. `describe_source` may still refuse it."""
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
 def describe_source(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
-    """Return the part of a leaf that this rank would save.
+    """Return the part of a leaf that this rank would save. Moves no data.
 
-    `group[r]` is the global rank of rank r of the group, `rank` is this rank in it. Moves no data.
-    Raises TypeError for a class that cannot be stored, ValueError for a tensor without data (meta,
-    freed) or on ranks outside the group. Both have `fqn` and the remedy.
+    `group[r]` is the global rank of rank r of the group; `rank` is this rank in the group. Raises
+    TypeError for a class that cannot be stored. Raises ValueError for a tensor without data (meta
+    or freed), or on ranks outside the group. Both errors have `fqn` and the remedy.
     """
     local = _local_tensor(value, fqn, rank, tuple(group), writable=False)
     for part in local.parts:
@@ -86,8 +86,8 @@ def describe_source(value: object, fqn: str, *, rank: int, group: Sequence[int])
 def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
     """Return the part of a leaf that a load would fill; like `describe_source`, but writable.
 
-    Memory that overlaps itself (`expand`) is refused. So are meta tensors: to replace one, check
-    `is_meta`, and describe the result of `materialize`.
+    Raises ValueError also for memory that overlaps itself (`expand`) and for a meta tensor. Replace
+    a meta tensor by the result of `materialize` first.
     """
     local = _local_tensor(value, fqn, rank, tuple(group), writable=True)
     for part in local.parts:
@@ -111,7 +111,7 @@ def is_meta(value: object) -> bool:
         case DTensor():
             return bool(local_of(value).is_meta)
         case ShardedTensor():
-            # Its own answer works only with exactly one shard.
+            # Its own `is_meta` works only with exactly one shard.
             return False
         case torch.Tensor():
             return bool(value.is_meta)
@@ -119,10 +119,10 @@ def is_meta(value: object) -> bool:
 
 
 def materialize(value: object) -> object:
-    """Return a leaf like this meta one with memory to load into.
+    """Return a leaf like this meta leaf, with memory to load into.
 
-    It is a tensor on the CPU, a DTensor on its mesh's device, or a wrapper around a CPU tensor. A
-    Parameter stays one. The content is undefined.
+    A DTensor gets memory on its mesh's device, all other leaves on the CPU. A Parameter stays a
+    Parameter. The content is undefined.
     """
     if isinstance(value, LocalShard | FlatShard):
         return replace(value, tensor=empty_like(value.tensor, value.tensor.dtype))
@@ -134,9 +134,9 @@ def materialize(value: object) -> object:
 
 
 def empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a new tensor like `value`, of another dtype, without grad, for new optimizer state.
+    """Return a new tensor like `value` with a given dtype, without gradient.
 
-    The device is as in `materialize`; the content is undefined.
+    A meta tensor gets memory as in `materialize`. The content is undefined.
     """
     if isinstance(value, DTensor):
         local = unwrap(local_of(value)).detach()
@@ -148,7 +148,10 @@ def empty_like(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tie_key(local: LocalTensor) -> Hashable | None:
-    """Return a key that equal views of one memory share; None if not here, empty, or meta."""
+    """Return a key that equal views of the same memory share.
+
+    Return None for a tensor that is empty, on the meta device, or not on this rank.
+    """
     if not local.parts:
         return None
     parts = []
@@ -168,7 +171,7 @@ def _local_tensor(
 ) -> LocalTensor:
     if type(value) not in PLAIN and is_array(value):
         value = from_numpy(value, fqn, writable=writable)
-    if type(value) in PLAIN:  # most are, and the checks below are slow
+    if type(value) in PLAIN:  # the most frequent case; the checks below are slow
         return _read_whole(value, fqn)
     if isinstance(value, LocalShard | FlatShard):
         return _read_wrapper(value, fqn)
@@ -267,9 +270,9 @@ def _read_chunks(value: Any, fqn: str) -> list[tuple[Shape, torch.Tensor]]:
 def _read_parts(
     fqn: str, dtype: torch.dtype, shape: Shape, shards: Iterable[tuple[Shape, torch.Tensor]]
 ) -> LocalTensor:
-    """Return the local tensor of these boxes, given by their offsets.
+    """Return the local tensor of a list of shards: the offset and the memory of each.
 
-    `dtype` counts only without boxes: torch's LocalShardsWrapper always reports float32.
+    `dtype` is used only without shards: torch's LocalShardsWrapper always reports float32.
     """
     shards = list(shards)
     dtype = shards[0][1].dtype if shards else dtype

@@ -1,4 +1,4 @@
-"""Tensor subclasses made of other tensors: quantized weights, state of 8-bit optimizers.
+"""Tensor subclasses made of inner tensors: quantized weights, state of 8-bit optimizers.
 
 Torch calls them traceable wrapper subclasses. `__tensor_flatten__` returns the attributes that are
 tensors, and the rest as a context; `__tensor_unflatten__` creates the tensor again. A checkpoint
@@ -30,7 +30,7 @@ from dist_ckpt.core.state.wrappers import LocalShard
 
 
 def is_wrapper_subclass(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True for a tensor that is made of others and is not read in another way."""
+    """Return True for a tensor that is stored as its inner tensors."""
     return (
         is_wrapper_subclass_type(type(value))
         # The sizes of nested tensors are symbols, which depend on values of the inner tensors.
@@ -39,7 +39,7 @@ def is_wrapper_subclass(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_wrapper_subclass_type(cls: object) -> TypeGuard[type[torch.Tensor]]:
-    """Return True if the tensors of a class are made of others."""
+    """Return True if the tensors of a class are made of inner tensors."""
     return (
         isinstance(cls, type)
         and issubclass(cls, torch.Tensor)
@@ -52,7 +52,8 @@ def is_wrapper_subclass_type(cls: object) -> TypeGuard[type[torch.Tensor]]:
 def unwrap(value: Any) -> Any:
     """Return the single tensor that a subclass wraps (float8 all-gather), else the value itself.
 
-    It has the same shape and dtype, is stored under its name, and loads without the subclass.
+    The wrapped tensor has the same shape and dtype. It is stored under the name of the outer one,
+    so a load does not need the subclass.
     """
     while type(value) not in PLAIN and is_wrapper_subclass(value):
         names = list(_flatten(value)[0])
@@ -86,8 +87,8 @@ def inner_tensors(value: torch.Tensor, fqn: str) -> dict[str, torch.Tensor]:
 def subclass_record(value: torch.Tensor, fqn: str, shape: Shape | None = None) -> dict[str, object]:
     """Return the record of a tensor subclass, as plain data.
 
-    `shape` is that of the whole, if the value is a part. `exact` is True if `context` is the
-    context itself, so that a tensor can be created from it.
+    `shape` is the shape of the whole tensor, if the value is a part. In the record, `exact` is True
+    if `context` equals the class's own context, so that a load can create a tensor from it.
     """
     context = _flatten(value)[1]
     described = _describe(context, f"{fqn}: the context of {class_name(value)}")
@@ -102,7 +103,7 @@ def subclass_record(value: torch.Tensor, fqn: str, shape: Shape | None = None) -
 
 
 def resize_context(context: object, shape: Shape, new: Shape) -> object:
-    """Return a described context with the sizes of another part of the whole."""
+    """Replace the size `shape` by `new` in a described context."""
     if isinstance(context, torch.Size):
         return torch.Size(new) if tuple(context) == shape else context
     if type(context) is dict:
@@ -114,7 +115,7 @@ def resize_context(context: object, shape: Shape, new: Shape) -> object:
 
 
 def difference(saved: object, now: object, name: str = "") -> str | None:
-    """Return the difference of a saved record and the state's own, or None if they are equal."""
+    """Return a text about the first difference of two records, or None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         both = {key: (saved.get(key), now.get(key)) for key in {**now, **saved}}
         problems = (difference(*pair, join(name, key)) for key, pair in both.items())
@@ -141,7 +142,7 @@ def _flatten(value: torch.Tensor) -> tuple[Sequence[str], object]:
 
 
 def _stored_names(value: torch.Tensor) -> list[str]:
-    """Return the inner tensors that a state dict would have: `detach` drops a cache."""
+    """Return the inner tensors that a state dict would have: `detach` drops cached ones."""
     detached = value.detach()
     return list(_flatten(detached)[0]) if is_wrapper_subclass(detached) else []
 
@@ -185,23 +186,26 @@ def _text_of(value: object) -> str | None:
 
 # --- cut over ranks --------------------------------------------------------------------------
 #
-# `__tensor_flatten__` has no sizes of the whole, so the cut of the inner tensors is derived. An
-# inner tensor is cut like the whole if it has its shape. It is cut in blocks if each of its
-# dimensions divides that of the local tensor, as the scales of rows do. If the shape leaves it
-# open, a slice of the local tensor decides: inner tensors are cut, or are tables that every rank
-# has. Any other is stored for each shard, and loads only with the same cut.
+# `__tensor_flatten__` does not return the sizes of the whole. So the cut of each inner tensor is
+# derived from shapes.
+#
+# - The same shape as the local tensor: it is cut like the whole.
+# - Each dimension divides that of the local tensor, as for the scales of rows: cut in blocks.
+# - The shape does not decide: a slice of the local tensor shows if it is cut, or is a table that
+#   every rank has.
+# - Otherwise it is stored once for each shard, and loads only with the same cut.
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """The box that a rank has of a tensor of `shape`."""
+    """The box of a tensor of `shape` that a rank has."""
 
     shape: Shape
     box: Region
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions that are not complete in the box."""
+        """The dimensions in which the box is smaller than the tensor."""
         sizes = zip(self.shape, self.box.shape, strict=True)
         return tuple(dim for dim, (whole, part) in enumerate(sizes) if whole != part)
 
@@ -230,9 +234,10 @@ def find_local_box(value: DTensor, fqn: str) -> LocalBox:
 def inner_shards(
     value: DTensor, local: torch.Tensor, fqn: str
 ) -> tuple[dict[str, LocalShard], dict[str, object] | None]:
-    """Return this rank's shard of each inner tensor of a DTensor of tensor subclasses.
+    """Return this rank's shard of each inner tensor of a DTensor over a tensor subclass.
 
-    The second result is the record of those that are stored for each shard, None without any.
+    The second result is the record of inner tensors that are stored once for each shard; None if
+    there are none.
     """
     cut = find_local_box(value, fqn)
     inner = inner_tensors(local, fqn)
@@ -254,9 +259,9 @@ def inner_shards(
 
 
 def find_inner_box(cut: LocalBox, shape: Shape, *, is_table: bool | None) -> LocalBox | None:
-    """Return the box of an inner tensor of a local `shape`, or None if it is unknown.
+    """Return the box of an inner tensor with the local `shape`; None if it is unknown.
 
-    `is_table`: every rank has all of it, where the shape leaves that open; None if unknown.
+    `is_table` is True if every rank has the whole inner tensor, None if that is unknown.
     """
     if not cut.dims or is_table:
         return LocalBox(shape, Region.whole(shape))
@@ -276,7 +281,7 @@ def _in_blocks(cut: LocalBox, shape: Shape) -> LocalBox | None:
             sizes.append(size)
             offset.append(0)
             continue
-        # One element for the rank's part of a dimension may be one for all of the whole.
+        # A single element may be for this rank's part, or for the whole dimension.
         if part % max(size, 1) or (size < 2 and size != part):
             return None
         block = part // max(size, 1) or 1
@@ -301,7 +306,7 @@ def _in_runs(cut: LocalBox, shape: Shape) -> LocalBox | None:
 def _tables(
     local: torch.Tensor, cut: LocalBox, inner: Mapping[str, torch.Tensor]
 ) -> dict[str, bool]:
-    """Slice a few rows to find inner tensors that are not cut with the whole."""
+    """Slice a few rows to find out, for each inner tensor, if it is cut with the whole."""
     if cut.dims != (0,):
         return {}
     rows, row = cut.box.shape[0], prod(cut.shape[1:])

@@ -12,17 +12,15 @@ from dist_ckpt.errors import IncompatibleError
 
 PathKey = str | int
 
-# The object of a save or a load. Its keys are `PathKey`s, which `state_tree.py` checks. They have
-# no such type here. For a type checker a `dict[str, Any]` is not a mapping with keys `str | int`. A
-# `dict[str, nn.Module]` does not accept other values.
+# The state of a save or a load. `state_tree.py` checks that its keys are `PathKey`s. The type does
+# not: for a type checker a `dict[str, Any]` is not a mapping with keys `str | int`.
 State = Mapping[Any, object]
 MutableState = MutableMapping[Any, Any]
 
-# The limit of containers in containers, in a state and in a checkpoint.
+# The limit of nested containers, in a state and in a checkpoint.
 MAX_DEPTH = 100
 
-# The key of the record under the name of a tensor subclass. No attribute that is a tensor can have
-# this name.
+# The key of a tensor subclass's record, under its name. No inner tensor can have this name.
 RECORD = "__class__"
 
 _DEFAULT = "defaultdict:"
@@ -73,9 +71,9 @@ def container_entries(value: object) -> Mapping[PathKey, object] | None:
 
 
 def find_enclosing_subclass(name: str, values: Container[str]) -> str | None:
-    """Return the outermost tensor subclass that has a name as its part; None without one.
+    """Return the outermost tensor subclass that a name is inside; None if there is none.
 
-    `values` are the names of a checkpoint's values: tensor subclasses have a record there.
+    `values` are the names of a checkpoint's values, among them the records of tensor subclasses.
     """
     _, *above = names_above(name)
     return next((outer for outer in reversed(above) if join(outer, RECORD) in values), None)

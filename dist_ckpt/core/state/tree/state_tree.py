@@ -1,8 +1,8 @@
-"""The state as a tree of leaves: every value is classified, in a fixed order of classes.
+"""Read a state as a tree of leaves: one leaf class for each kind of value.
 
 `state/inventory_builder.py` stores the leaves; `state/binding/bind.py` finds their saved values.
 Reading calls `state_dict` of each object and module once, in the order of their names, and changes
-nothing. An optimizer with its own methods is read by them; all others are read directly.
+nothing. An optimizer class with its own `state_dict` is read by it; others are read directly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from dist_ckpt.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A container with tensors in it. `live` is the user's own; None if it is not the user's."""
+    """A container with tensors in it. `live` is the user's container; None if the user has none."""
 
     kind: str
     live: object
@@ -64,17 +64,17 @@ class Branch:
 class TensorLeaf:
     """A tensor, a local part of one, or a numpy array.
 
-    If it is stored under a parameter, `under` has that parameter's name, as rules of a
-    ShardingConfig see it, and its local shape.
+    For optimizer state, `parameter` has the parameter's name in the rules of a ShardingConfig, and
+    its local shape.
     """
 
     value: object
-    under: tuple[str, Shape] | None = None
+    parameter: tuple[str, Shape] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubclassLeaf:
-    """A tensor that is made of others: these by attribute, and the record that describes it."""
+    """A tensor subclass: its inner tensors by attribute, and the record that describes it."""
 
     value: torch.Tensor
     inner: Mapping[str, TensorLeaf | SubclassLeaf]
@@ -83,7 +83,7 @@ class SubclassLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainLeaf:
-    """Anything else: plain data, or a value that a save refuses."""
+    """Plain data, or any other value: a save refuses it if it is not plain data."""
 
     value: object
 
@@ -131,7 +131,7 @@ Tree = (
 
 
 def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[str, Tree]]:
-    """Yield the name and node of everything at and below `fqn`; without `tensors` much faster."""
+    """Yield the name and node of all nodes at and below `fqn`. `tensors=False` is much faster."""
     if fqn:
         yield fqn, tree
     if isinstance(tree, ObjectLeaf):
@@ -145,7 +145,7 @@ def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[s
 
 
 def without_frozen(selection: Selection, root: Tree) -> Selection:
-    """Return the selection, with the names of frozen parameters if it needs them."""
+    """Add the names of the state's frozen parameters to a selection that leaves them out."""
     if selection.include_frozen:
         return selection
     trained = requires_grad(root)
@@ -164,12 +164,12 @@ def requires_grad(root: Tree) -> dict[str, bool]:
     return named
 
 
-# Returns the names of an optimizer that a selection may choose from.
+# A function that returns the names of an optimizer that a selection can match.
 OptimizerNames = Callable[[str, OptimizerLeaf], Iterable[str]]
 
 
 def selectable_names(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "") -> Iterator[str]:
-    """Yield the names that a selection may choose from, at and below `fqn`."""
+    """Yield the names at and below `fqn` that a selection can match."""
     if fqn:
         yield fqn
     if isinstance(tree, OptimizerLeaf):
@@ -182,10 +182,10 @@ def selectable_names(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "")
 def select_leaves(
     tree: Tree, fqn: str, selection: Selection, optimizer_names: OptimizerNames
 ) -> Tree | None:
-    """Return the part of a tree that a selection chooses, None if nothing.
+    """Return the selected part of a tree; None if nothing is selected.
 
-    Objects and tensor subclasses are chosen as a whole; an optimizer stays if any part of it does.
-    ValueError if a list would lose an item.
+    An object or a tensor subclass is selected as a whole. An optimizer is selected if any name in
+    it is. Raises ValueError if a list would lose an item.
     """
     if isinstance(tree, OptimizerLeaf):
         names = (fqn, *optimizer_names(fqn, tree))
@@ -226,7 +226,10 @@ def children_of(tree: Tree | None) -> Mapping[PathKey, Tree]:
 
 
 def read_state(state: State) -> Branch:
-    """Read a state. TypeError if it is not a mapping, TypeError or ValueError for its values."""
+    """Read a state as a tree.
+
+    Raises TypeError if the state is not a mapping, TypeError or ValueError for a value in it.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(
             f"the state is a {type(state).__name__}: give a mapping such as "
@@ -236,13 +239,16 @@ def read_state(state: State) -> Branch:
 
 
 def read_value(value: object, fqn: str, above: tuple[int, ...] = ()) -> Tree:
-    """Read the value at a name; `above` are the id()s of its containers, to refuse a cycle."""
+    """Read a value as a tree. `above` are the id()s of its containers, to refuse a cycle."""
     leaf = _leaf(value, fqn)
     return leaf if leaf is not None else _read_further(value, fqn, above)
 
 
 def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
-    """Read a tensor; a tensor subclass is split, unless it is on the meta device, or TypeError."""
+    """Read a tensor as a leaf; a tensor subclass is split into its inner tensors.
+
+    Raises TypeError if an inner tensor is not a tensor.
+    """
     if isinstance(value, DTensor):
         local = local_tensor(value)
         return TensorLeaf(value) if type(local) in PLAIN else _read_sharded(value, local, fqn)
@@ -287,7 +293,7 @@ def read_state_dict(value: object, fqn: str) -> object:
 
 @contextmanager
 def calling_user_code(fqn: str, owner: object, method: str) -> Iterator[None]:
-    """Run code of the user's `owner`; errors become a CheckpointError with name and method."""
+    """Convert errors of the user's code to a CheckpointError with the name and the method."""
     try:
         yield
     except CheckpointError:
@@ -300,7 +306,7 @@ def calling_user_code(fqn: str, owner: object, method: str) -> Iterator[None]:
         ) from error
 
 
-# A container of only these is plain without a walk, however long it is.
+# A container with only values of these types is plain. Long containers need no walk.
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
@@ -328,7 +334,7 @@ def _read_container(
     if _ATOMS.issuperset(map(type, entries.values())):
         return PlainLeaf(value)
     if isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value):
-        # One model in parts, unless they share names.
+        # The modules are parts of one model, unless two of them have the same names.
         states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(value)]
         if (whole := merge_states(states)) is not None:
             return _read_module(whole, fqn, above)
@@ -358,12 +364,12 @@ def _children(
 ) -> dict[PathKey, Tree]:
     for key in entries:
         _check_key(key, fqn or "the state")
-    leaves = {  # most are tensors, which need no name here
+    leaves = {  # most children are tensors, for which no name is built here
         key: TensorLeaf(child) if type(child) is torch.Tensor else _leaf(child, join(fqn, key))
         for key, child in entries.items()
     }
-    # The rest may run user code with collectives, so it runs in one order on all ranks, whatever
-    # the order of their keys.
+    # All other children may run user code with collectives. So all ranks read them in the same
+    # order, sorted by key.
     further = {
         key: _read_further(entries[key], join(fqn, key), above)
         for key in sorted((key for key, leaf in leaves.items() if leaf is None), key=str)
@@ -400,7 +406,7 @@ def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> Module
         if name not in state.live:
             children[name] = read_value(value, join(fqn, name), above)
         else:
-            plain = type(value) in PLAIN  # most are, and need no name here
+            plain = type(value) in PLAIN  # most are, and then no name is built here
             children[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
     return ModuleLeaf(state, children)
 

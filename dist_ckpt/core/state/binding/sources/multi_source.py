@@ -1,7 +1,7 @@
-"""Several checkpoints seen as one: each name comes from the first source that has it. Pure.
+"""Merge several checkpoints: each name comes from the first source that has it. Pure.
 
-Names that belong together come from one source: the parts of a tensor subclass, a parameter group,
-and an optimizer's state of one parameter.
+Some names are a unit, which comes from one source: the inner tensors of a tensor subclass, a
+parameter group, and the optimizer state of one parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, jo
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """A checkpoint, by number, seen through a source's rename; several sources may be of one."""
+    """One source: a checkpoint, by number, after the source's rename.
+
+    Several sources may read from the same checkpoint.
+    """
 
     number: int
     saved: SavedTree
@@ -36,10 +39,11 @@ class SourceView:
 
 
 def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTree:
-    """Return several sources as one tree. `paths` are those of the checkpoints.
+    """Merge several sources into one tree. `paths` are the paths of the checkpoints.
 
-    Among the sources of one key the first that has a name provides it. A name in the sources of two
-    keys is in `problems`, as are those of each source. `left_out` are names that sources leave out.
+    The first source of a key that has a name provides it. If sources of two keys have a name, the
+    tree's `problems` report it. They contain the problems of each source too. `left_out` are the
+    names that the selections of sources leave out.
     """
     catalogs = {view.number: view.saved.catalog for view in views}
     origins = tuple(SourceCatalog(path, catalogs[number]) for number, path in enumerate(paths))
@@ -83,7 +87,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
 
 @dataclass(frozen=True, slots=True)
 class _SourceNames:
-    """The names that one source provides, by their names here; `all_names` has those above too."""
+    """The names that one source provides. `all_names` also has the names above them."""
 
     number: int
     saved: SavedTree
@@ -94,9 +98,11 @@ class _SourceNames:
 
 @dataclass(slots=True)
 class _Allocation:
-    """The units that the sources so far provide, and all names above one, with their key.
+    """The names that are already allocated to a source.
 
-    `groups` are the parameters of each key's parameter groups, and `numbers` the next free number.
+    `units` and `above` map each unit, and each name above a unit, to the key that provides it.
+    `groups` and `numbers` are by key and optimizer: the parameters in its parameter groups, and the
+    next free group number. `clashing` are names in the sources of two keys.
     """
 
     units: dict[str, str] = field(default_factory=dict)
@@ -106,7 +112,7 @@ class _Allocation:
     clashing: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def allocate(self, view: SourceView) -> _SourceNames:
-        """Return the names that one more source provides, and record them."""
+        """Allocate to a source the names that earlier sources do not provide; return them."""
         key, saved = view.scope.key, self._regroup(view)
         records = (name for name in saved.leaves if name.endswith(f".{RECORD}"))
         subclasses = (record.removesuffix(f".{RECORD}") for record in records)
@@ -116,7 +122,7 @@ class _Allocation:
         for name in (*saved.leaves, *(name for name in empty if name not in saved.leaves)):
             if not view.scope.provides(name):
                 continue
-            # The unit of a name is the outermost one that has it.
+            # A name belongs to the outermost unit that contains it.
             unit = next((n for n in reversed([*names_above(name)]) if n in units), name)
             if (other := self._find_key(unit)) is None:
                 provided[name] = unit
@@ -145,19 +151,20 @@ class _Allocation:
             )
 
     def _find_key(self, unit: str) -> str | None:
-        """Return the key that provides a unit, one above it, or one below it; None if none."""
+        """Return the key that provides a unit, or a unit above or below it; None if no key does."""
         if unit in self.above:
             return self.above[unit]
         return next((self.units[name] for name in names_above(unit) if name in self.units), None)
 
     def _regroup(self, view: SourceView) -> SavedTree:
-        """Renumber parameter groups after those of earlier sources, without their parameters.
+        """Renumber a source's parameter groups to follow the groups of earlier sources.
 
-        The number of a group in one source says nothing about the groups of another.
+        Parameters that an earlier source provides are removed from the groups. Groups of two
+        sources are unrelated, even if they have the same number.
         """
         saved, key = view.saved, view.scope.key
         moved: dict[str, str | None] = {}
-        # Not in `saved.params`: a new number may be the old one of another group.
+        # Kept apart from `saved.params`: a new number may be the old number of another group.
         renumbered: dict[str, Sequence[str]] = {}
         for group in sorted(saved.params, key=_group_number):
             optimizer = optimizer_name(group)
@@ -178,7 +185,7 @@ class _Allocation:
 
 
 def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
-    """Give groups, and names below them, other numbers; None leaves one out."""
+    """Replace the names of groups, also in the names below them. None removes a group."""
 
     def new(name: str) -> str | None:
         for above in names_above(name):
@@ -205,7 +212,7 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
 
 
 def _state_names(saved: SavedTree) -> Iterator[str]:
-    """Yield the names of the state of each parameter that the groups name."""
+    """Yield the name of the state of each parameter in the groups."""
     for group, params in saved.params.items():
         yield from (join(state_name(group), name) for name in params)
 
@@ -255,13 +262,13 @@ def _merge_containers(
     ordered: dict[str, Sequence[tuple[PathKey, str]]] = {}
     for name, children in entries.items():
         ordered[name] = items = [(key, child) for child, key in children.items()]
-        if not is_mapping(kinds[name]):  # in their order, whatever their sources
+        if not is_mapping(kinds[name]):  # items of a list may come from several sources
             items.sort(key=lambda item: int(item[0]))
     return kinds, ordered
 
 
 def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
-    """Return one catalog of all checkpoints. Its numbers of ranks encode the checkpoint too."""
+    """Merge the catalogs of all checkpoints. A rank number also encodes its checkpoint."""
     layouts: list[Layout] = []
     tensors: dict[str, TensorRecord] = {}
     aliases: dict[str, str] = {}

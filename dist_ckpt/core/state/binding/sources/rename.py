@@ -1,7 +1,7 @@
-"""Rules from saved names to names of the state: a few wildcards, and their problems. Pure.
+"""The option `rename`: rules from saved names to names of the state, with wildcards. Pure.
 
-Rules are fast, whatever the names: each wildcard matches as little as possible, and its match never
-changes for a later wildcard.
+Each wildcard matches as little as possible, and a match is never tried again. So matching is fast
+for any name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.state.tree.containers import join
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
-# The number of missing names to examine: each one is compared with all unclaimed saved names.
+# Limit of the missing names to examine: each one is compared with all unclaimed saved names.
 _MAX_EXAMINED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """One rule: `target` has texts, and groups of `regex` by number. None drops names.
+    """One rule, from the user's `pattern`. `start` is its text before the first wildcard.
 
-    `pattern` is the user's, and `start` is its text before the first wildcard.
+    `target` is a sequence of texts and group numbers of `regex`; None drops the matching names.
     """
 
     pattern: str
@@ -33,13 +33,13 @@ class _Rule:
     target: tuple[str | int, ...] | None
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Match a name, or else the nearest name above it that fits."""
+        """Match a name; if it does not match, match the nearest name above it that does."""
         if not name.startswith(self.start):
             return None
         return next(filter(None, map(self.regex.fullmatch, names_above(name))), None)
 
     def new_name(self, match: re.Match[str], name: str) -> str | None:
-        """Return the new name of a match, with the names below it."""
+        """Return the new name of a match, followed by the rest of the name; None to drop it."""
         if self.target is None:
             return None
         texts = (token if isinstance(token, str) else match[token] for token in self.target)
@@ -64,13 +64,13 @@ class Rename:
     ) -> tuple[dict[str, str | None], tuple[str, ...]]:
         """Return the new name of each name, and the problems of the rules for these names.
 
-        `states` are names of the state of a parameter: with the name above it (`optim.state`) and
-        the parameter's, which it follows. So do names below it.
+        `states` maps the name of a parameter's state to the name above it (`optim.state`) and the
+        parameter's name. The state, and all names below it, move with their parameter.
         """
         if not self.rules:
             return {name: name for name in names}, ()
         renamed: dict[str, str | None] = {}
-        # By the rules that cause it: each problem is reported once.
+        # Grouped by the rules that cause the problem, so that each problem is reported once.
         disagreeing: dict[tuple[str, ...], list[str]] = {}
         colliding: dict[object, list[tuple[str, str, str]]] = {}
         sources: dict[str, str] = {}
@@ -103,9 +103,9 @@ class Rename:
     def _move_with_parameter(
         self, targets: dict[str, str | None], holder: str, parameter: str, below: str
     ) -> dict[str, str | None]:
-        """Move state with its parameter, unless a rule is for this part of the state only.
+        """Move state with its parameter, unless a rule matches only this part of the state.
 
-        The state of a dropped parameter stays: another parameter may have its name now.
+        The state of a dropped parameter stays, because another parameter may have its name now.
         """
         moved = {
             rule: new for rule, new in self._find_targets(parameter).items() if new is not None
@@ -181,7 +181,7 @@ def _parse_target(target: str, names: Sequence[str], label: str) -> tuple[str | 
 
 
 def _parse(pattern: str, label: str) -> tuple[list[str], list[str]]:
-    """Return the texts around the wildcards of a pattern, and their names; a `*` has a number."""
+    """Split a pattern into texts and the names of its wildcards. The name of a `*` is a number."""
     tokens = _WILDCARD.split(pattern)
     names: list[str] = []
     stars = count()
@@ -197,10 +197,10 @@ def _is_star(name: str) -> bool:
 
 
 def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Return a regular expression with atomic groups, so that no match of a wildcard changes later.
+    """Return a regular expression. Its groups are atomic, so that it never backtracks.
 
-    The text after a wildcard, up to the next `*`, is searched as a whole. Its first match is right:
-    any later one would leave less for the rest.
+    The text after a wildcard, up to the next `*`, is searched as a whole. The first match is
+    correct: a later match would leave less text for the other wildcards.
     """
     first, *further = map(re.escape, texts)
     runs = [first]
@@ -225,9 +225,9 @@ def suggest_rules(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return rules for missing names that were saved with a longer or shorter prefix.
 
-    A module in a wrapper has such names, as with `module.` of DDP, and a module in a list. `free`
-    are the unclaimed saved names, `claimed` the others. The second result is the saved name of each
-    missing name that the rules cover.
+    A module inside a wrapper has such names (DDP adds `module.`), and so has a module in a list.
+    `free` are the unclaimed saved names, `claimed` the claimed ones. The second result maps each
+    missing name that the rules cover to its saved name.
     """
     rules: dict[str, str] = {}
     covered: dict[str, str] = {}
@@ -254,7 +254,7 @@ def suggest_rules(
             covered.update(best)
             free.difference_update(best.values())
         remaining = {other: None for other in remaining if other != name and other not in best}
-    # A name may contain a wildcard: then the rules may not give these names.
+    # A saved name may itself contain a wildcard. Check that the rules give the expected names.
     try:
         renamed, problems = parse_rename(rules).apply(covered.values())
     except ValueError:
@@ -264,14 +264,14 @@ def suggest_rules(
 
 
 def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield fitting pairs of prefixes (saved, wanted), of which one contains the other."""
+    """Yield pairs of prefixes (saved, wanted) for a missing name; one contains the other."""
     wanted = name.split(".")
     seen: set[tuple[str, str]] = set()
     for candidate in sorted(free):
         if candidate.rpartition(".")[2] != wanted[-1]:
             continue
         saved = candidate.split(".")
-        # The common end counts first, so that the rule covers as many names as possible.
+        # Compare the ends first: a long common end gives a rule that covers more names.
         below = _num_equal(saved[::-1], wanted[::-1])
         above = _num_equal(saved, wanted)
         pair = ".".join(saved[: len(saved) - below]), ".".join(wanted[: len(wanted) - below])
@@ -285,9 +285,9 @@ def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _is_ambiguous(old: str, new: str, saved: Collection[str], names: Collection[str]) -> bool:
-    """Return True if a rule would choose one of several models of a list: the user has to.
+    """Return True if a rule would choose one of several models in a list; the user must choose.
 
-    A single model with a new list around it is the first item.
+    A single model with a new list around it is not ambiguous: it is the first item.
     """
     above, _, number = max(old, new, key=len).rpartition(".")
     if not number.isdigit():

@@ -29,12 +29,12 @@ _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
 def tag(number: int, fqn: str) -> str:
-    """Return the name that an entry of one checkpoint has among those of several."""
+    """Return the name of an entry with a tag for its checkpoint, by the checkpoint's number."""
     return f"{_TAG}{number}: {fqn}"
 
 
 def untag(name: str) -> tuple[int, str]:
-    """Return the number of the checkpoint, and the name in it."""
+    """Split a tagged name into the number of its checkpoint and its name there."""
     number, _, fqn = name[len(_TAG) :].partition(": ")
     return int(number), fqn
 
@@ -49,9 +49,9 @@ class SourceCatalog:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The saved names that a load takes from one source: selected ones at and below `key`.
+    """The saved names that a load takes from one source: the selected names at and below `key`.
 
-    `key` is "" for all names; `path` is the source's, for messages.
+    An empty `key` means all names. `path` is the source's path, for messages.
     """
 
     path: str
@@ -73,10 +73,10 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Scopes:
-    """The names of a load from several sources, in place of a `Selection`.
+    """The selected names of a load from several sources, in place of a `Selection`.
 
-    `selection` is that of the load itself. It leaves a name out, or the selections of all sources
-    that may have it do. A name that no source may have is missing, not left out.
+    A name is left out if `selection`, the load's own, leaves it out. It is also left out if the
+    selections of all sources that may have it do. A name that no source may have is missing.
     """
 
     selection: Selection
@@ -100,22 +100,22 @@ class Scopes:
 
 @dataclass(frozen=True, slots=True)
 class SavedTree:
-    """A checkpoint seen through a rename; or several as one, by `merge_sources`.
+    """The names of a checkpoint after a rename, or of several checkpoints (`merge_sources`).
 
-    - `leaves` are all names: of tensors, values and per-rank values. Each maps to its name in the
-      catalog.
-    - `kinds` and `entries` are the containers: the class, and in order the key and the name of each
-      child. A leaf that the rename has moved out of its container is a child of the nearest one
-      above, with the rest of its name as key.
-    - `params` are the names of the parameters in an optimizer's groups, by the name of the group.
-    - `main` are the plain values of rank 0's objects file, by the catalog's names; `read(rank)`
-      returns the file of another rank.
-    - `dropped` are the saved names that the rename leaves out.
+    - `leaves`: the names of tensors, values and per-rank values, with their names in the catalog.
+    - `kinds`, `entries`: the class of each container, and the key and name of each child in order.
+      A rename may move a leaf out of its container. Then it is a child of the nearest container
+      above it, and the rest of its name is the key.
+    - `params`: the parameter names of each optimizer group, by the name of the group.
+    - `main`: the plain values of rank 0's objects file, by their names in the catalog.
+      `read(rank)` returns the objects file of another rank.
+    - `dropped`: the saved names that the rename leaves out.
 
-    For several checkpoints, `origins` are these, and the catalog has all names with a tag.
-    `unmatched` are the problems of requested names that no source has; `left_out` are the names
-    that the sources' selections leave out. `stepless` are names of parameters' state, in the
-    sources, that may have been saved without any.
+    Only for several checkpoints, `origins`; the names in the catalog then have a tag:
+
+    - `unmatched`: error texts for requested names that no source has.
+    - `left_out`: the names that the sources' selections leave out.
+    - `stepless`: the names of the state of parameters that may have been saved without any state.
     """
 
     catalog: Catalog
@@ -151,11 +151,11 @@ class SavedTree:
         return self.origins[self.source_number(name)].catalog if self.origins else self.catalog
 
     def is_stepless(self, name: str) -> bool:
-        """Return True if a parameter's missing state did not exist at the save either."""
+        """Return True if a parameter has no saved state because it had none at the save."""
         return not self.origins or name in self.stepless
 
     def tensor(self, name: str) -> tuple[str, TensorRecord] | None:
-        """Return a tensor's fqn in the index, and its record; None for another name."""
+        """Return a tensor's name in the index, and its record; None if it is not a tensor."""
         if (fqn := self.leaves.get(name)) is None:
             return None
         fqn = self.catalog.aliases.get(fqn, fqn)
@@ -181,7 +181,7 @@ class SavedTree:
         return "a container with tensors" if self.contains(name) else None
 
     def is_of_mesh(self, name: str, mesh: Sequence[tuple[str, int]], world_size: int) -> bool:
-        """Return True if ranks have the same meaning as at the save, as far as known."""
+        """Return True if each rank has the same place in the mesh as at the save, if known."""
         catalog = self.catalog_of(name)
         if catalog.world_size != world_size:
             return False
@@ -241,8 +241,8 @@ class SavedTree:
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
         """Return the key and the name of each child of a saved name.
 
-        If nothing was saved under it, the names below it are its keys. A name with a value is not
-        the container of names with the same start, such as `lr` and `lr.max`.
+        For a name that is not a saved container, the children are the names below it. A leaf has
+        no children: `lr` is not the container of `lr.max`.
         """
         if name in self.kinds:
             return self.entries[name]
@@ -268,10 +268,11 @@ def build_saved_tree(
     *,
     rename: Mapping[str, str | None] | None = None,
 ) -> SavedTree:
-    """Return a checkpoint as a tree; `main` is its `objects.msgpack`, `read(rank)` another's.
+    """Return a checkpoint as a tree. `main` is the objects file of rank 0.
 
-    Raises TypeError or ValueError for an invalid rename; one that does not fit the checkpoint is in
-    `problems`. CorruptError or IncompatibleError for a tree that no save has written.
+    `read(rank)` returns the objects file of another rank. A rename that does not fit the checkpoint
+    is reported in `problems`. Raises TypeError or ValueError for an invalid rename, CorruptError or
+    IncompatibleError for a tree that no save has written.
     """
     rules = parse_rename(rename)
     names = catalog.names
@@ -281,10 +282,11 @@ def build_saved_tree(
             f"{min(both)[:100]}: saved as a container and as a tensor or value: load an older "
             "checkpoint"
         )
-    # Parameters without state are only in the groups.
+    # A parameter without saved state has its name only in the groups.
     stems = ((state_name(group), params) for group, params in groups.items())
     states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
-    # Other names of parameters are older ones, or those of torch's helpers, within a module.
+    # Only state of saved parameters moves with its parameter. Older checkpoints, and those of
+    # torch's helpers, have other names in the groups.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
     movable = {n: of for n, of in states.items() if of[1] in saved or join(of[1], RECORD) in saved}
     renamed, problems = rules.apply(dict.fromkeys((*names, *states)), movable)
@@ -317,15 +319,15 @@ def build_saved_tree(
 
 
 def _read_groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
-    """Return the parameters' names of each optimizer group, from its name list."""
+    """Return the parameter names of each optimizer group, from its name list."""
     groups: dict[str, Sequence[str]] = {}
     for name, value in main.values.items():
         group = name.removesuffix(_PARAMS)
         if group == name or group not in catalog.values or not isinstance(value, list):
             continue
         if not isinstance(main.values.get(group, {}), dict) or not _GROUP.fullmatch(group):
-            continue  # a list of the user, next to another value
-        if all(isinstance(param, str) for param in value):  # else it is a list of the user
+            continue  # a list in the user's state that is called `params` too
+        if all(isinstance(param, str) for param in value):  # otherwise it is the user's list
             groups[group] = value
     return groups
 
@@ -376,13 +378,13 @@ def _read_containers(
             entries.setdefault(new, []).extend(fitting)
             fitted.update(child for _, child in fitting)
     for group in groups:
-        # A group's value is a dict, and its hyperparameters that are tensors are items of it.
+        # The value of a group is a dict. Its tensor hyperparameters are items of this dict.
         kinds.setdefault(group, "dict")
         entries.setdefault(group, [])
     for name in dict.fromkeys((*leaves, *kinds)):
         if not name or name in fitted:
             continue
-        # Without its parent it is a child of the nearest mapping above it.
+        # The name has lost its container: add it to the nearest mapping above it.
         above = (*names_above(name), "")[1:]
         parent = next((up for up in above if up in kinds and is_mapping(kinds[up])), None)
         if parent is not None:
@@ -414,7 +416,7 @@ def _check_tree(
 def _children(
     node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, str]
 ) -> Iterator[tuple[PathKey, str]]:
-    """Yield each key of a container and the new name of its child, unless dropped."""
+    """Yield each key of a container and the new name of its child, without dropped children."""
     for key in node.keys:
         child = join(node.fqn, key)
         # A save writes no empty keys; one would make a container its own child.
@@ -424,7 +426,7 @@ def _children(
 
 
 def _new_name(node: Node, renamed: Mapping[str, str | None], moved: Mapping[str, str]) -> str:
-    """Return the new name of a container: that of all its children, else the old one."""
+    """Return the new name of a container: its children's new parent if it is one, else its own."""
     above = set()
     for key, child in _children(node, renamed, moved):
         if child != str(key) and not child.endswith(f".{key}"):
