@@ -7,4 +7,6 @@ writer, one process a rank, writes the snapshot and commits it with the writers 
 - If a writer dies, its unsettled saves fail. The next save starts another writer.
 - If both die, named arenas stay in the job folder in /dev/shm. The next run restores from them.
 - If the host or container ends, all memory is lost: load the newest checkpoint from storage.
+
+`dc.AsyncSaver` and its options: `async_saver.py`. A restore from memory: `memory_restore.py`.
 """

@@ -85,7 +85,6 @@ def test_the_writer_is_not_started_by_hand() -> None:
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert line == (
-            "dist_ckpt.async_save.writer: dc.AsyncSaver starts it, and gives it a socket "
-            "to a rank's trainer; "
-            "to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
+            "dist_ckpt.async_save.writer: dc.AsyncSaver starts this program, with a socket to a "
+            "rank's trainer; to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
         )

@@ -16,7 +16,6 @@ lock are a full barrier there (POSIX: "synchronize memory").
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -32,8 +31,6 @@ from dist_ckpt.core.runtime.shared_memory import (
 )
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import ConflictError, CorruptError
-
-_log = logging.getLogger("dist_ckpt")
 
 # More than all saves of a job, and less than the largest word.
 _MAX_SEQUENCE = 1 << 62

@@ -102,8 +102,8 @@ class JobFolder:
     """The folder of one job on this host. The constructor creates it if needed.
 
     ValueError or TypeError for an invalid job name. StorageError if the folder belongs to another
-    user or cannot be made. The first of `roots` is shared memory. The others are used if it has no
-    space for a folder: arenas are anonymous memory then.
+    user or cannot be made. The first of `roots` is shared memory. The next root is used if a root
+    has no space for a folder: then arenas are anonymous memory.
     """
 
     def __init__(self, job: str, *, roots: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The writer process of this rank, from the trainer's side: start it, send it jobs, watch it.
+"""The writer process of this rank, as its trainer sees it: start it, send saves, get outcomes.
 
-`SaveHandle` is one of these jobs for the user: `AsyncSaver.save` returns it.
+`SaveHandle` is such a save for the user: `AsyncSaver.save` returns it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ ANSWER_TIMEOUT_S = 60.0
 # The time of a wait after which a ping checks that the writer is not frozen.
 PING_INTERVAL_S = 30.0
 
-# The longest time that one thread keeps others from receiving messages.
+# The longest time for which one thread keeps other threads from receiving messages.
 _POLL_INTERVAL_S = 0.05
 
 T = TypeVar("T")
 
 
 def start_writer(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Link, Popen[bytes]]:
-    """Start the writer of a rank, and return it when it is ready. It logs into its folder.
+    """Start the writer of a rank, and return when it is ready. Its log is in the rank's folder.
 
     Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
     invalid settings. RankError if it does not start.
@@ -313,7 +313,7 @@ class WriterHandle:
     # --- inside ------------------------------------------------------------------------------
 
     def _request(self, request: messages.WriterMessage, answer_type: type[T]) -> T:
-        """Return the writer's answer. RankError if it sends none: it is killed then."""
+        """Return the writer's answer. Kill a writer that sends none, and raise RankError."""
         with self._lock:
             self._answer = None
             self._send(request)
@@ -396,7 +396,7 @@ class WriterHandle:
 
 
 def first_error(errors: Sequence[Exception]) -> Exception:
-    """Return the first error, with a note for each of the others."""
+    """Return the first error, with a note for each later error."""
     first, *later = errors
     for error in later:
         first.add_note(f"Another background save has failed as well: {error}")
@@ -453,7 +453,7 @@ class SaveHandle:
 
         TimeoutError after `timeout_s`; the save continues. Raises the error of a failed save: then
         there is no new checkpoint, and older ones are unchanged. But if this rank's writer died,
-        the others may have committed the save just before.
+        the other writers may have committed the save just before.
         """
         if (failure := self.exception(timeout_s)) is not None:
             raise failure

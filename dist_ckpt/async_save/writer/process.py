@@ -33,9 +33,8 @@ from dist_ckpt.errors import CheckpointError
 _log = logging.getLogger("dist_ckpt")
 
 _USAGE = (
-    "dist_ckpt.async_save.writer: dc.AsyncSaver starts it, and gives it a socket "
-    "to a rank's trainer; "
-    "to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
+    "dist_ckpt.async_save.writer: dc.AsyncSaver starts this program, with a socket to a rank's "
+    "trainer; to look at checkpoints, start dist-ckpt (python -m dist_ckpt)"
 )
 
 # The deadline of the trainer's first message.
