@@ -19,7 +19,7 @@ from dist_ckpt import errors
 from dist_ckpt.core.format.objects.plain_types import cost_of
 from dist_ckpt.core.format.strict_json import max_memory, memory_problem
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.typed_msgpack import Message, encode
+from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ def unpack(data: bytes, expected: type[T]) -> T:
     if len(data) * 200 > max_memory(0):
         problem = memory_problem(len(data), cost_of(data, max_memory(len(data))))
         if problem is not None:
-            raise ValueError(f"a message of which {problem}")
+            raise ValueError(f"a message that is too large: {problem}")
     return typed_msgpack.decode(data, expected)
 
 
@@ -240,4 +240,5 @@ class HeartbeatSender:
         """Return the next heartbeat."""
         self._count += 1
         number, inside, failed_turn = self.number, self.inside, self.failed_turn
-        return encode(Heartbeat(self._count, number, inside, failed_turn, self.gone, self.host))
+        beat = Heartbeat(self._count, number, inside, failed_turn, self.gone, self.host)
+        return typed_msgpack.encode(beat)

@@ -35,13 +35,13 @@ R = TypeVar("R")
 
 
 class DaemonThreads:
-    """Daemon threads, started on demand; at most `most` run at once. A forked child has its own.
+    """Daemon threads, started on demand, up to a limit. A forked child has its own.
 
     Not a ThreadPoolExecutor, which would join its threads at exit. Thread-safe.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
         self._closed = False
         self._team = _ThreadTeam()
 
@@ -62,7 +62,7 @@ class DaemonThreads:
             team.calls.append(partial(run_into, future, call))
             if len(team.calls) <= team.num_idle:
                 team.changed.notify()
-            elif team.num_threads < self._most:
+            elif team.num_threads < self._max_threads:
                 thread = threading.Thread(target=self._serve, name="dist_ckpt", daemon=True)
                 try:
                     thread.start()

@@ -256,7 +256,7 @@ def test_ranks_that_count_another_start_are_named_with_the_remedy():
 
     for rank, outcome in enumerate(try_ranks(run, world_size=2, harness="threads")):
         assert isinstance(outcome.error, RankError)
-        assert f"rank {1 - rank} cannot be met by rank {rank}" in str(outcome.error)
+        assert f"rank {rank} cannot exchange with rank {1 - rank}" in str(outcome.error)
         assert "Give every start a store of its own" in str(outcome.error)
 
 

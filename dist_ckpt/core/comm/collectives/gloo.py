@@ -170,8 +170,8 @@ class _GlooTransfer:
 def _secondary_error(error: RuntimeError) -> SecondaryError:
     reason = str(error).splitlines()[0].partition(". ")[0]
     return SecondaryError(
-        f"the gloo connections of dist_ckpt failed: {reason}. If no rank has died, try again: new "
-        "ones are made."
+        f"the gloo connections of dist_ckpt failed: {reason}. If no rank has died, try again: "
+        "dist_ckpt makes new connections."
     )
 
 

@@ -105,12 +105,12 @@ class ExchangeState:
         if (beat := self.detector.last_heartbeat(COORDINATOR)) is not None:
             self.heartbeat.number = max(self.number, beat.number - beat.inside)
 
-    def linger(self, most_s: float) -> None:
+    def linger(self, timeout_s: float) -> None:
         """Wait until the other live ranks have read the last answer, at most for this time.
 
         The store may end with the coordinator's process. The other ranks need not wait.
         """
-        until = time.monotonic() + most_s
+        until = time.monotonic() + timeout_s
         late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
         with suppress(NoAnswerError):
             while self.number and late and time.monotonic() < until:
@@ -219,4 +219,4 @@ class ExchangeState:
         stale_ranks = [rank for rank, num in zip(ranks, counts, strict=True) if num not in fresh]
         if not stale_ranks:
             return ""
-        return f"{ranks_text(stale_ranks)} cannot be met by rank {self.rank}: {STALE}"
+        return f"rank {self.rank} cannot exchange with {ranks_text(stale_ranks)}: {STALE}"

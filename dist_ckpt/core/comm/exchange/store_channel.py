@@ -371,9 +371,9 @@ class StoreChannel:
         """See `Channel.fail_without_others`."""
         self._state.absence_reason = why
 
-    def linger(self, most_s: float) -> None:
+    def linger(self, timeout_s: float) -> None:
         """Delay the coordinator's end until the others have the last answer, for this time."""
-        self._state.linger(most_s)
+        self._state.linger(timeout_s)
 
     def leave(self) -> None:
         """See `Channel.leave`."""

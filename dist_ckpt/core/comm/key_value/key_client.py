@@ -66,11 +66,11 @@ def unpack(body: bytes) -> object:
     )
 
 
-def body_nbytes(head: bytes, most: int) -> int:
+def body_nbytes(head: bytes, limit: int) -> int:
     """Return the size of the body that follows. ValueError if it is not possible."""
     nbytes: int = LENGTH.unpack(head)[0]
-    if not 0 < nbytes <= most:
-        raise ValueError(f"a message of {nbytes} bytes, the limit is {most}")
+    if not 0 < nbytes <= limit:
+        raise ValueError(f"a message of {nbytes} bytes, the limit is {limit}")
     return nbytes
 
 

@@ -319,8 +319,8 @@ class _Service:
         link.close()
 
 
-def _receive_message(link: socket.socket, most: int) -> Generator[int, None, bytes]:
-    nbytes = body_nbytes((yield from _receive_exactly(link, LENGTH.size)), most)
+def _receive_message(link: socket.socket, limit: int) -> Generator[int, None, bytes]:
+    nbytes = body_nbytes((yield from _receive_exactly(link, LENGTH.size)), limit)
     return (yield from _receive_exactly(link, nbytes))
 
 
