@@ -1,6 +1,6 @@
 """`dist-ckpt`: inspect, check, rewrite and remove checkpoints; request a save from a run.
 
-- A new command: a file of its name in `commands/`, and its name in `_NAMES` below.
+- A new command: a file of its name in `commands/`, with a function of that name.
 - An option of several commands, or a completion: `shared_options.py`.
 - A table, a progress bar, a confirmation, an exit code: `output.py`.
 - A field of `--json`: `results.py`, for reports `report_results.py`, and `tests/cli/schemas.json`.
@@ -12,44 +12,29 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
-from keyword import iskeyword
+from pkgutil import iter_modules
 from typing import Any
 
 import click
 from click.shell_completion import add_completion_class
 
 from dist_ckpt import __version__
-from dist_ckpt.cli import output
+from dist_ckpt.cli import commands, output
 from dist_ckpt.cli.commands.completion import BashWords
 
-_NAMES = (
-    *("average", "backup", "compare", "completion", "cp", "diff", "estimate", "export", "gc"),
-    *("import", "layout", "ls", "pin", "prune", "report", "request-save", "reshard", "rm"),
-    *("schema", "show", "stats", "strip", "tag", "tensors", "tree", "upgrade", "verify", "watch"),
-)
 # The new names of commands, by their names in 0.1.0.
 _NEW_NAMES = {"plan": "estimate"}
 
 
-class _CommandTable(Mapping[str, click.Command]):
-    """The commands by name. A command is imported when it is first used."""
-
-    def __getitem__(self, name: str) -> click.Command:
-        if name not in _NAMES:
-            raise KeyError(name)
-        module = name.replace("-", "_") + "_" * iskeyword(name)
-        command = getattr(import_module(f"dist_ckpt.cli.commands.{module}"), module)
-        assert isinstance(command, click.Command)
-        return command
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES)
-
-    def __len__(self) -> int:
-        return len(_NAMES)
+@cache
+def _modules() -> dict[str, str]:
+    """Return the modules in `commands/` by the names of their commands: "import_" by "import"."""
+    names = sorted(module.name for module in iter_modules(commands.__path__))
+    return {name.rstrip("_").replace("_", "-"): name for name in names}
 
 
 class _Commands(click.Group):
@@ -57,6 +42,18 @@ class _Commands(click.Group):
 
     click itself would exit with 1.
     """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands. Called by click."""
+        return [*_modules()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command when it is first used. Called by click."""
+        if (module := _modules().get(cmd_name)) is None:
+            return None
+        command = getattr(import_module(f"dist_ckpt.cli.commands.{module}"), module)
+        assert isinstance(command, click.Command)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -98,11 +95,7 @@ def _ignore_closed_output() -> Iterator[None]:
                 raise
 
 
-@click.group(
-    cls=_Commands,
-    commands=_CommandTable(),
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dist-ckpt")
 def cli() -> None:
     """Inspect, check, rewrite and remove checkpoints.

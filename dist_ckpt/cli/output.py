@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -29,6 +29,8 @@ from dist_ckpt.core.storage.local.local_storage import describe_os_error
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import SaveReport, format_count, format_size
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
+
+_CellValue = TypeVar("_CellValue")
 
 FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
 INTERRUPTED = 130
@@ -215,6 +217,11 @@ def format_duration(seconds: float) -> str:
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> None:
     """Print a table. The columns in `right` are aligned to the right."""
     click.echo("\n".join(table_lines(heads, rows, right)))
+
+
+def cell(value: _CellValue | None, text: Callable[[_CellValue], str] = str) -> str:
+    """Return the text of a table cell: "-" for None."""
+    return "-" if value is None else text(value)
 
 
 def metrics_cell(metrics: Mapping[str, float]) -> str:

@@ -115,24 +115,24 @@ overwrite = click.option(
 )
 
 
-def glob_option(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
+def repeatable_option(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
     """Return a decorator that adds a repeatable option. Without it the value is None."""
-    return click.option(*names, multiple=True, callback=none_if_empty, **attributes)
+    return click.option(*names, multiple=True, callback=_none_if_empty, **attributes)
 
 
-def none_if_empty(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
+def _none_if_empty(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
     """Return the values of a repeatable option, or None if it is not used. Called by click."""
     return values or None
 
 
 def selection(command: _Command) -> _Command:
     """Add the options --include (short: -g) and --exclude, which take globs."""
-    include = glob_option(
+    include = repeatable_option(
         *("-g", "--include"),
         shell_complete=complete_names,
         help="Select only names that match this glob. May be repeated.",
     )
-    exclude = glob_option(
+    exclude = repeatable_option(
         "--exclude",
         shell_complete=complete_names,
         help="Leave out names that match this glob. May be repeated.",

@@ -19,16 +19,12 @@ from dist_ckpt.cli.results import AverageResult
 @click.option("--best", type=int, help="The best N of a run; 0 for all with the metric.")
 @click.option("--min", metavar="METRIC", help="With --best: lower values are better.")
 @click.option("--max", metavar="METRIC", help="With --best: higher values are better.")
-@click.option(
-    *("--weight", "weights"),
-    type=float,
-    multiple=True,
-    callback=shared_options.none_if_empty,
-    help="Give one for each source.",
+@shared_options.repeatable_option(
+    "--weight", "weights", type=float, help="The weight of a source. Give one for each."
 )
 @click.option("--decay", type=float, help="Weight DECAY**k for the source with k newer sources.")
-@shared_options.glob_option("-g", "--include", help="Globs of tensors to average.")
-@shared_options.glob_option("--exclude", help="Globs of tensors to copy from the newest.")
+@shared_options.repeatable_option("-g", "--include", help="Globs of tensors to average.")
+@shared_options.repeatable_option("--exclude", help="Globs of tensors to copy from the newest.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at --to.")
 @shared_options.dry_run
 @shared_options.json

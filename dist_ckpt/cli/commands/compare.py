@@ -71,7 +71,7 @@ def _print_table(comparison: Comparison) -> None:
     rows = [
         [
             *(run.name, _text(run.kind)),
-            "-" if run.num_parameters is None else f"{run.num_parameters:,}",
+            output.cell(run.num_parameters, "{:,}".format),
             *(str(run.num_checkpoints), _text(run.step)),
             *([_text(run.best), _text(run.best_step)] if best else []),
             *(output.metrics_cell(run.metrics), "; ".join(run.problems)),
@@ -92,4 +92,4 @@ def _print_table(comparison: Comparison) -> None:
 def _text(value: object) -> str:
     if isinstance(value, float) and isfinite(value):
         return f"{value:g}"
-    return "-" if value is None else str(value)
+    return output.cell(value)

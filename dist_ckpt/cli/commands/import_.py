@@ -31,10 +31,10 @@ _FORMATS = (*("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "meg
     "--step", type=click.IntRange(0, MAX_STEP), help="The step of the checkpoint in its run."
 )
 @shared_options.overwrite
-@shared_options.glob_option(
+@shared_options.repeatable_option(
     "-g", "--include", help="Write only names that match this glob. May be repeated."
 )
-@shared_options.glob_option(
+@shared_options.repeatable_option(
     "--exclude", help="Leave out names that match this glob. May be repeated."
 )
 @shared_options.dry_run

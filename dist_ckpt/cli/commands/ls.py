@@ -46,17 +46,16 @@ def ls(path: str, *, as_json: bool) -> None:
         hint = f", but in {listed(below)}: list one of them" if below else ""
         click.echo(output.printable(f"no checkpoints in {path}{hint}"))
         return
+    now = time.time()
     cells = [
         (
             checkpoint.name,
-            "-" if checkpoint.step is None else str(checkpoint.step),
+            output.cell(checkpoint.step),
             checkpoint.state,
-            "-" if checkpoint.nbytes is None else format_size(checkpoint.nbytes),
-            "-" if checkpoint.world_size is None else str(checkpoint.world_size),
-            "-" if checkpoint.num_tensors is None else str(checkpoint.num_tensors),
-            "-"
-            if checkpoint.saved_at is None
-            else output.format_duration(time.time() - checkpoint.saved_at),
+            output.cell(checkpoint.nbytes, format_size),
+            output.cell(checkpoint.world_size),
+            output.cell(checkpoint.num_tensors),
+            output.cell(checkpoint.saved_at, lambda at: output.format_duration(now - at)),
             output.metrics_cell(checkpoint.metrics),
             "; ".join(_notes(checkpoint)),
         )

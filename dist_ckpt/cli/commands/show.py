@@ -57,7 +57,7 @@ def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
     by = ", ".join(f"{name} {version}" for name, version in summary.saved_by.items())
     lines = [
         ("checkpoint", summary.path),
-        ("step", "-" if summary.step is None else str(summary.step)),
+        ("step", output.cell(summary.step)),
         *([] if summary.kind is None else [("kind", summary.kind)]),
         # Files of other systems have no time of commit.
         *([("committed", f"{saved}, attempt {summary.attempt}")] if summary.saved_at else []),

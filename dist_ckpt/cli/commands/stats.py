@@ -49,8 +49,8 @@ def _print_stats(tensors: tuple[TensorStats, ...], num_bad: int) -> None:
             (
                 row.name,
                 row.dtype,
-                *("-" if x is None else f"{x:.6g}" for x in (row.min, row.max, row.mean, row.rms)),
-                *("-" if n is None else str(n) for n in (row.zeros, row.nan, row.inf)),
+                *(output.cell(x, "{:.6g}".format) for x in (row.min, row.max, row.mean, row.rms)),
+                *(output.cell(count) for count in (row.zeros, row.nan, row.inf)),
             )
             for row in tensors
         ],

@@ -8,14 +8,7 @@ from contextlib import suppress
 
 import click
 
-from dist_ckpt.cli import output, shared_options
-from dist_ckpt.cli.results import (
-    SkippedCheckpoint,
-    VerifiedCheckpoint,
-    VerifyAllResult,
-    VerifyResult,
-    convert,
-)
+from dist_ckpt.cli import output, results, shared_options
 from dist_ckpt.core.checkpoint.verify import Level, VerifyReport
 from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
 from dist_ckpt.core.storage import open_storage
@@ -50,7 +43,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
             report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
         with output.exit_with(output.FINE if report.ok else output.FINDING):
             if as_json:
-                output.print_json(convert(report, VerifyResult))
+                output.print_json(results.convert(report, results.VerifyResult))
             else:
                 _print(report)
     else:
@@ -66,7 +59,7 @@ def _verify_all(
     with the lowest code of their errors. Raises NotFoundError if no checkpoint is committed.
     """
     reports: list[VerifyReport] = []
-    not_checked: list[SkippedCheckpoint] = []
+    not_checked: list[results.SkippedCheckpoint] = []
     codes = set[int]()
     for checkpoint in listing:
         result, code = _verify(checkpoint, level)
@@ -84,10 +77,10 @@ def _verify_all(
     num_damaged = sum(not report.ok for report in reports)
     with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
         if as_json:
-            document = VerifyAllResult(
+            document = results.VerifyAllResult(
                 path=root,
                 ok=not num_damaged and not codes,
-                checkpoints=convert(reports, tuple[VerifiedCheckpoint, ...]),
+                checkpoints=results.convert(reports, tuple[results.VerifiedCheckpoint, ...]),
                 not_checked=tuple(not_checked),
             )
             output.print_json(document)
@@ -98,7 +91,7 @@ def _verify_all(
 
 def _verify(
     checkpoint: RunCheckpoint, level: Level
-) -> tuple[VerifyReport | SkippedCheckpoint, int]:
+) -> tuple[VerifyReport | results.SkippedCheckpoint, int]:
     """Check one checkpoint. Return the result, and the exit code if it could not be checked."""
     code = output.FINE
     if checkpoint.state in ("open", "abandoned"):
@@ -111,11 +104,11 @@ def _verify(
             why = "replaced or deleted during the check"
         except CheckpointError as error:
             why, code = str(error), output.exit_code(error)
-    return SkippedCheckpoint(path=checkpoint.path, why=why), code
+    return results.SkippedCheckpoint(path=checkpoint.path, why=why), code
 
 
-def _print(report: VerifyReport | SkippedCheckpoint) -> None:
-    if isinstance(report, SkippedCheckpoint):
+def _print(report: VerifyReport | results.SkippedCheckpoint) -> None:
+    if isinstance(report, results.SkippedCheckpoint):
         path, why = output.printable(report.path), output.printable(report.why)
         click.echo(f"note     {path}: {why}: not checked")
         return

@@ -200,10 +200,8 @@ def _table(run: RunObservation, keep: RetentionPolicy | None, most: int | None) 
         (
             checkpoint.name if checkpoint.step is None else str(checkpoint.step),
             "orphaned" if checkpoint.is_orphaned else checkpoint.state,
-            "-" if checkpoint.nbytes is None else format_size(checkpoint.nbytes),
-            "-"
-            if checkpoint.saved_at is None
-            else output.format_duration(run.at - checkpoint.saved_at),
+            output.cell(checkpoint.nbytes, format_size),
+            output.cell(checkpoint.saved_at, lambda at: output.format_duration(run.at - at)),
             output.metrics_cell(checkpoint.metrics),
             "; ".join(reasons.get(checkpoint.path, ())),
         )

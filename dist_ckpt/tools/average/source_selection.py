@@ -18,14 +18,8 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.runs import selectors
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.runs.selectors import (
-    checkpoint_ref_of,
-    measured,
-    resolve_at,
-    resolve_with_lease,
-    warn_of_unreadable,
-)
 
 _MOST = sys.float_info.max
 
@@ -238,8 +232,8 @@ def _check_target(
 
 def _resolve(storage: Storage, path: str, leases: ExitStack | None) -> str:
     if leases is not None:
-        return resolve_with_lease(storage, path, leases)
-    checkpoint = resolve_at(storage, path)
+        return selectors.resolve_with_lease(storage, path, leases)
+    checkpoint = selectors.resolve_at(storage, path)
     return path if checkpoint is None else checkpoint.path
 
 
@@ -254,7 +248,8 @@ def _choose_from_run(
             with ExitStack() as stack:
                 if leases is not None and can_lease(storage, listing.root):
                     for checkpoint in checkpoints:
-                        stack.enter_context(renewed_lease(checkpoint_ref_of(storage, checkpoint)))
+                        ref = selectors.checkpoint_ref_of(storage, checkpoint)
+                        stack.enter_context(renewed_lease(ref))
                     leases.push(stack.pop_all())
         except NotFoundError:
             if not num_left:
@@ -271,12 +266,12 @@ def pick_checkpoints(listing: Listing, options: AverageOptions) -> Sequence[RunC
 
     Only the highest attempt of each step counts. NotFoundError if no checkpoint has the metric.
     """
-    warn_of_unreadable(listing)
+    selectors.warn_of_unreadable(listing)
     name = options.max if options.min is None else options.min
     if options.best is None or name is None:
         count, candidates = options.last or 0, listing.alive
     else:
-        count, candidates = options.best, tuple(measured(listing, name))
+        count, candidates = options.best, tuple(selectors.measured(listing, name))
     ranked = list({info.step: info for info in candidates}.values())[::-1]
     if name is not None:
         sign = -1 if options.min is None else 1
