@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# The public names of each module. They are imported at their first use, so that reading and listing
-# checkpoints needs no torch. The errors are imported at once: they need nothing.
+# The public names of each module. A name is imported at its first use, so that checkpoints can be
+# listed and read without torch. Only the errors are imported at once.
 _NAMES = {
     "core.saving.save": "save",
     "async_save.async_saver": "AsyncSaver",
@@ -101,7 +101,7 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Names that 0.2.0 has changed.
+# Old names, which 0.2.0 has changed. Their use raises an error with the new name.
 _NEW_NAMES = {
     "FileLayout": "FileContents",
     "HeldShard": "ShardPlacement",
@@ -110,7 +110,7 @@ _NEW_NAMES = {
     "html_report": "tools.report",
 }
 
-# Functions of the core that open a user's path: they get `openers.OPENER`.
+# Functions of the core that open a user's path. They get `openers.OPENER` as their `opener`.
 _WITH_OPENER = frozenset({"open", "verify", "load", "build"})
 
 # Public modules, also imported at their first use.

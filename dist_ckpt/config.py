@@ -11,12 +11,12 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# After this long a storage call hangs, and is not merely slow. Far above the time that the fullest
-# disk needs for a few MiB, or that a network file system needs to fail over.
+# A storage call that takes longer counts as hanging. This is far longer than a full disk needs for
+# a few MiB, or a network file system for a failover.
 STALL_TIMEOUT_S = 600.0
 
 # Each thread has a scratch buffer of 10 MiB, and one of 2 MiB for direct reads. A save has five
-# more buffers (`shard_io/write/shard_writer.py`). So each uses at most 256 MiB.
+# more buffers (`shard_io/write/shard_writer.py`). So a save or a load uses at most 256 MiB.
 MAX_THREADS = 20
 
 # A sync waits for all data that the system has not written yet. Slower storage counts as hanging.
@@ -28,7 +28,7 @@ def stall_timeout_s(nbytes: int, *, stall_s: float = STALL_TIMEOUT_S) -> float:
     return stall_s + nbytes / SLOWEST_NBYTES_PER_S
 
 
-# Names that 0.2.0 has changed. They are refused: ignoring them would silently use the defaults.
+# Old names, which 0.2.0 has changed. They raise an error: to ignore them would use the defaults.
 _NEW_NAMES: Mapping[str, str] = {
     "silence_s": "heartbeat_timeout_s",
     "arrive_s": "join_timeout_s",
@@ -38,7 +38,7 @@ _NEW_NAMES: Mapping[str, str] = {
 
 
 def _refuse_old_names(config: type[_T]) -> type[_T]:
-    """Decorate a dataclass: its constructor refuses the old names of its fields."""
+    """Decorate a dataclass: its constructor raises TypeError for old names of its fields."""
     init = config.__init__
 
     @functools.wraps(init)
@@ -57,11 +57,11 @@ def _refuse_old_names(config: type[_T]) -> type[_T]:
 class Config:
     """Deadlines and sizes. Raises ValueError for an invalid value.
 
-    `heartbeat_timeout_s`: a rank whose heartbeat stops for this long is dead. `join_timeout_s`: how
-    long the first rank in a save or load waits for the others. After `join_warning_s` it logs a
-    warning that names them. `visibility_timeout_s`: how long a rank waits to see the coordinator's
-    claim on shared storage. `threads`: how many reads or writes a rank has in flight. `host`: the
-    name of this rank's host; "" means the system's name.
+    `heartbeat_timeout_s`: a rank without a heartbeat for this long counts as dead.
+    `join_timeout_s`: how long the first rank in a save or load waits for the others. After
+    `join_warning_s` it logs a warning that names the missing ranks. `visibility_timeout_s`: how
+    long a rank waits to see the coordinator's claim on shared storage. `threads`: how many reads or
+    writes a rank runs at once. `host`: the name of this rank's host; "" means the system's name.
     """
 
     heartbeat_timeout_s: float = 20.0

@@ -1,7 +1,7 @@
-"""The errors of dist_ckpt, grouped by what the caller does next.
+"""The errors of dist_ckpt: one class for each thing that the caller can do next.
 
-Wrong arguments raise `ValueError` and `TypeError`. Errors about checkpoints are `CheckpointError`s:
-the message gives the facts, and ends with the remedy.
+Wrong arguments raise `ValueError` and `TypeError`. All errors about checkpoints are subclasses of
+`CheckpointError`: the message gives the facts, and ends with the remedy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_LISTED = 20
 class CheckpointError(Exception):
     """Base of all errors about checkpoints.
 
-    `rank` is the rank in the group on which it happened, `phase` the phase of the save or load.
-    Both are None with a single process or without phases.
+    `rank` is the rank of the group on which the error happened, `phase` the phase of the save or
+    load. Both are None with a single process, or outside of a phase.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, phase: str | None = None) -> None:
@@ -88,7 +88,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) > 1)} {text}"
 
 
-# How `Optimizer.state_dict` names a parameter: by its number, in each rank's own order.
+# `Optimizer.state_dict` names a parameter by a number, which may differ between ranks.
 _BY_NUMBER = re.compile(r"(^|\.)state\.\d+\b")
 
 

@@ -1,6 +1,7 @@
 """Open a user's path: a checkpoint of dist_ckpt, a run's selector, or files of other systems.
 
-Only this module imports runs, other systems and snapshots in memory. The core gets `OPENER`.
+The core must not import runs, other systems and snapshots in memory. This module does, and passes
+`OPENER` to the core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ R = TypeVar("R")
 
 
 def _open(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[Storage, str]:
-    """Return the result of `open_storage`, or a view of another system's files as a checkpoint."""
+    """Open the storage of a path, or a view of another system's files as a checkpoint."""
     storage, text = open_storage(path, direct_reads=direct_reads)
     return foreign_at(storage, text) or storage, text
 

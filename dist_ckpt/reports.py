@@ -1,13 +1,13 @@
-"""Reports of saves and loads, for their caller and the log.
+"""The reports of saves and loads, and what they measure: phases, counts and progress.
 
-Units: seconds, bytes, and GB/s with 1e9 bytes to the GB. `seconds` are this rank's, by phase, and
-add up to the call of a `dc.save` or `dc.load`. `exchanges` and `collectives` count calls, with the
-bytes that this rank sent. `storage_reads` and `storage_writes` count all kinds of files, with
-headers, objects and index.
+Units: seconds, bytes, and GB/s with 1e9 bytes to the GB. `seconds` has the seconds of each phase on
+this rank; their sum is the time of the `dc.save` or `dc.load`. `exchanges` and `collectives` count
+calls, and the bytes that this rank sent. `storage_reads` and `storage_writes` count all files, also
+headers, objects files and the index.
 
-In a background save, `seconds` are the phases of the trainer and of its writer, without the time
-between. The writer makes the report, and the trainer adds its part. A rate divides the bytes of the
-whole job by the seconds of the call, or of the slowest rank. It is 0.0 where nothing was measured.
+In a background save, the writer makes the report, and the trainer adds its own phases. The time
+between these phases does not count. A rate divides the bytes of all ranks by the seconds of the
+call, or of the slowest rank. A rate is 0.0 if nothing was measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IoCount:
         return IoCount(self.num + more.num, self.nbytes + more.nbytes)
 
     def since(self, earlier: IoCount) -> IoCount:
-        """Return the difference to an earlier state of this count."""
+        """Return the difference between this count and an earlier one."""
         return IoCount(self.num - earlier.num, self.nbytes - earlier.nbytes)
 
 
@@ -58,7 +58,7 @@ class CopyProgress:
         self._done, self._lock = 0, Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Count what was copied."""
+        """Count copied bytes, and report the progress."""
         with self._lock:
             self._done = min(self._done + nbytes, self._total)
             if self._progress is not None:
@@ -72,10 +72,10 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 class SaveReport:
     """The report of a save.
 
-    `nbytes` and `num_files` count all ranks. `slowest_rank` took longest, `slowest_s`, to write its
-    files and make them durable. `nbytes_receipt` is the part of the bytes of `exchanges` that this
-    rank's receipt took. It grows with the number of files; the coordinator sends none. `num_linked`
-    files, with `nbytes_linked` bytes, were not written but linked from an older checkpoint.
+    `nbytes` and `num_files` count all ranks. `slowest_rank` took longest to write its files and
+    make them durable: `slowest_s` seconds. `nbytes_receipt` is the size of this rank's receipt,
+    which grows with the number of files. It is a part of the bytes of `exchanges`, and 0 on the
+    coordinator. `num_linked` files with `nbytes_linked` bytes were linked, not written.
     """
 
     path: str
@@ -135,16 +135,16 @@ class LoadedSource:
 class LoadReport:
     """The report of a load, on this rank.
 
-    `restored` are the names that were filled, and `resharded` those that are cut differently here.
-    `missing` names are not in the checkpoint; `unexpected` ones no rank requested. `dropped` were
-    left out by `on_reshard` or a `rename` to None. They include optimizer state that is removed, as
-    its parameter had none when it was saved.
+    `restored` has the names that were filled, `resharded` those of them that were saved in another
+    layout. `missing` names are not in the checkpoint. No rank requested the `unexpected` names.
+    `dropped` names were left out by `on_reshard`, or by a `rename` to None. They include optimizer
+    state that was removed because its parameter had no state when it was saved.
 
     `nbytes_read` counts shard data that this rank read, `nbytes_received` data from other ranks,
-    `nbytes_placed` data that was filled here. `job_nbytes_read` and `job_nbytes_placed` count all
-    ranks. `nbytes_from_memory` came from the memory of this host, where background saves had left
-    it; `storage_reads` counts the rest. Both include headers and objects. `slowest_rank` took
-    longest, `slowest_s`, to read, check and fill its tensors.
+    `nbytes_placed` data in the tensors of this rank. `job_nbytes_read` and `job_nbytes_placed`
+    count all ranks. `nbytes_from_memory` counts bytes that background saves had left in the memory
+    of this host, `storage_reads` all other reads. Both include headers and objects files.
+    `slowest_rank` took longest to read, check and fill its tensors: `slowest_s` seconds.
 
     `sources` lists the checkpoints; `path`, `step` and `attempt` are those of the first. `as_saved`
     is True if no rename has changed saved names. After a load that left something out, pass the
@@ -233,7 +233,7 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class Phases:
-    """Measures the phases of an operation on one thread; `quiet` ranks measure without logging."""
+    """Measures the phases of an operation on one thread. `quiet` ranks do not log them."""
 
     def __init__(self, operation: str, path: str, *, quiet: bool) -> None:
         self.seconds: dict[str, float] = {}
@@ -242,7 +242,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one phase; repeated phases add up. Logs if the phase succeeds."""
+        """Measure one phase, and log it if it succeeds. Phases of one name add up."""
         start = time.monotonic()
         try:
             yield

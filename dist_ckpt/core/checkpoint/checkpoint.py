@@ -37,8 +37,8 @@ from dist_ckpt.core.state.tree.containers import RECORD, find_enclosing_subclass
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
-# This many shard files stay open between reads: enough for the shards of a tensor on one host.
-MAX_KEPT = 64
+# How many shard files stay open between reads: enough for the shards of a tensor on one host.
+MAX_OPEN_FILES = 64
 
 
 def open(  # noqa: A001  # it is `dc.open`
@@ -89,7 +89,7 @@ class Checkpoint:
             attempt,
             index,
             make=_without_torch,
-            max_open_files=MAX_KEPT,
+            max_open_files=MAX_OPEN_FILES,
             threads=threads,
         )
 
@@ -120,7 +120,7 @@ class Checkpoint:
         return {fqn: self._info(fqn) for fqn in (*catalog.tensors, *catalog.aliases)}
 
     def _info(self, fqn: str) -> TensorInfo:
-        """Return the metadata of one tensor, without reading that of all others."""
+        """Return the metadata of one tensor."""
         catalog = self.index.catalog
         record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
         return TensorInfo(
@@ -163,10 +163,9 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int | None:
-        """The number of elements of its parameters, tied ones once. None if it is not known.
+        """The number of elements of all parameters. None if the state had no modules.
 
-        It is known for saved modules, but not for plain state dicts. All components count. A
-        quantized tensor counts with its full shape.
+        Tied parameters count once. A quantized tensor counts with its full shape.
         """
         return None if self._counts is None else self._counts.num_parameters
 
@@ -194,9 +193,9 @@ class Checkpoint:
     def report(self, name: str) -> Json:
         """Return the contents of an attached JSON file, after a comparison with this checkpoint.
 
-        IncompatibleError if its `kind`, `config`, `num_parameters` or `num_params` differ from
-        those of the checkpoint, where these are known. ValueError if it is not strict JSON.
-        Otherwise raises the errors of `read_attached`.
+        IncompatibleError if `kind`, `config`, `num_parameters` or `num_params` in the file differ
+        from the checkpoint; values that the checkpoint does not have are not compared. ValueError
+        if the file is not strict JSON. Otherwise raises the errors of `read_attached`.
         """
         data = self.read_attached(name)
         try:
@@ -260,7 +259,7 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         self._opened.read([TensorRequest(fqn, info.dtype, info.shape, (region,))], data)
-        self._opened.free_buffers()  # it may stay open for a long time without another read
+        self._opened.free_buffers()  # the next read may be much later
         return Array(info.dtype, region.shape, data)
 
     @property
@@ -272,7 +271,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoredTensor:
-    """One tensor of a checkpoint, not read yet: index it to read a part. `shape` is global.
+    """One tensor of a checkpoint: index it to read a part. `shape` is the global shape.
 
     `tensor[2:5, ..., 0]` reads the blocks of these elements and returns an `Array`. An index has
     integers, slices without a step, and `...`, as in numpy.
@@ -294,7 +293,7 @@ class StoredTensor:
 
 
 def _without_torch(value: Placeholder) -> object:
-    """Return an array for a placeholder of one; other placeholders stay."""
+    """Return an array for the placeholder of an array. Return other placeholders unchanged."""
     if isinstance(value, ArrayValue):
         return Array(value.dtype, value.shape, memoryview(value.data))
     return value
@@ -302,14 +301,14 @@ def _without_torch(value: Placeholder) -> object:
 
 # --- indices ---------------------------------------------------------------------------------
 
-# Each is one entry of a tuple, too.
+# An index of one dimension. An index of several dimensions is a tuple of these.
 BasicIndex = SupportsIndex | slice | EllipsisType
 
 
 def select(index: BasicIndex | tuple[BasicIndex, ...], shape: Shape) -> tuple[Region, Shape]:
-    """Return the region of an index, and the shape of the result.
+    """Return the region that an index selects, and the shape of the result.
 
-    IndexError as in numpy. ValueError if it is not a basic index with step 1.
+    IndexError as in numpy. ValueError if the index is not a basic index with step 1.
     """
     entries = index if isinstance(index, tuple) else (index,)
     if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
@@ -345,7 +344,7 @@ def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """The number of elements of the parameters, and of the trained ones; tied ones count once."""
+    """The number of elements of all parameters, and of trainable ones. Tied ones count once."""
 
     num_parameters: int
     num_trainable: int
@@ -356,8 +355,8 @@ def count_parameters(
 ) -> ParameterCounts | None:
     """Count the parameters of one component or of all. None if the catalog does not list them.
 
-    A quantized parameter counts with its full shape, which is in the plain value that `value_of`
-    returns. CorruptError if that is not a shape.
+    `value_of` returns a saved value by name. It is called for quantized parameters: a value has
+    their full shape. CorruptError if that is not a shape.
     """
     wholes: dict[str, tuple[int, bool]] = {}
     for fqn, trainable in catalog.parameters.items():

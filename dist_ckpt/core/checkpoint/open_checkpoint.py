@@ -42,20 +42,20 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.reports import CopyProgress, IoCount, Progress
 
-# The most bytes of a checkpoint in memory at a time: a multiple of a block.
+# The size of a window: a multiple of a block.
 WINDOW_NBYTES = 16 * BLOCK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TensorWindow:
-    """Parts of tensors with their bytes. `data` has them in this order, until the next window."""
+    """Parts of tensors, with their bytes in this order in `data`. Valid until the next window."""
 
     parts: tuple[tuple[TensorRequest, memoryview], ...]
     data: memoryview
 
     @staticmethod
     def of(wanted: Sequence[TensorRequest], memory: memoryview) -> TensorWindow:
-        """Return the window of the parts that were read into memory."""
+        """Return the window of parts that were read into memory in this order."""
         parts = tuple(iterate_parts(wanted, memory))
         return TensorWindow(parts, memory[: sum(data.nbytes for _, data in parts)])
 
@@ -137,7 +137,7 @@ class OpenCheckpoint:
         return self.catalog.names
 
     def not_found_if_removed(self) -> AbstractContextManager[None]:
-        """Raise NotFoundError for a missing or damaged file in this block if it was removed."""
+        """Turn errors of damage in this block into NotFoundError if the checkpoint was removed."""
         return attempts.not_found_if_removed(self.storage, self.path, self.attempt)
 
     # --- values ---
@@ -151,7 +151,7 @@ class OpenCheckpoint:
         return _objects_name(rank) in self._objects_records
 
     def objects(self, rank: int | None = None) -> ObjectsFile:
-        """Return the objects file of a rank, or the global one. It is read once.
+        """Return the objects file of a rank, or the global one. Later calls do not read it again.
 
         CorruptError if it is damaged, or not in the index.
         """
@@ -174,7 +174,7 @@ class OpenCheckpoint:
         return {name: self._objects_file(name) for name in self._objects_records}
 
     def merged_objects(self) -> ObjectsFile:
-        """Return the global objects file with the values of all ranks, without per-rank values.
+        """Return the global objects file, plus the values of all other ones but no per-rank values.
 
         CorruptError if a file lacks a value.
         """
@@ -190,7 +190,7 @@ class OpenCheckpoint:
         rank = self.catalog.values[fqn] or None
         values = self.objects(rank).values if self.has_objects(rank) else {}
         if fqn not in values:
-            raise self._lacks(rank, fqn)
+            raise self._missing_value_error(rank, fqn)
         return values[fqn]
 
     def value_of_rank(self, fqn: str, key: Key) -> object:
@@ -198,7 +198,7 @@ class OpenCheckpoint:
         rank = self._holders[fqn][key]
         values = self.objects(rank).per_rank.get(fqn, {}) if self.has_objects(rank) else {}
         if key not in values:
-            raise self._lacks(rank, f"{fqn} of {key!r}")
+            raise self._missing_value_error(rank, f"{fqn} of {key!r}")
         return values[key]
 
     @cached_property
@@ -206,7 +206,7 @@ class OpenCheckpoint:
         # Cached: there may be as many keys as ranks.
         return {fqn: dict(keys) for fqn, keys in self.catalog.per_rank.items()}
 
-    def _lacks(self, rank: int | None, value: str) -> CorruptError:
+    def _missing_value_error(self, rank: int | None, value: str) -> CorruptError:
         return CorruptError(
             f"{self.folder}/{_objects_name(rank)} lacks {value}, which the index says it holds; "
             f"load an older checkpoint"
@@ -221,7 +221,7 @@ class OpenCheckpoint:
     # --- tensors ---
 
     def select(self, selection: Selection) -> dict[str, str]:
-        """Return the selected names, tied ones too, each with the name of its stored tensor.
+        """Return the selected names, also of tied tensors, each with the name of its stored tensor.
 
         ValueError for a pattern that matches no name.
         """
@@ -236,7 +236,7 @@ class OpenCheckpoint:
         return sum(prod(record.shape) * DTYPES[record.dtype].itemsize for record in records)
 
     def read(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
-        """Read the wanted cells, one after another, into memory. Each block is checked."""
+        """Read the wanted cells one after another into memory, and check each block."""
         targets = {}
         start = 0
         for want in wanted:
@@ -253,7 +253,7 @@ class OpenCheckpoint:
         self.slots.clear()
 
     def check(self, wanted: Sequence[TensorRequest]) -> None:
-        """Check all blocks of the wanted cells, without returning their data."""
+        """Check all blocks of the wanted cells."""
         with self._turn, self.not_found_if_removed():
             self._read(wanted, None)
 
@@ -285,10 +285,10 @@ class OpenCheckpoint:
     ) -> Generator[TensorWindow, None, None]:
         """Yield the data of stored tensors in windows. CorruptError for damaged blocks.
 
-        In the order of the files, each block is read once, and one window is in memory. In the
-        order of the names, each part is a box with its elements in row-major order; a tensor
-        without elements has no part. A window is then read while the one before is used, and three
-        are in memory. Close the generator if you stop early.
+        With `order="files"`, each block is read once, and one window is in memory. With
+        `order="names"`, each part is a box with its elements in row-major order; a tensor without
+        elements has no part. The next window is read while you use one, and three are in memory.
+        Close the generator if you stop early.
         """
         nbytes = max(min(self.tensor_nbytes(names), window_nbytes), 1)
         if order == "files":
@@ -332,9 +332,9 @@ class OpenCheckpoint:
         most_names: int | None = None,
         progress: Progress | None = None,
     ) -> IoCount:
-        """Link or copy files into the folder `target`; return the count of linked ones.
+        """Link or copy `files`, by default all, into the folder `target`. See `link_or_copy_files`.
 
-        These are all files, or those in `files`, under the names there. See `link_or_copy_files`.
+        `files` has records of the index by their new names. Returns the count of linked files.
         """
         files = self.index.all_files if files is None else files
         return link_or_copy_files(
@@ -351,16 +351,16 @@ class OpenCheckpoint:
 
     @property
     def has_open_files(self) -> bool:
-        """True if files are open."""
+        """True if any file is open."""
         return bool(self._files)
 
     def close(self) -> None:
-        """Close the files when no thread reads. Nothing can be read afterwards. Never raises."""
+        """Wait until no thread reads, and close the files. A later read fails. Never raises."""
         with self._turn:
             self.close_unshared()
 
     def close_unshared(self) -> None:
-        """Close the files without waiting for readers, whose lock a fork may have left locked."""
+        """Close the files without the lock of readers, which is locked forever after some forks."""
         for file in (self._files or {}).values():
             file.close()
         self._files = None
@@ -379,7 +379,7 @@ def _objects_name(rank: int | None) -> str:
 def _windows_of_boxes(
     catalog: Catalog, names: Collection[str], window_nbytes: int
 ) -> Iterator[tuple[TensorRequest, ...]]:
-    """Yield groups of boxes that fit into a window."""
+    """Cut tensors into boxes, and yield groups of boxes that fit into a window."""
     window: list[TensorRequest] = []
     free = window_nbytes
     for fqn in names:
@@ -398,9 +398,9 @@ def _windows_of_boxes(
 
 
 def cut_into_boxes(box: Region, most: int) -> Iterator[Region]:
-    """Cut a box into parts of at most `most` elements, along its first dimension that can be cut.
+    """Cut a box into boxes of at most `most` elements, in row-major order.
 
-    The elements of each part, and the parts, are in row-major order.
+    Cuts along the first dimension with more than one row, and again inside if a row is too large.
     """
     if box.numel <= most:
         yield box
@@ -417,7 +417,7 @@ def cut_into_boxes(box: Region, most: int) -> Iterator[Region]:
 def iterate_parts(
     wanted: Sequence[TensorRequest], memory: memoryview
 ) -> Iterator[tuple[TensorRequest, memoryview]]:
-    """Yield each part that was read into memory, with its bytes."""
+    """Yield each part of a window with its bytes in memory."""
     start = 0
     for want in wanted:
         numel = sum(cell.numel for cell in want.cells)

@@ -1,4 +1,4 @@
-"""Openers: they turn the path of a user into a storage, and into the path of a checkpoint there."""
+"""Openers: turn the path of a user into a storage and the path of a checkpoint there."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ UserPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """Files that one rank has in memory, which a load reads from there instead of the storage.
+    """Files in the memory of this host: a load reads them there, not from the storage.
 
-    `committed` returns the files of a committed checkpoint (its path and index), by path. The stack
-    closes them. `uncommitted` are files of a checkpoint that the storage does not have.
+    `committed` takes the path and the index of a committed checkpoint, and returns its files by
+    path. The stack closes them. `uncommitted` has the files of a checkpoint that the storage does
+    not have.
     """
 
     committed: Callable[[str, Index, ExitStack], Mapping[str, ServedFile]]
@@ -28,16 +29,16 @@ class MemorySource:
 
     @property
     def is_only_copy(self) -> bool:
-        """True if the storage does not have the checkpoint."""
+        """True if only the memory has the checkpoint."""
         return bool(self.uncommitted)
 
 
-# A load with it reads everything from the storage.
+# With this source a load reads everything from the storage.
 NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
 
 
 class PathOpener(Protocol):
-    """Opens a path without a selector: returns its storage, and its path there."""
+    """A function that opens a path without a selector. Returns the storage, and the path there."""
 
     def __call__(self, path: UserPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
         """Open the path. Raises the errors of `open_storage`."""
@@ -48,9 +49,9 @@ class Opener:
     """Turns the path of a user into a checkpoint.
 
     `open` opens a path; the storage may be a view of another system's files. `resolve` returns the
-    path of the checkpoint that a selector names, and any other path unchanged. If a stack is given
-    and the run keeps records, `resolve` takes a lease, which ends when the stack closes. `memory`
-    has files in memory.
+    path of the checkpoint that a selector names, and returns any other path unchanged. With a
+    stack, `resolve` also leases the checkpoint until the stack closes, if the run keeps records.
+    `memory` has files that need not be read from the storage.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`dc.verify`: report every problem of a checkpoint, without torch."""
+"""`dc.verify`: find and report all problems of a checkpoint, without torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Level = Literal["full", "quick"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: its file, and its rank and tensor if it has these."""
+    """One problem of a file; `rank`, `tensor` and `rows` say what is damaged, if that is known."""
 
     file: str
     rank: int | None
@@ -74,7 +74,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `verify`. `notes` are foreign or leftover files, which are harmless.
+    """The result of `verify`. `notes` lists harmless files of other programs, or of dead processes.
 
     `attempt` is None if the index is damaged.
     """
@@ -121,7 +121,7 @@ def verify(
 
 
 class _GoneError(Exception):
-    """The attempt was removed during the check, so the problems have no meaning."""
+    """The attempt was removed during the check, so its problems mean nothing."""
 
 
 def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
@@ -157,7 +157,7 @@ def _order(problem: Problem) -> tuple[str, str, ByteRange, str]:
 # The shards of a file: tensor and cell -> dtype and shape of the tensor.
 _Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
 
-# A tensor, and its lost rows.
+# The name of a tensor, and its lost rows.
 _Lost = tuple[str, ByteRange | None]
 
 
@@ -177,7 +177,7 @@ class _Verifying:
         self._slots = BufferPool(max(READ_NBYTES, MAX_BLOCK_NBYTES))
 
     def run(self, level: Level, *, threads: int) -> None:
-        """Check the listing, then the files, several at once."""
+        """Check the names of files, then the files, several at once."""
         index = self._index
         self._check_listing()
         self._check_claim()
@@ -265,9 +265,9 @@ class _Verifying:
     def _check_header(
         self, record: ShardFileRecord, expected: _Shards
     ) -> tuple[OpenFile, int] | None:
-        """Check the size and header of a file.
+        """Check the size and the header of a shard file. Return None if the header is damaged.
 
-        Returns the file, and the end of the bytes of its shards. None if the header is damaged.
+        Otherwise return the file, and the number of bytes after its header.
         """
         path = f"{self._folder}/{self._index.file_name(record)}"
         try:
@@ -321,7 +321,7 @@ class _Verifying:
                     self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 
     def _add_lost(self, record: ShardFileRecord, problem: str, lost: Iterable[_Lost]) -> None:
-        """Add a problem of a file, and the rows of tensors that it makes unreadable."""
+        """Add a problem of a file, and one problem for each range of rows that is lost with it."""
         name = self._index.file_name(record)
         self._add_problem(name, record.rank, problem)
         for fqn, rows in lost:
@@ -345,7 +345,7 @@ def _text(shard: tuple[str, Shape] | None) -> str:
 
 
 def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
-    """Yield the rows in blocks after `end`, the end of a file that is too short."""
+    """Yield the rows of tensors that are lost in a short file, which ends at byte `end`."""
     for shard in header.shards:
         if shard.span.stop > end:
             itemsize = DTYPES[shard.dtype].itemsize
@@ -355,7 +355,7 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
 
 
 def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
-    """Yield each shard file, and its shards by the catalog."""
+    """Yield each shard file, and the shards that the catalog expects in it."""
     files = {(file.component, file.rank): file for file in index.files}
     for rank, stored in enumerate(stored_cells_by_rank(index.catalog)):
         for component, cells in stored.items():

@@ -220,7 +220,7 @@ class Watched(MemoryStorage):
 def test_only_so_many_files_stay_open_and_none_after_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_KEPT", 2)
+    monkeypatch.setattr(checkpoint, "MAX_OPEN_FILES", 2)
     shape = (12, 2)
     saved = random_tensor(shape, rows(shape, *range(2, 12, 2)))
     storage, index = in_memory({"model.w": saved}, 6)
@@ -237,7 +237,7 @@ def test_only_so_many_files_stay_open_and_none_after_closing(
 
 
 def test_the_file_that_was_used_last_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_KEPT", 2)
+    monkeypatch.setattr(checkpoint, "MAX_OPEN_FILES", 2)
     saved = random_tensor((6, 2), rows((6, 2), 2, 4))
     storage, index = in_memory({"model.w": saved}, 3)
     watched = Watched(storage.tree())
@@ -248,7 +248,7 @@ def test_the_file_that_was_used_last_stays_open(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_that_share_a_checkpoint_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "MAX_KEPT", 1)
+    monkeypatch.setattr(checkpoint, "MAX_OPEN_FILES", 1)
     busy = Lock()
     overlaps: list[str] = []
 

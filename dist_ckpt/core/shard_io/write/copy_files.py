@@ -43,12 +43,12 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 ) -> IoCount:
     """Link or copy files of attempt `source` into folder `target`; return the count of linked ones.
 
-    `index` is the source's; shard files may get other names than they have there. On return the
-    files and their names are durable. Every byte of a copy is checked: CorruptError if the source
-    is damaged. Linked files are not read. But with `most_names` shard headers are, and files that
-    have this many names are copied. Without `links`, all are copied. `report` is called with the
-    bytes of each copied part, from any thread. ConflictError if `target` is gone, or has such a
-    file.
+    `files` has the records of `index`, the index of the source, by their names in the target. On
+    return the files and their names are durable. Every byte of a copy is checked: CorruptError if
+    the source is damaged. Linked files are not read. With `most_names`, the headers of shard files
+    are checked, and a file that has this many names already is copied. Without `links`, all files
+    are copied. `report` is called with the number of bytes of each copied part, from any thread.
+    ConflictError if `target` is gone, or has a file of such a name.
     """
 
     def carry(name: str) -> int:
@@ -73,7 +73,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 
 
 def try_link(storage: Storage, old: str, new: str) -> bool:
-    """Link a file into the caller's attempt, or return False: then the caller writes it instead.
+    """Link a file into an attempt of this process. Return False if the caller must write it.
 
     ConflictError if the new name exists.
     """
@@ -81,7 +81,7 @@ def try_link(storage: Storage, old: str, new: str) -> bool:
         storage.link(old, new)
     except FileExistsError as error:
         raise exists_error(new) from error
-    except FileNotFoundError:  # pruned meanwhile
+    except FileNotFoundError:  # a prune has removed the old file
         return False
     except StorageError:
         # The storage may have linked it and lost the reply.
@@ -101,7 +101,7 @@ def _copy_shards(
 ) -> None:
     with _open_checked(storage, folder, index, record) as (file, source), ExitStack() as stack:
         target = create_file(storage, new, record.nbytes, stack)
-        # The header is last, as in a save: without it the file is invalid.
+        # Write the header last, as a save does: the file is invalid until then.
         for read in group_into_reads(all_blocks(file.shards, file.header.block_nbytes)):
             data = read_blocks(source, file.path, file.header, read)
             target.write_at(record.header_nbytes + read.span.start, data)
@@ -114,7 +114,7 @@ def _copy_shards(
 def _open_checked(
     storage: Storage, folder: str, index: Index, record: ShardFileRecord
 ) -> Iterator[tuple[OpenFile, ReadableFile]]:
-    """Open and check a shard file. Errors of damage get a remedy."""
+    """Open a shard file, and check its header. An error of damage gets a remedy."""
     try:
         with (
             closing(open_file(storage, folder, index, record, keep=True)) as file,
@@ -126,7 +126,7 @@ def _open_checked(
 
 
 def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRead) -> memoryview:
-    """Return the bytes of some blocks. CorruptError if one was changed."""
+    """Read and check some blocks of a file. CorruptError if one is damaged."""
     data = read_at(file, path, header.header_nbytes + read.span.start, read.span.nbytes)
     for block in read.blocks:
         content = data[block.start - read.span.start : block.stop - read.span.start]
@@ -136,7 +136,7 @@ def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRea
 
 
 def read_at(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryview:
-    """Return some bytes of a file. CorruptError if it ends before."""
+    """Read some bytes of a file. CorruptError if the file is too short."""
     data = memoryview(bytearray(nbytes))
     if file.read_into(start, data) != nbytes:
         raise CorruptError(f"{path} ends before byte {start + nbytes}")

@@ -32,20 +32,23 @@ from dist_ckpt.reports import IoCount
 
 _log = logging.getLogger("dist_ckpt")
 
-# The most checkpoints, backups too, that share a file.
+# The most checkpoints that share a file. Backups count.
 MAX_SHARED = 8
 
-# The number of saves to remember: a state that is saved in turns with seven others is linked like a
-# single one.
+# How many saves to remember. A process may save eight different states in turn: then this has two
+# saves of each, and links need two.
 _REMEMBERED = 16
 
-# A linked file was read back from the disk, as a whole, within this many saves.
+# A linked file is read back from the disk, completely, once in this many saves.
 READ_BACK_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFiles:
-    """A rank's files in a save's folder, by name; `checked` has the save that read a file back."""
+    """A rank's linkable files in the folder of a save, by name.
+
+    `checked` has the number of the save that last read back a file.
+    """
 
     folder: str
     files: Mapping[str, FileReceipt]
@@ -54,7 +57,7 @@ class SavedFiles:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """The files that a rank has written or linked; `linked` counts the latter and their bytes."""
+    """The files that a rank has written or linked. `linked` counts the linked files."""
 
     receipts: tuple[FileReceipt, ...]
     linked: IoCount
@@ -63,18 +66,18 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class LinkableSaves:
-    """The last committed saves of a process, older ones first; `number` counts all saves."""
+    """The last committed saves of a process, the oldest first. `number` counts all its saves."""
 
     saves: tuple[SavedFiles, ...] = ()
     number: int = 0
 
     def names(self) -> set[str]:
-        """Return the files that two of them have, so that they may be linked."""
+        """Return the names of files that at least two saves have: only these may be linked."""
         seen = Counter(name for saved in self.saves for name in saved.files)
         return {name for name, count in seen.items() if count > 1}
 
     def plus(self, saved: SavedFiles) -> LinkableSaves:
-        """Return the saves with one more that is committed."""
+        """Return the saves and one more, which was committed."""
         saves = (*self.saves, saved)[-_REMEMBERED:] if saved.files else self.saves
         return LinkableSaves(saves, self.number + 1)
 
@@ -92,7 +95,7 @@ def write_or_link(
     linkable = earlier.names()
     tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
     wanted = write_all(NullStorage(), "", _only(files, tried), threads=threads, slots=slots)
-    # One after another: all threads read each back.
+    # One file after another: all threads work on the same file when it is read back.
     links = {receipt[0]: _link(storage, folder, receipt, earlier, threads) for receipt in wanted}
     checked = {name: number for name, number in links.items() if number is not None}
     rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
@@ -119,17 +122,22 @@ def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
 def _link(
     storage: Storage, folder: str, wanted: FileReceipt, earlier: LinkableSaves, threads: int
 ) -> int | None:
-    """Link a file of an earlier save. Return the save that read it back, or None to write it."""
+    """Link a file of an earlier save. Return None if it must be written again.
+
+    Otherwise return the number of the save that last read back the file.
+    """
     name = wanted[0]
     candidates = [saved for saved in earlier.saves if saved.files.get(name) == wanted][-2:]
-    for saved in candidates if len(candidates) > 1 else ():  # the first two write their files
+    if len(candidates) < 2:  # the first two saves write their files
+        return None
+    for saved in candidates:
         path = f"{saved.folder}/{name}"
         try:
             with closing(storage.open(path)) as file:
                 if file.num_links >= MAX_SHARED:
                     return None
                 checked = _check_file(file, path, saved, wanted, earlier.number, threads)
-        except FileNotFoundError:  # pruned: try the newer save; with keep.last(1) write all
+        except FileNotFoundError:  # the older save was pruned: try the newer one
             continue
         except CheckpointError as error:
             _log.warning("%s is not linked but written again: %s", path, error)
@@ -141,9 +149,10 @@ def _link(
 def _check_file(
     file: ReadableFile, path: str, saved: SavedFiles, wanted: FileReceipt, save: int, threads: int
 ) -> int:
-    """Check a file, as a whole if no recent save has. Return the save that last did, or this one.
+    """Check the header of a file, and all its blocks if no recent save has read them back.
 
-    CorruptError if its header has changed, or a block differs from its digest.
+    Returns the number of the save that last read back the file; `save` is the number of this save.
+    CorruptError if the header has changed, or a block differs from its digest.
     """
     name, nbytes, header_nbytes, digest = wanted
     header = read_at(file, path, 0, header_nbytes)
@@ -155,7 +164,7 @@ def _check_file(
     drop_cached_file(path)
     decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
 
-    def check(read: BlockRead) -> None:  # without a result, which `parallel_for` would store
+    def check(read: BlockRead) -> None:  # returns nothing: `parallel_for` would keep the bytes
         read_blocks(file, path, decoded, read)
 
     reads = group_into_reads(all_blocks(decoded.shards, decoded.block_nbytes))

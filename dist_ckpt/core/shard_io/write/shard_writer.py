@@ -1,8 +1,8 @@
 """Write one rank's shard files and objects files into an attempt.
 
 Shards are read, digested and written block by block, in one pass over the data. Some threads
-prepare blocks while others write. The header contains the digests, so it is written last. A file is
-made durable while others are still written. Nothing is committed here.
+prepare blocks while other threads write. The header contains the digests, so it is written last.
+Each file is synced as soon as it is complete. Nothing is committed here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 
-# The number of prepared batches that wait for a writing thread, so that the disk never waits.
+# How many prepared batches wait for a writing thread, so that the disk is always busy.
 NUM_WAITING = 2
 
-# To copy and digest takes half as long as to write, so more threads gain nothing.
+# To prepare a block takes half as long as to write it, so more threads gain nothing.
 MAX_PREPARING = 3
 
-# The memory of an item, by its number in the file's plan.
+# Returns the memory of an item, given its number in the file's plan.
 SourceOf = Callable[[int], CellSource]
 
 
@@ -71,9 +71,10 @@ class _NoFile:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files that one rank writes; `sources` have the memory of each plan's items.
+    """The files that one rank writes. For each plan, `sources` has the memory of its items.
 
-    `objects` are encoded objects files by name. `headers` is memory that also gets the headers.
+    `objects` has encoded objects files by name. `headers` has memory by file name, which gets a
+    copy of the header.
     """
 
     step: int | None
@@ -93,11 +94,11 @@ def write_all(
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's files into an attempt folder; return the `Receipt.files`.
 
-    Up to `threads` write at once, and half as many prepare the next blocks. A single thread
-    prepares a block after it has written the previous one. Reused `slots` are faster than new
-    memory. On return every file and its name are durable, with the planned size. After an error
-    unfinished files may remain; the attempt cannot be committed and is removed as a whole.
-    ConflictError if the folder is gone or a file exists, StorageError otherwise.
+    Up to `threads` threads write at once, and half as many prepare the next blocks. A single thread
+    does both in turn. Reused `slots` are faster than new memory. On return every file and its name
+    are durable, and have the planned size. After an error incomplete files may remain: the caller
+    abandons the attempt. ConflictError if the folder is gone or a file exists, StorageError
+    otherwise.
     """
     receipts = _write_shard_files(storage, folder, files, threads, slots or BufferPool())
     receipts += tuple(
@@ -109,7 +110,7 @@ def write_all(
 
 
 def write_document(storage: WritableStorage, folder: str, name: str, data: bytes) -> FileReceipt:
-    """Write a small file at once. It is durable on return, except its name, which needs a sync."""
+    """Write a small file. Its bytes are durable on return; its name needs `sync_names`."""
     with ExitStack() as stack:
         file = create_file(storage, f"{folder}/{name}", len(data), stack)
         file.write_at(0, data)
@@ -129,7 +130,7 @@ def _write_shard_files(
             file_writes.append(_FileWrite(path, plan, file, source_of, files))
         slots = slots.fitting(max((write.slot_nbytes for write in file_writes), default=0))
         work = ((write, batch) for write in file_writes for batch in write.plan.batches)
-        # To make one file durable may take as long as to write all of them.
+        # The sync of one file may wait for the data of all files.
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
 
@@ -166,19 +167,19 @@ class _FileWrite:
         self._step = files.step
         self._header = files.headers.get(plan.name)
         self._lock = Lock()
-        # Many small copies are Python's work. Threads that do them at once take turns anyway, and
-        # whenever a call releases the GIL. That doubled the cost of a save.
+        # Python makes the many copies of small parts. Several threads would hand the GIL to each
+        # other at each call, which doubled the cost of a save. So only one thread copies.
         self._python_lock = Lock()
         self._num_left = len(plan.batches)
         self._digests = [""] * plan.header.num_digests
 
     @property
     def slot_nbytes(self) -> int:
-        """The size of a buffer in which any batch can have the file's alignment."""
+        """The size of a buffer in which each batch can be aligned as the file needs it."""
         return self.plan.block_nbytes + self._file.alignment - 1
 
     def prepare(self, batch: Batch, slots: BufferPool) -> Callable[[], FileReceipt | None]:
-        """Gather and digest the blocks of a batch; return a call that writes them."""
+        """Gather and digest the blocks of a batch. Return a function that writes them."""
         buffers = ExitStack()
         if not batch.parts:
             return partial(self._write, 0, memoryview(b""), buffers)
@@ -192,7 +193,10 @@ class _FileWrite:
         return partial(self._write, offset, data, buffers)
 
     def _write(self, offset: int, data: memoryview, buffers: ExitStack) -> FileReceipt | None:
-        """Write a batch at once and return its buffer; the last batch makes the file durable."""
+        """Write a batch, and free its buffer. After the last batch, finish the file.
+
+        Returns the receipt after the last batch, None before.
+        """
         with buffers:
             if data:
                 self._file.write_at(offset, data)
@@ -210,7 +214,7 @@ class _FileWrite:
         return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
 
     def _gather(self, parts: Sequence[BatchPart], slot: memoryview, offset: int) -> memoryview:
-        """Return the bytes of a batch in one piece, with the alignment of the file."""
+        """Return the bytes of a batch in one buffer, aligned for the file."""
         alignment = self._file.alignment
         room = slot[offset % alignment :]
         first = address_of(room)
@@ -223,7 +227,7 @@ class _FileWrite:
                     f"{source.nbytes} now: change no tensor while it is saved"
                 )
             size = stop - start
-            # One large block is written from its own memory, if that is aligned.
+            # A single large block is written from its own memory if that is aligned.
             if len(parts) > 1 and (address := source.address()) is not None:
                 move(first + filled, address + start, size)
             else:
@@ -247,7 +251,7 @@ def _is_aligned(data: memoryview, offset: int, alignment: int) -> bool:
 
 
 def create_file(storage: WritableStorage, path: str, nbytes: int, stack: ExitStack) -> WritableFile:
-    """Create a file, which the stack discards. ConflictError if it exists or its folder is gone."""
+    """Create a file; the stack discards it. ConflictError if it exists or its folder is gone."""
     try:
         file = storage.create(path, nbytes)
     except FileExistsError as error:
@@ -267,7 +271,7 @@ def finish_file(file: WritableFile, path: str, nbytes: int) -> None:
 
 
 def sync_names(storage: WritableStorage, folder: str) -> None:
-    """Make the names of files durable, which a power cut can forget. Raises ConflictError."""
+    """Sync a folder, so that its file names survive a power cut. ConflictError if it is gone."""
     try:
         storage.sync(folder)
     except FileNotFoundError as error:
@@ -275,7 +279,7 @@ def sync_names(storage: WritableStorage, folder: str) -> None:
 
 
 def exists_error(path: str) -> ConflictError:
-    """Return the error for a file that another writer of the attempt has created."""
+    """Return the error for a file that another process has created in the attempt."""
     return ConflictError(
         f"{path} exists already: is this rank running twice? Stop the other, then try again"
     )
