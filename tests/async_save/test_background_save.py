@@ -49,7 +49,7 @@ def state() -> dict[str, Any]:
 
 def files_of(state: dict[str, Any]) -> RankFiles:
     session = Session(SingleProcessChannel(), SingleProcessCollective())
-    held = LocalSaveState.take(session, state, None)
+    held = LocalSaveState.read(session, state, None)
     return held.files(plan_together(session, held.inventory).save_plan, 1, {}, {})
 
 

@@ -88,7 +88,7 @@ class Checkpoint:
             path,
             attempt,
             index,
-            make=_without_torch,
+            make=_to_array,
             max_open_files=MAX_OPEN_FILES,
             threads=threads,
         )
@@ -136,7 +136,7 @@ class Checkpoint:
     def objects(self) -> Mapping[str, object]:
         """The values that are not tensors and not per rank. Torch's types are placeholders."""
         names = self.index.catalog.values
-        return {**self._main.values, **{fqn: self._opened.value(fqn) for fqn in names}}
+        return {**self._global_objects.values, **{fqn: self._opened.value(fqn) for fqn in names}}
 
     @cached_property
     def per_rank(self) -> Mapping[str, Mapping[Key, object]]:
@@ -149,7 +149,7 @@ class Checkpoint:
     @property
     def metadata(self) -> Mapping[str, object]:
         """The metadata that was given to `save`."""
-        return self._main.metadata
+        return self._global_objects.metadata
 
     @property
     def config(self) -> Mapping[str, object] | None:
@@ -259,11 +259,11 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         self._opened.read([TensorRequest(fqn, info.dtype, info.shape, (region,))], data)
-        self._opened.free_buffers()  # the next read may be much later
+        self._opened.slots.clear()  # the next read may be much later
         return Array(info.dtype, region.shape, data)
 
     @property
-    def _main(self) -> ObjectsFile:
+    def _global_objects(self) -> ObjectsFile:
         if self._opened.has_objects():
             return self._opened.objects()
         return ObjectsFile(metadata=self.index.metadata)
@@ -292,7 +292,7 @@ class StoredTensor:
         return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
 
 
-def _without_torch(value: Placeholder) -> object:
+def _to_array(value: Placeholder) -> object:
     """Return an array for the placeholder of an array. Return other placeholders unchanged."""
     if isinstance(value, ArrayValue):
         return Array(value.dtype, value.shape, memoryview(value.data))

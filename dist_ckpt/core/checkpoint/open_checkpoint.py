@@ -195,14 +195,14 @@ class OpenCheckpoint:
 
     def value_of_rank(self, fqn: str, key: Key) -> object:
         """Return the value of a name and a key. CorruptError if its file lacks it."""
-        rank = self._holders[fqn][key]
+        rank = self._rank_by_key[fqn][key]
         values = self.objects(rank).per_rank.get(fqn, {}) if self.has_objects(rank) else {}
         if key not in values:
             raise self._missing_value_error(rank, f"{fqn} of {key!r}")
         return values[key]
 
     @cached_property
-    def _holders(self) -> dict[str, dict[Key, int]]:
+    def _rank_by_key(self) -> dict[str, dict[Key, int]]:
         # Cached: there may be as many keys as ranks.
         return {fqn: dict(keys) for fqn, keys in self.catalog.per_rank.items()}
 
@@ -247,10 +247,6 @@ class OpenCheckpoint:
                 start = stop
         with self._turn, self.not_found_if_removed():
             self._read(wanted, targets)
-
-    def free_buffers(self) -> None:
-        """Free the scratch memory of the next read."""
-        self.slots.clear()
 
     def check(self, wanted: Sequence[TensorRequest]) -> None:
         """Check all blocks of the wanted cells."""

@@ -130,27 +130,27 @@ def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) 
     except CorruptError as error:
         problem = Problem(filenames.INDEX, None, None, None, str(error))
         return VerifyReport(root, None, level, (problem,), (), 0, 0)
-    verifying = _Verifying(storage, f"{root}/{attempt.name}", index, progress)
+    verification = _Verification(storage, f"{root}/{attempt.name}", index, progress)
     try:
-        verifying.run(level, threads=Config.from_environment().threads)
+        verification.run(level, threads=Config.from_environment().threads)
     except FileNotFoundError as error:
         raise _GoneError from error
-    if level == "full" and not verifying.problems and index.step is not None:
+    if level == "full" and not verification.problems and index.step is not None:
         note_verified(storage, root, (index.step, attempt), level)
-    if verifying.problems and not has_folder(storage, root, attempt):
+    if verification.problems and not has_folder(storage, root, attempt):
         raise _GoneError
     return VerifyReport(
         path=root,
         attempt=attempt.name,
         level=level,
-        problems=tuple(sorted(verifying.problems, key=_order)),
-        notes=tuple(sorted(verifying.notes)),
+        problems=tuple(sorted(verification.problems, key=_sort_key)),
+        notes=tuple(sorted(verification.notes)),
         num_files=index.num_files,
-        nbytes_checked=verifying.nbytes_checked,
+        nbytes_checked=verification.nbytes_checked,
     )
 
 
-def _order(problem: Problem) -> tuple[str, str, ByteRange, str]:
+def _sort_key(problem: Problem) -> tuple[str, str, ByteRange, str]:
     return problem.file, problem.tensor or "", problem.rows or ByteRange(-1, -1), problem.what
 
 
@@ -161,7 +161,7 @@ _Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
 _Lost = tuple[str, ByteRange | None]
 
 
-class _Verifying:
+class _Verification:
     """One call of `verify`; its threads add to `problems`."""
 
     def __init__(self, storage: Storage, folder: str, index: Index, progress: Progress) -> None:
@@ -189,7 +189,7 @@ class _Verifying:
 
     def _checks(self, level: Level, nbytes: int) -> Iterator[Callable[[], object]]:
         index = self._index
-        headers = (partial(self._check_header, *contents) for contents in _contents(index))
+        headers = (partial(self._check_header, *contents) for contents in _expected_contents(index))
         work: Iterator[Callable[[], object]] = chain(
             (partial(self._check_objects, record) for record in index.objects),
             (partial(self._check_attached, record) for record in index.attached),
@@ -254,7 +254,7 @@ class _Verifying:
     # --- shard files ---
 
     def _blocks(self) -> Iterator[Callable[[], object]]:
-        for record, expected in _contents(self._index):
+        for record, expected in _expected_contents(self._index):
             if (checked := self._check_header(record, expected)) is None:
                 continue
             file, end = checked
@@ -284,7 +284,7 @@ class _Verifying:
             return None
         self._count(record.header_nbytes)
         if wrong_size is not None:
-            self._add_lost(record, wrong_size, _cut_off(header, end))
+            self._add_lost(record, wrong_size, _find_cut_off(header, end))
         self._compare(record, expected, header)
         return OpenFile(self._storage, path, record, header), end
 
@@ -294,7 +294,7 @@ class _Verifying:
         for fqn, cell in sorted(expected.keys() | actual.keys(), key=str):
             has, should = actual.get((fqn, cell)), expected.get((fqn, cell))
             if has != should:
-                difference = f"it has {_text(has)}, the index says {_text(should)}"
+                difference = f"it has {_shard_text(has)}, the index says {_shard_text(should)}"
                 text = f"{self._folder}/{name} of rank {record.rank}: {fqn}[{cell}]: {difference}"
                 self._add_problem(name, record.rank, text, tensor=fqn)
 
@@ -340,11 +340,11 @@ class _Verifying:
         self.problems.append(Problem(file, rank, tensor, rows, text))
 
 
-def _text(shard: tuple[str, Shape] | None) -> str:
+def _shard_text(shard: tuple[str, Shape] | None) -> str:
     return "nothing" if shard is None else f"{shard[0]} {list(shard[1])}"
 
 
-def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
+def _find_cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
     """Yield the rows of tensors that are lost in a short file, which ends at byte `end`."""
     for shard in header.shards:
         if shard.span.stop > end:
@@ -354,7 +354,7 @@ def _cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
             yield shard.fqn, rows_of(shard.cell, shard.shape, part)
 
 
-def _contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
+def _expected_contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:
     """Yield each shard file, and the shards that the catalog expects in it."""
     files = {(file.component, file.rank): file for file in index.files}
     for rank, stored in enumerate(stored_cells_by_rank(index.catalog)):

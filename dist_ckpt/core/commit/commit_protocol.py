@@ -217,8 +217,8 @@ def claim(
         else:
             raise StorageError(
                 f"{path} does not exist after {MAX_TRIES} attempts to create it. If its file "
-                f"system takes no folders (as /proc), choose another path. Otherwise another "
-                f"process removes it again and again: find it"
+                f"system cannot have new folders, as /proc, choose another path. Otherwise find "
+                f"the process that removes {path} again and again"
             )
         _abandon_lower_rivals(storage, path, attempt, may_replace=may_replace, by=by)
         _store_claim(storage, path, attempt, by)

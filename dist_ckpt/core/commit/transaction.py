@@ -230,7 +230,7 @@ class Transaction:
             digests = {name: groups[name] for name in answer.differing if name in groups}
             gathered = comparing.gather(digests)
             if gathered is not None:
-                raise ValueError(_unequal_replicas(gathered))
+                raise ValueError(_unequal_replicas_text(gathered))
         raise AssertionError("the exchange raises the replicas that differ")
 
     def _decide(
@@ -262,7 +262,7 @@ class Transaction:
         )
         slowest_rank, slowest_s = find_slowest([receipt.seconds for receipt in receipts])
         linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
-        decision = _decision(index, slowest_rank, slowest_s, linked)
+        decision = _build_decision(index, slowest_rank, slowest_s, linked)
         try:
             commit_protocol.commit(storage, self._claim, index, encoded_catalog)
             writing.decide(WriteDecision((), decision))
@@ -309,7 +309,7 @@ class Transaction:
         commit_protocol.commit(storage, self._claim, index)
         self._step, self._num_tensors = index.step, len(index.catalog.tensors)
         self._has_ended = True
-        return _decision(index, 0, seconds, linked)
+        return _build_decision(index, 0, seconds, linked)
 
     def _abandon_or_find_outcome(self, error: NoAnswerError) -> CommitDecision | None:
         """Abandon the attempt after a missing answer. Return the decision if it is committed."""
@@ -324,7 +324,7 @@ class Transaction:
                 f"({error}), and the storage could not be read ({failure}). Run `dist-ckpt ls`"
             ) from error
         # The checkpoint is durable: `abandon` syncs a committed index before it returns False.
-        return _decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None
+        return _build_decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None
 
     def _abandon(self, attempt: Attempt, error: BaseException) -> bool:
         """Abandon the attempt and remove its files. Return False if it is committed."""
@@ -372,7 +372,7 @@ class Transaction:
         return report
 
 
-def _decision(
+def _build_decision(
     index: Index, slowest_rank: int, slowest_s: float, linked: IoCount | None = None
 ) -> CommitDecision:
     counts = (linked.num, linked.nbytes) if linked else (0, 0)
@@ -380,7 +380,7 @@ def _decision(
     return CommitDecision(index.attempt, index.nbytes, index.num_files, *slowest, *counts)
 
 
-def _unequal_replicas(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
+def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
     """Return an error text that names the values that differ, and their ranks."""
     ranks_by_digest: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, groups in enumerate(groups_by_rank):

@@ -38,10 +38,10 @@ def read_attached(attach: Attachments | ReadAttachments | None) -> dict[str, byt
     _check_names(attach)
     nbytes_left, contents = MAX_ATTACHED_NBYTES, {}
     for name, value in attach.items():
-        contents[name] = data = _bytes_of(value, f"attach[{name!r}]", nbytes_left)
+        contents[name] = data = _read_value(value, f"attach[{name!r}]", nbytes_left)
         nbytes_left -= len(data)
         if nbytes_left < 0:
-            raise _too_much(f"attach[{name!r}]")
+            raise _too_much_error(f"attach[{name!r}]")
     return contents
 
 
@@ -62,25 +62,27 @@ def _check_names(names: Collection[object]) -> None:
             )
 
 
-def _bytes_of(value: object, label: str, most: int) -> bytes:
+def _read_value(value: object, label: str, most: int) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, os.PathLike):
-        return _read(os.fspath(value), label, most)
+        return _read_file(os.fspath(value), label, most)
     if isinstance(value, Mapping | list):
-        return _encoded(value, label)
+        # Nothing is lost or changed, except that tuples become arrays.
+        text = json.dumps(_to_json(value, label, 0), ensure_ascii=False, indent=2)
+        return f"{text}\n".encode()
     hint = "a Path for a file, .encode() for a text" if isinstance(value, str) else "a Path"
     raise TypeError(f"{label} is a {type(value).__name__}: give {hint}, bytes, a dict or a list")
 
 
-def _too_much(label: str) -> ValueError:
+def _too_much_error(label: str) -> ValueError:
     return ValueError(
         f"{label}: the attachments have more than {MAX_ATTACHED_NBYTES} bytes together: attach "
         f"less, or save the data as tensors of the state"
     )
 
 
-def _read(path: str, label: str, most: int) -> bytes:
+def _read_file(path: str, label: str, most: int) -> bytes:
     """Read a whole file. ValueError if it is missing, or changes during the read."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for its writer.
@@ -96,13 +98,13 @@ def _read(path: str, label: str, most: int) -> bytes:
         if not stat.S_ISREG(before.st_mode):
             raise ValueError(f"{label}: {path} is not a file: give one, or its bytes")
         if before.st_size > most:
-            raise _too_much(label)
-        data = _all_of(file, before.st_size)
+            raise _too_much_error(label)
+        data = _read_up_to(file, before.st_size)
         # Look at the path again, not at the open file: another file may have replaced it.
-        if len(data) != before.st_size or _state(os.stat(path)) != _state(before):
-            raise _changed(path, label)
+        if len(data) != before.st_size or _file_version(os.stat(path)) != _file_version(before):
+            raise _changed_error(path, label)
     except FileNotFoundError:
-        raise _changed(path, label) from None
+        raise _changed_error(path, label) from None
     except OSError as error:
         raise StorageError(f"{label}: {path} cannot be read: {error.strerror}") from error
     finally:
@@ -110,7 +112,7 @@ def _read(path: str, label: str, most: int) -> bytes:
     return data
 
 
-def _all_of(file: int, nbytes: int) -> bytes:
+def _read_up_to(file: int, nbytes: int) -> bytes:
     """Read `nbytes` bytes, and one more if the file is longer."""
     parts = []
     while nbytes >= 0 and (part := os.read(file, nbytes + 1)):
@@ -119,37 +121,31 @@ def _all_of(file: int, nbytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _state(status: os.stat_result) -> tuple[int, ...]:
+def _file_version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _changed(path: str, label: str) -> ValueError:
+def _changed_error(path: str, label: str) -> ValueError:
     return ValueError(
         f"{label}: {path} was changed while it was read: attach it when it is written, or give its "
         f"bytes"
     )
 
 
-def _encoded(value: object, label: str) -> bytes:
-    """Return a value as JSON without loss, except that tuples become arrays."""
-    text = json.dumps(_json_of(value, label, 0), ensure_ascii=False, indent=2)
-    return f"{text}\n".encode()
-
-
-def _json_of(value: object, label: str, depth: int) -> Json:
+def _to_json(value: object, label: str, depth: int) -> Json:
     if depth >= MAX_DEPTH:
         raise ValueError(f"{label} is more than {MAX_DEPTH} levels deep: flatten it")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) or not strict_json.is_text(key):
                 raise TypeError(f"{label} has the key {key!r}: keys in JSON are valid text")
-        return {k: _json_of(inner, f"{label}[{k!r}]", depth + 1) for k, inner in value.items()}
+        return {k: _to_json(inner, f"{label}[{k!r}]", depth + 1) for k, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_of(inner, f"{label}[{i}]", depth + 1) for i, inner in enumerate(value)]
-    return _scalar_of(value, label)
+        return [_to_json(inner, f"{label}[{i}]", depth + 1) for i, inner in enumerate(value)]
+    return _check_scalar(value, label)
 
 
-def _scalar_of(value: object, label: str) -> Scalar:
+def _check_scalar(value: object, label: str) -> Scalar:
     if value is None or type(value) is bool:
         return value
     if type(value) is int and MIN_INTEGER <= value <= MAX_INTEGER:

@@ -86,7 +86,7 @@ class CarrySource:
     excluded: Selection
     reads: IoCount
 
-    def opened(
+    def open_on(
         self, storage: Storage, slots: BufferPool | None = None, threads: int | None = None
     ) -> OpenCheckpoint:
         """Open the checkpoint on a storage."""
@@ -99,13 +99,13 @@ class CarrySource:
             threads=threads,
         )
 
-    def unmatched(self, problems: Sequence[str]) -> tuple[str, ...]:
+    def remove_matched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems, without those of `exclude` patterns that match a remaining name."""
         exclude = self.excluded.unmatched(())
         matched = {*exclude} - {*self.excluded.unmatched(self.remaining)}
         return tuple(problem for problem in problems if problem not in matched)
 
-    def planned(self, plan: SavePlan) -> CarryOver:
+    def plan_names(self, plan: SavePlan) -> CarryOver:
         """Plan the names that the state does not have. ValueError if they do not fit the state."""
         names = select_carried_names(self.index.catalog, self.names, plan.catalog, plan.tree)
         carry_plan = plan_carried(plan.catalog, self.index, names)
@@ -129,12 +129,12 @@ def open_source(
     """Open the checkpoint of a load's `report`, and gather the restored names. Collective."""
     channel, encoded, reads = session.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
-        loaded, excluded = _checked(report, channel.world_size), parse_selection(None, exclude)
+        loaded, excluded = _check_report(report, channel.world_size), parse_selection(None, exclude)
         request = CarryRequest(loaded.path, loaded.attempt, session.collective.epoch)
         if (requests := opening.gather(request)) is not None:
             check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
-            attempt, source = _find(counting, loaded)
+            attempt, source = _find_source(counting, loaded)
             encoded, reads = index_json.encode(source), counting.reads
             epoch = max(request.connection_epoch for request in requests)
             opening.decide(CarrySourceInfo(attempt, epoch))
@@ -151,7 +151,7 @@ def open_source(
     return CarrySource(loaded.path, info.attempt, index, names, remaining, excluded, reads)
 
 
-def _checked(report: object, world_size: int) -> LoadReport:
+def _check_report(report: object, world_size: int) -> LoadReport:
     if not isinstance(report, LoadReport):
         raise TypeError(
             f"carry_over is a {type(report).__name__}: give the report that dc.load has returned"
@@ -175,7 +175,7 @@ def _checked(report: object, world_size: int) -> LoadReport:
     return report
 
 
-def _find(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
+def _find_source(storage: Storage, loaded: LoadReport) -> tuple[Attempt, Index]:
     remedy = "load again, and pass the new report as carry_over="
     try:
         attempt, index = find_checkpoint(storage, loaded.path)
@@ -197,9 +197,11 @@ class CarryOver:
     plan: CarryPlan
     encoded_catalog: EncodedCatalog
 
-    def objects(self, storage: Storage, live: Mapping[str, bytes], rank: int) -> dict[str, bytes]:
+    def encode_objects_files(
+        self, storage: Storage, live: Mapping[str, bytes], rank: int
+    ) -> dict[str, bytes]:
         """Return a rank's encoded objects files, with the carried values, by name."""
-        source, objects = self.source.opened(storage), dict(live)
+        source, objects = self.source.open_on(storage), dict(live)
         if rank == 0:
             if hidden := self.plan.names.hidden:
                 text = "%s: %s is not carried over: the state has another value there"
@@ -235,14 +237,14 @@ class CarryOver:
         files = {name: file for name, file in self.plan.linked.items() if file.rank == rank}
         linked = IoCount()
         if files:
-            source = self.source.opened(storage, threads=threads)
+            source = self.source.open_on(storage, threads=threads)
             linked = source.link_or_copy(folder, files, most_names=MAX_SHARED)
         receipts: list[FileReceipt] = [
             (name, file.nbytes, file.header_nbytes, file.digest) for name, file in files.items()
         ]
         if self.plan.copied is not None:
             plans = plan_rank_files(self.plan.copied, rank)
-            with self.source.opened(storage, slots=session.scratch_buffers) as source:
+            with self.source.open_on(storage, slots=session.scratch_buffers) as source:
                 read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
                 copied = RankFiles(step, plans, WindowSources(plans, read).sources, {})
                 # One thread: windows are read one at a time, and their blocks written in order.

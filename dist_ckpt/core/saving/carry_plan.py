@@ -87,7 +87,7 @@ def select_carried_names(
     below_new = {fqn for fqn in remaining if not new.isdisjoint(names_above(fqn))}
     hidden = (above_new & remaining) | below_new
     chosen = remaining - hidden
-    tensors, aliases = _tied(source, chosen, live)
+    tensors, aliases = _split_tied(source, chosen, live)
     return CarriedNames(
         tensors,
         aliases,
@@ -97,7 +97,7 @@ def select_carried_names(
     )
 
 
-def _tied(
+def _split_tied(
     source: Catalog, chosen: Collection[str], live: Catalog
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Split chosen names into tensors and aliases.
@@ -114,7 +114,7 @@ def _tied(
         if fqn not in chosen:
             continue
         data = source.aliases.get(fqn, fqn)
-        twin = stored.get(data) or _live_twin(source, live, (data, *ties.get(data, ())))
+        twin = stored.get(data) or _find_live_twin(source, live, (data, *ties.get(data, ())))
         if twin is None:
             stored[data] = fqn
             tensors[fqn] = data
@@ -123,7 +123,7 @@ def _tied(
     return tensors, aliases
 
 
-def _live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | None:
+def _find_live_twin(source: Catalog, live: Catalog, names: Iterable[str]) -> str | None:
     """Return the tensor of the state with one of these tied names, and equal dtype and shape."""
     for name in names:
         canonical = live.aliases.get(name, name)
@@ -146,7 +146,7 @@ def merge_objects_files(
     names = carried.all
     return replace(
         live,
-        tree=_merged_tree(live.tree, source.tree, names),
+        tree=_merge_trees(live.tree, source.tree, names),
         values={**live.values, **values, **dict(_name_lists(live, source, names))},
         numpy=(*live.numpy, *(fqn for fqn in source.numpy if fqn in names)),
     )
@@ -169,7 +169,7 @@ def _name_lists(
             yield fqn, [*live_params, *more]
 
 
-def _merged_tree(
+def _merge_trees(
     live: Sequence[Node], source: Sequence[Node], names: Collection[str]
 ) -> tuple[Node, ...]:
     """Merge the containers of the state with the carried ones."""
@@ -188,7 +188,7 @@ def _merged_tree(
         above = carried.get(node.fqn.rpartition(".")[0])
         if node.fqn in empty - in_state and above is not None and above.fqn not in in_state:
             carried[node.fqn] = node
-    nodes = [_merge(node, carried.pop(node.fqn, None)) for node in live]
+    nodes = [_merge_nodes(node, carried.pop(node.fqn, None)) for node in live]
     nodes += carried.values()
     for node in nodes:
         # A list without one of its items would give the next items other indices.
@@ -201,7 +201,7 @@ def _merged_tree(
     return tuple(nodes)
 
 
-def _merge(live: Node, carried: Node | None) -> Node:
+def _merge_nodes(live: Node, carried: Node | None) -> Node:
     if carried is None:
         return live
     if is_mapping(live.kind) != is_mapping(carried.kind):
@@ -244,12 +244,12 @@ def plan_carried(live: Catalog, source: Index, names: CarriedNames) -> CarryPlan
         tensors = saved.tensors.items()
         cut = {record.component for fqn, record in tensors if names.tensors.get(fqn) != fqn}
         numbers = sorted({record.component for _, record in tensors} - cut)
-    components = _with_free_stems(live.components, [saved.components[n] for n in numbers])
+    components = _assign_free_stems(live.components, [saved.components[n] for n in numbers])
     component_of = dict(zip(numbers, components, strict=True))
-    linked = _linked_part(saved, names, component_of)
+    linked = _build_linked_catalog(saved, names, component_of)
     copied = _plan_copied(live, saved, names, linked.tensors)
     if copied is not None:
-        stems = _with_free_stems((*live.components, *components), copied.catalog.components)
+        stems = _assign_free_stems((*live.components, *components), copied.catalog.components)
         copied = replace(copied, catalog=replace(copied.catalog, components=stems))
     files = {
         filenames.shard_file(component_of[file.component].stem, file.rank): file
@@ -257,7 +257,7 @@ def plan_carried(live: Catalog, source: Index, names: CarriedNames) -> CarryPlan
         if file.component in component_of
     }
     parts = [linked, *([copied.catalog] if copied else [])]
-    return CarryPlan(_joined(live, saved, names, parts), names, files, copied)
+    return CarryPlan(_join_catalogs(live, saved, names, parts), names, files, copied)
 
 
 def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
@@ -274,7 +274,7 @@ def _check_mesh(live: Catalog, source: Catalog, names: CarriedNames) -> None:
         )
 
 
-def _with_free_stems(
+def _assign_free_stems(
     used: Iterable[Component], components: Iterable[Component]
 ) -> tuple[Component, ...]:
     """Return the components; a component gets a new stem if its stem is used already."""
@@ -288,7 +288,7 @@ def _with_free_stems(
     return tuple(renamed)
 
 
-def _linked_part(
+def _build_linked_catalog(
     source: Catalog, names: CarriedNames, components: Mapping[int, Component]
 ) -> Catalog:
     """Return the catalog of carried tensors in these components of the source, by their numbers."""
@@ -333,7 +333,7 @@ def _plan_copied(
     return plan_reshard(catalog, ShardingConfig.even(live.world_size), (), ())
 
 
-def _joined(
+def _join_catalogs(
     live: Catalog, source: Catalog, names: CarriedNames, parts: Iterable[Catalog]
 ) -> Catalog:
     """Join the catalogs of the state and of the carried tensors, and add the carried values."""

@@ -54,7 +54,7 @@ class LocalSaveState:
         self.local = state
 
     @staticmethod
-    def take(
+    def read(
         session: Session,
         state: State | StateReader,
         sharding: ShardingConfig | None,

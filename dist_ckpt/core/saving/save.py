@@ -100,7 +100,7 @@ class SaveOptions:
     def local_state(self, session: Session, state: State | StateReader) -> LocalSaveState:
         """Read this rank's state. ValueError or TypeError if it cannot be saved."""
         link_unchanged = parse_patterns(self.link_unchanged, "link_unchanged")
-        return LocalSaveState.take(session, state, self.sharding, self.selection(), link_unchanged)
+        return LocalSaveState.read(session, state, self.sharding, self.selection(), link_unchanged)
 
     def selection(self) -> Selection:
         """Return the selection of the names to save. Raises TypeError or ValueError."""
@@ -110,7 +110,7 @@ class SaveOptions:
         """Return the fields of the index that follow from these options."""
         return IndexFields(
             step=self.step,
-            metadata=_mirrored(self.all_metadata()),
+            metadata=_select_scalars(self.all_metadata()),
             saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
         )
 
@@ -229,7 +229,7 @@ def save_together(
                 SaveAgreement[Attempt],
             )
             transaction.join(prepared.storage, prepared.arguments.path, attempt)
-            carried = None if source is None else source.planned(plan.save_plan)
+            carried = None if source is None else source.plan_names(plan.save_plan)
         cache = session.cache(SaveCache)
         writer = _RankWriter(session, options, prepared, plan, carried, lease)
         with phases.phase("write"):
@@ -284,7 +284,7 @@ def _read_state(
     arguments = options.arguments(storage_path, attached)
     local_state = options.local_state(session, state)
     problems = local_state.unmatched
-    unmatched = problems if source is None else source.unmatched(problems)
+    unmatched = problems if source is None else source.remove_matched(problems)
     counting = CountingStorage(storage or default_storage)
     return _PreparedSave(arguments, counting, local_state, attached, unmatched)
 
@@ -328,7 +328,7 @@ class _RankWriter:
             if session.channel.rank == COORDINATOR:
                 carried.source.take_lease(storage, self.lease)
             with not_found_if_removed(storage, carried.source.path, carried.source.attempt):
-                objects = carried.objects(storage, files.objects, session.channel.rank)
+                objects = carried.encode_objects_files(storage, files.objects, session.channel.rank)
                 receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
         linkable, threads = session.cache(SaveCache).linkable_saves, session.config.threads
@@ -344,7 +344,7 @@ class _RankWriter:
         )
 
 
-def _mirrored(metadata: Mapping[str, object]) -> dict[str, Scalar]:
+def _select_scalars(metadata: Mapping[str, object]) -> dict[str, Scalar]:
     """Return the short scalars of the metadata. JSON has no NaN, so it becomes a string."""
     mirrored: dict[str, Scalar] = {}
     for key, value in metadata.items():

@@ -87,7 +87,8 @@ def test_what_a_newer_start_has_at_the_path_refuses_a_claim(name: str) -> None:
     storage.make_folder(PATH)
     storage.make_folder(f"{PATH}/{name}")
     with pytest.raises(
-        ConflictError, match="incarnation 2 of this run saves here, and this is incarnation 1"
+        ConflictError,
+        match=r"incarnation 2 of this run saves here\. Incarnation 1, this job, saves",
     ):
         claimed(storage, run, overwrite=True)
     assert [entry.name for entry in storage.list(PATH)] == [name]

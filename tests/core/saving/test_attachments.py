@@ -140,7 +140,7 @@ def test_a_pipe_is_not_waited_for_and_a_large_file_is_not_read(
         read_attached({"a": tmp_path / "pipe"})
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
-    monkeypatch.setattr(attachments, "_all_of", lambda file, nbytes: pytest.fail("it is read"))
+    monkeypatch.setattr(attachments, "_read_up_to", lambda file, nbytes: pytest.fail("it is read"))
     with pytest.raises(ValueError, match=r"attach\['a'\]: .* more than 67108864 bytes"):
         read_attached({"a": tmp_path / "large"})
 
@@ -175,7 +175,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     path = tmp_path / "log"
     path.write_bytes(b"abcd")
     os.utime(path, (1, 1))
-    read = attachments._all_of
+    read = attachments._read_up_to
 
     def read_slowly(file: int, nbytes: int) -> bytes:
         data = read(file, nbytes)
@@ -183,7 +183,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
         return data
 
     assert read_attached({"log": path}) == {"log": b"abcd"}
-    monkeypatch.setattr(attachments, "_all_of", read_slowly)
+    monkeypatch.setattr(attachments, "_read_up_to", read_slowly)
     with pytest.raises(ValueError, match="was changed while it was read"):
         dc.save(STATE, tmp_path / "ck", attach={"log": path})
     assert not (tmp_path / "ck").exists()

@@ -392,7 +392,7 @@ def test_a_link_that_leads_nowhere_is_named_and_left_alone(below, storage, root)
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_file_system_that_takes_no_folders_is_named():
     with pytest.raises(
-        StorageError, match=r"/proc/ck does not exist .*takes no folders .*choose another"
+        StorageError, match=r"/proc/ck does not exist .*cannot have new folders.*choose another"
     ):
         commit_protocol.claim(LocalStorage(), "/proc/ck", overwrite=False, by="me")
 

@@ -81,18 +81,18 @@ class Incarnation(Message, frozen=True):
         if find_old_folders(storage, self.root, (OLD_INCARNATIONS,)):
             raise ConflictError(
                 f"{self.root}: {OLD_INCARNATIONS} is here, so a job of dist_ckpt 0.1.0 has begun "
-                f"to write here. This is incarnation {self.number}: it saves and removes nothing "
+                f"to write here. Incarnation {self.number}, this job, saves and removes nothing "
                 f"more. End both jobs, run `dist-ckpt upgrade {shlex.quote(self.root)}`, and start "
-                f"one of them again, with this version"
+                f"one of them again with this version"
             )
         newest = newest_incarnation(storage, self.root)
         if newest is not None and newest.number > self.number:
             alive = describe_liveness(storage, self.root, newest.number)
             raise ConflictError(
                 f"{self.root}: incarnation {newest.number} of this run, {newest.by}, has taken "
-                f"over at {utc(newest.at)}, and this is incarnation {self.number}: it saves and "
-                f"removes nothing more here. End this job; to continue the run with it, start "
-                f"it again{alive}"
+                f"over at {utc(newest.at)}. Incarnation {self.number}, this job, saves and removes "
+                f"nothing more here. End this job, or start it again to continue the run with "
+                f"it{alive}"
             )
 
     def next_attempt(self, highest: int, path: str) -> int:
@@ -105,8 +105,8 @@ class Incarnation(Message, frozen=True):
         if highest > last:
             raise ConflictError(
                 f"{path}: incarnation {highest // ATTEMPTS_PER_INCARNATION} of this run saves "
-                f"here, and this is incarnation {self.number}: it saves nothing more here. End "
-                f"this job; to continue the run with it, start it again"
+                f"here. Incarnation {self.number}, this job, saves nothing more here. End this "
+                f"job, or start it again to continue the run with it"
             )
         if highest == last:
             raise StorageError(
@@ -288,10 +288,10 @@ def read_incarnation(storage: Storage, folder: str, number: int) -> IncarnationR
         raise StorageError(f"{file} was removed while it was read: try again") from None
     except CorruptError as error:
         raise CorruptError(
-            f"{str(error).removesuffix(RESTORE_REMEDY)}: what incarnation {number} of this run "
-            f"resumed from is not known. Restore the file from a copy. If there is none, end the "
-            f"job of that incarnation, remove the file, and start again. Use restore(at=...) if "
-            f"that incarnation went back to an older step"
+            f"{str(error).removesuffix(RESTORE_REMEDY)}: it is unknown from which checkpoint "
+            f"incarnation {number} of this run resumed. Restore the file from a copy. Without a "
+            f"copy, end the job of that incarnation, remove the file, and start again. Use "
+            f"restore(at=...) if that incarnation went back to an older step"
         ) from error
     if record.number != number:
         raise CorruptError(f"{file}: it is the record of incarnation {record.number}; remove it")

@@ -94,12 +94,14 @@ def write_or_link(
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
     linkable = earlier.names()
     tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
-    wanted = write_all(NullStorage(), "", _only(files, tried), threads=threads, slots=slots)
+    wanted = write_all(NullStorage(), "", _select_files(files, tried), threads=threads, slots=slots)
     # One file after another: all threads work on the same file when it is read back.
-    links = {receipt[0]: _link(storage, folder, receipt, earlier, threads) for receipt in wanted}
+    links = {
+        receipt[0]: _link_file(storage, folder, receipt, earlier, threads) for receipt in wanted
+    }
     checked = {name: number for name, number in links.items() if number is not None}
     rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
-    remaining = replace(_only(files, rest), objects=files.objects)
+    remaining = replace(_select_files(files, rest), objects=files.objects)
     written = write_all(storage, folder, remaining, threads=threads, slots=slots)
     if checked and not written:
         sync_names(storage, folder)
@@ -110,7 +112,7 @@ def write_or_link(
     return SavedPart(receipts, IoCount(len(unwritten), sum(r[1] for r in unwritten)), saved)
 
 
-def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
+def _select_files(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
     return replace(
         files,
         plans=tuple(files.plans[n] for n in numbers),
@@ -119,7 +121,7 @@ def _only(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
     )
 
 
-def _link(
+def _link_file(
     storage: Storage, folder: str, wanted: FileReceipt, earlier: LinkableSaves, threads: int
 ) -> int | None:
     """Link a file of an earlier save. Return None if it must be written again.
