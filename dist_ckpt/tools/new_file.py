@@ -1,4 +1,4 @@
-"""A new file of a user on this host: whole and durable under its name, or absent."""
+"""Write a new file for the user: it is complete and durable under its name, or absent."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _log = logging.getLogger("dist_ckpt")
 def new_file(
     path: str | os.PathLike[str], *, overwrite: bool, nbytes: int = 0
 ) -> Iterator[StreamedFile]:
-    """Write a file. After the `with` it has its name, whole and durable.
+    """Write a file. After the `with` it is complete and durable under its name.
 
-    Until then it has another name in the same folder; after an error it is removed. With
-    `overwrite` it replaces an existing file and gets its permissions. Otherwise ExistsError if the
-    path exists. Other errors are StorageError. `nbytes` is its minimum size, for which space is
-    reserved.
+    Until then it has a temporary name in the same folder, and an error removes it. With `overwrite`
+    it replaces an existing file, and gets its permissions. Otherwise ExistsError if the path
+    exists. Other errors are StorageError. Space is reserved for `nbytes`, the minimum size.
     """
     file_path = check_new_file(path, overwrite=overwrite)
     temporary = temporary_beside(file_path)
@@ -38,7 +37,7 @@ def new_file(
             yield file
             file.finish()
         if overwrite:
-            with suppress(FileNotFoundError):  # not readable for more users than the old one
+            with suppress(FileNotFoundError):  # no more users may read it than before
                 os.chmod(temporary, stat.S_IMODE(os.stat(file_path).st_mode))
             os.replace(temporary, file_path)
         else:
@@ -46,7 +45,7 @@ def new_file(
         sync_folder(os.path.dirname(file_path))
     except FileExistsError:
         raise _exists(file_path) from None
-    except StorageError as error:  # with the user's path: the temporary name is gone now
+    except StorageError as error:  # name the user's path, not the removed temporary file
         raise StorageError(str(error).replace(temporary, file_path)) from error
     except OSError as error:
         raise StorageError(f"{file_path} cannot be written: {describe_os_error(error)}") from error
@@ -82,7 +81,7 @@ def check_parent(file_path: str) -> None:
 
 
 def check_outside(source: str, target: str) -> None:
-    """Raise ValueError if the target is the source, or inside it. Both without links."""
+    """Raise ValueError if the target is the source, or inside it. Pass paths without links."""
     if target == source or target.startswith(f"{source}/"):
         raise ValueError(f"{target} is the source, or inside the source: use another path")
 
@@ -105,9 +104,9 @@ def _exists(file_path: str) -> ExistsError:
 
 
 def temporary_beside(path: str) -> str:
-    """Return a new name for an incomplete file next to a path; log those of killed processes."""
+    """Return a temporary name next to a path. Warn of temporary files of killed processes."""
     folder, name = os.path.split(path)
-    # Short enough for the file system's limit after the additions.
+    # Cut the name, so that the temporary name is not too long for the file system.
     short = os.fsdecode(os.fsencode(name)[:100])
     of_path = re.compile(rf"\.{re.escape(short)}\.[0-9a-f]{{16}}\.tmp")
     with suppress(OSError):  # the folder may be writable but not readable

@@ -31,26 +31,9 @@ from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.planning.save.save_planner import stored_cells_by_rank
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import (
-    READ_NBYTES,
-    BlockRead,
-    all_blocks,
-    damage_text,
-    digest_problem,
-    group_into_reads,
-    rows_of_block,
-)
-from dist_ckpt.core.shard_io.read.open_files import (
-    MAX_BLOCK_NBYTES,
-    OpenFile,
-    open_readable,
-    read_attached_file,
-    read_header,
-    read_objects,
-    rows_of,
-    rows_text,
-    size_problem,
-)
+from dist_ckpt.core.shard_io.read import block_reads, open_files
+from dist_ckpt.core.shard_io.read.block_reads import BlockRead
+from dist_ckpt.core.shard_io.read.open_files import OpenFile
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.reports import Progress
@@ -174,7 +157,7 @@ class _Verification:
         self._index = index
         self._contents = objects_file.list_contents(index.catalog)
         self._progress = progress
-        self._slots = BufferPool(max(READ_NBYTES, MAX_BLOCK_NBYTES))
+        self._slots = BufferPool(max(block_reads.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
 
     def run(self, level: Level, *, threads: int) -> None:
         """Check the names of files, then the files, several at once."""
@@ -233,7 +216,7 @@ class _Verification:
         path = f"{self._folder}/{record.name}"
         rank = filenames.parse_objects_file(record.name)
         try:
-            file = read_objects(self._storage, self._folder, record)
+            file = open_files.read_objects(self._storage, self._folder, record)
         except CheckpointError as error:
             self._add_problem(record.name, rank, str(error))
             return
@@ -245,7 +228,7 @@ class _Verification:
 
     def _check_attached(self, record: AttachedFileRecord) -> None:
         try:
-            read_attached_file(self._storage, self._folder, record)
+            open_files.read_attached_file(self._storage, self._folder, record)
         except CheckpointError as error:
             self._add_problem(record.file_name, 0, str(error))
             return
@@ -258,8 +241,10 @@ class _Verification:
             if (checked := self._check_header(record, expected)) is None:
                 continue
             file, end = checked
-            needed = all_blocks(file.header.shards, file.header.block_nbytes)
-            for read in group_into_reads(block for block in needed if block.stop <= end):
+            needed = block_reads.all_blocks(file.header.shards, file.header.block_nbytes)
+            for read in block_reads.group_into_reads(
+                block for block in needed if block.stop <= end
+            ):
                 yield partial(self._check_blocks, file, read)
 
     def _check_header(
@@ -271,13 +256,13 @@ class _Verification:
         """
         path = f"{self._folder}/{self._index.file_name(record)}"
         try:
-            with closing(open_readable(self._storage, path, record)) as readable:
+            with closing(open_files.open_readable(self._storage, path, record)) as readable:
                 end = readable.nbytes - record.header_nbytes
-                wrong_size = size_problem(readable, path, record)
-                header = read_header(readable, path, record, self._index)
+                wrong_size = open_files.size_problem(readable, path, record)
+                header = open_files.read_header(readable, path, record, self._index)
         except CheckpointError as error:
             lost = [
-                (fqn, rows_of(cell, shape, ElementRange(0, cell.numel)))
+                (fqn, open_files.rows_of(cell, shape, ElementRange(0, cell.numel)))
                 for (fqn, cell), (_, shape) in expected.items()
             ]
             self._add_lost(record, str(error), lost)
@@ -305,7 +290,9 @@ class _Verification:
                 with file.reading() as readable:
                     count = readable.read_into(file.header.header_nbytes + read.span.start, data)
             except CheckpointError as error:
-                lost = [(block.shard.fqn, rows_of_block(block)) for block in read.blocks]
+                lost = [
+                    (block.shard.fqn, block_reads.rows_of_block(block)) for block in read.blocks
+                ]
                 self._add_lost(file.record, str(error), lost)
                 return
             for block in read.blocks:
@@ -313,11 +300,11 @@ class _Verification:
                 problem: str | None = "the file ended while it was read"
                 if stop <= count:
                     self._count(stop - start)
-                    problem = digest_problem(block, block_digest(data[start:stop]))
+                    problem = block_reads.digest_problem(block, block_digest(data[start:stop]))
                 if problem is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    text = damage_text(file.path, file.header, block, problem)
-                    rows = rows_of_block(block)
+                    text = block_reads.damage_text(file.path, file.header, block, problem)
+                    rows = block_reads.rows_of_block(block)
                     self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 
     def _add_lost(self, record: ShardFileRecord, problem: str, lost: Iterable[_Lost]) -> None:
@@ -325,7 +312,7 @@ class _Verification:
         name = self._index.file_name(record)
         self._add_problem(name, record.rank, problem)
         for fqn, rows in lost:
-            text = f"{fqn} {rows_text(rows)}: lost, for {problem}"
+            text = f"{fqn} {open_files.rows_text(rows)}: lost, for {problem}"
             self._add_problem(name, record.rank, text, tensor=fqn, rows=rows)
 
     def _add_problem(
@@ -351,7 +338,7 @@ def _find_cut_off(header: ShardFile, end: int) -> Iterator[_Lost]:
             itemsize = DTYPES[shard.dtype].itemsize
             left = max(end - shard.span.start, 0) // header.block_nbytes * header.block_nbytes
             part = ElementRange(left // itemsize, shard.cell.numel)
-            yield shard.fqn, rows_of(shard.cell, shard.shape, part)
+            yield shard.fqn, open_files.rows_of(shard.cell, shard.shape, part)
 
 
 def _expected_contents(index: Index) -> Iterator[tuple[ShardFileRecord, _Shards]]:

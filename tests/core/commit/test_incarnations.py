@@ -223,7 +223,8 @@ def test_a_history_with_a_start_that_cannot_be_read_is_no_history(tmp_path: Path
         start(LocalStorage(), str(tmp_path))
     (tmp_path / ".incarnations" / "1.json").write_bytes(b"{}")
     with pytest.raises(
-        (CorruptError, IncompatibleError), match=r"1\.json.*what incarnation 1 of this run"
+        (CorruptError, IncompatibleError),
+        match=r"1\.json.*it is unknown from which checkpoint incarnation 1",
     ):
         read_history(LocalStorage(), str(tmp_path))
     newest_incarnation(LocalStorage(), str(tmp_path))
