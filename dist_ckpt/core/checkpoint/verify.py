@@ -113,7 +113,7 @@ def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) 
     except CorruptError as error:
         problem = Problem(filenames.INDEX, None, None, None, str(error))
         return VerifyReport(root, None, level, (problem,), (), 0, 0)
-    verification = _Verification(storage, f"{root}/{attempt.name}", index, progress)
+    verification = _VerifyRun(storage, f"{root}/{attempt.name}", index, progress)
     try:
         verification.run(level, threads=Config.from_environment().threads)
     except FileNotFoundError as error:
@@ -144,7 +144,7 @@ _Shards = Mapping[tuple[str, Cell], tuple[str, Shape]]
 _Lost = tuple[str, ByteRange | None]
 
 
-class _Verification:
+class _VerifyRun:
     """One call of `verify`; its threads add to `problems`."""
 
     def __init__(self, storage: Storage, folder: str, index: Index, progress: Progress) -> None:
