@@ -16,9 +16,9 @@ from dist_ckpt.config import launched_world_size
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 
 # The number of samples that identify an order, as another version of torch may shuffle differently.
-_COMPARED = 8
+_NUM_COMPARED = 8
 # Indices become Python integers in chunks: a rank may have hundreds of millions.
-_CHUNK = 4096
+_CHUNK_LENGTH = 4096
 # The sum of seed and epoch must fit torch's generators.
 MAX_EPOCH = 1 << 62
 
@@ -81,8 +81,8 @@ class ElasticSampler(DistributedSampler[int]):
             rank = dist.get_rank() if has_group else 0
         if not isinstance(dataset, Sized):
             raise TypeError(f"`dataset` is a {type(dataset).__name__}: give one with a length")
-        num_replicas, rank = _whole("num_replicas", num_replicas), _whole("rank", rank)
-        seed = _whole("seed", seed)
+        num_replicas, rank = _check_whole("num_replicas", num_replicas), _check_whole("rank", rank)
+        seed = _check_whole("seed", seed)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.length = len(dataset)
         self.begin_at(0, 0)
@@ -112,7 +112,7 @@ class ElasticSampler(DistributedSampler[int]):
         `consumed += batch_size * num_replicas`. `DataPosition` counts for a `StatefulDataLoader`.
         Raises ValueError unless 0 <= `consumed` <= the number of samples.
         """
-        epoch, consumed = _whole("epoch", epoch), _whole("consumed", consumed)
+        epoch, consumed = _check_whole("epoch", epoch), _check_whole("consumed", consumed)
         if not 0 <= consumed <= self.length:
             raise ValueError(
                 f"`consumed` is {consumed} of {self.length} samples: give the number of samples of "
@@ -126,7 +126,7 @@ class ElasticSampler(DistributedSampler[int]):
 
         ValueError in the middle of another epoch after a load: the rest of it would be lost.
         """
-        epoch = _whole("epoch", epoch)
+        epoch = _check_whole("epoch", epoch)
         if epoch != self.epoch and 0 < self._start < self.length:
             raise ValueError(
                 f"set_epoch({epoch}) after a load that left epoch {self.epoch} at sample "
@@ -147,23 +147,24 @@ class ElasticSampler(DistributedSampler[int]):
             )
         self.last_pass = epoch, start = self.epoch, self._start
         self._start = 0
-        rows, ranks = self._rows(start), self.num_replicas
+        rows, ranks = self._samples_per_rank(start), self.num_replicas
         if not rows:
             return
         positions = torch.arange(start + self.rank, start + rows * ranks, ranks) % self.length
         order = self._order(epoch)
-        self._first = epoch, order[:_COMPARED].tolist()
-        for chunk in order[positions].split(_CHUNK):
+        self._first = epoch, order[:_NUM_COMPARED].tolist()
+        for chunk in order[positions].split(_CHUNK_LENGTH):
             yield from chunk.tolist()
 
     def reached(self, start: int, taken: int) -> int:
         """Return the consumed samples of an epoch if each rank took `taken` from `start` on."""
-        return min(start + min(taken, self._rows(start)) * self.num_replicas, self.length)
+        taken = min(taken, self._samples_per_rank(start))
+        return min(start + taken * self.num_replicas, self.length)
 
     def first_samples(self, epoch: int) -> list[int]:
         """Return the first few samples of an epoch, which identify its order."""
         if self._first[0] != epoch or not self._first[1]:
-            self._first = epoch, self._order(epoch)[:_COMPARED].tolist()
+            self._first = epoch, self._order(epoch)[:_NUM_COMPARED].tolist()
         return self._first[1]
 
     def check_order(self, epoch: int, first: object) -> None:
@@ -175,7 +176,7 @@ class ElasticSampler(DistributedSampler[int]):
                 "exclude the position and restart the epoch"
             )
 
-    def _rows(self, start: int) -> int:
+    def _samples_per_rank(self, start: int) -> int:
         """Return the number of samples of each rank from `start` on."""
         remaining, ranks = self.length - start, self.num_replicas
         return remaining // ranks if self.drop_last else -(-remaining // ranks)
@@ -189,7 +190,7 @@ class ElasticSampler(DistributedSampler[int]):
         return torch.randperm(self.length, generator=generator)
 
 
-def _whole(name: str, value: object) -> int:
+def _check_whole(name: str, value: object) -> int:
     """Return a number as an integer. TypeError or ValueError if it is not one."""
     try:
         number = index(value)  # type: ignore[arg-type]  # it raises TypeError

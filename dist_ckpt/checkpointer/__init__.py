@@ -1,5 +1,8 @@
-"""A run's checkpoints: the save policy, the agreement of the ranks, and the resume.
+"""The public `Checkpointer` of a run: it saves by a policy, prunes, stops and resumes.
 
-`checkpointer.py` has the public class. `run_session.py` acts at a boundary on which the ranks agree
-by `barrier_rounds.py`. `save_policy.py` has the policies, which are values.
+A public method or option: `checkpointer.py`; the check of an option: `checkpointer_options.py`.
+A rule for when to save: a function such as `every` in `save_policy.py`.
+How ranks agree on a boundary: `barrier_rounds.py`; what they do there: `run_session.py`.
+A signal, or a request of another process: `rank_requests.py`.
+Hooks, metrics and pruning after a save: `maintenance.py`. The restore point: `resume.py`.
 """

@@ -1,23 +1,23 @@
 """The save barrier: ranks agree on a boundary at which all save, and wait only if a save is due.
 
-A boundary is each `step()` or `poll()` of the training. All ranks make the same sequence of them.
-A rank that needs a save outside the step policy opens a round, by a note for all ranks:
+A boundary is a call of `step()` or `poll()` in the training. All ranks make the same calls in the
+same order. A rank that needs a save outside the step policy opens a round with a note to all ranks:
 
 1. A thread of each rank reads the note. It sets a barrier at a boundary that its rank has not
-   passed, and only then answers with the number of that boundary.
-2. With all answers, rank 0 writes the decision "go k"; k is the highest answer. So no rank has
-   passed k, or will pass it without the decision.
+   passed. Only then it answers with the number of that boundary.
+2. When rank 0 has all answers, it writes the decision "go k"; k is the highest answer. No rank has
+   passed k, and no rank passes k without the decision.
 3. A rank at its barrier waits for the decision, and saves at k. Any rank may write the decision
-   "void" instead, at any time: the first decision counts. It removes the barriers, and the rank
-   that opened the round opens another.
+   "void" at any time. The first decision counts. "void" removes the barriers, and the rank that
+   opened the round opens another round.
 
-So a rank at its barrier waits only for the threads of other ranks, which answer during any
-training. Other orders split the ranks or block them forever: decision 15 has examples, and
-`tests/checkpointer/test_save_barrier_model.py` finds them.
+A rank at its barrier waits only for the threads of other ranks, which answer while the training
+computes. Another order of these steps can split the ranks or block them forever: decision 15 has
+examples, and `tests/checkpointer/test_save_barrier_model.py` finds such orders.
 
 `SaveBarrier` has these rules. `BarrierRounds` has the thread, which reads and writes the notes. The
-training takes a lock at a boundary, but never calls the store. The keys begin with a prefix of this
-session, so that a restarted or resized world never reads other notes.
+training takes a lock at a boundary, but never calls the store. All keys begin with a prefix of this
+session, so a restarted job never reads the notes of an earlier session.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Arrival = Literal["pass", "wait", "save"]
 class SaveBarrier:
     """One rank's side of the rules. Use it under a lock.
 
-    Boundaries and rounds are counted from 1. `passed` is the number of passed boundaries, and
-    `round` the open round, or the next one. `at` is the first boundary that this rank does not
-    pass in the round, None without an open round. `is_go`: it was decided that all save there.
+    Boundaries and rounds are counted from 1. `passed` is the number of passed boundaries. `round`
+    is the open round, or the next round. `at` is the boundary of the barrier, which this rank does
+    not pass; None without an open round. `is_go`: the decision is that all ranks save at `at`.
     """
 
     passed: int = 0
@@ -59,9 +59,10 @@ class SaveBarrier:
         return self.at is not None and not self.is_go
 
     def arrive(self) -> Arrival:
-        """Come to the next boundary: pass it, wait (and call again), or save there and pass it.
+        """Move to the next boundary. Return "pass", "save", or "wait": then call again.
 
-        A rank that saves is in the next round, and may answer it during the save.
+        "pass" and "save" pass the boundary. After "save", the next round has begun, and this rank
+        may answer in it during the save.
         """
         boundary = self.passed + 1
         if self.at is None or boundary < self.at:
@@ -70,13 +71,13 @@ class SaveBarrier:
         if not self.is_go:
             return "wait"
         self.passed = boundary
-        self._next_round()
+        self._begin_next_round()
         return "save"
 
     def set_ahead(self, lookahead: int) -> int:
         """Set the barrier of this round, `lookahead` boundaries ahead. Return the answer.
 
-        With a larger lookahead, a rank usually reaches it after the decision, without a wait.
+        With a larger lookahead, the decision usually exists before the rank reaches the barrier.
         """
         if self.at is None:
             self.at = self.passed + 1 + lookahead
@@ -85,13 +86,13 @@ class SaveBarrier:
     def learn(self, decision: int | None) -> None:
         """Set the decision: the boundary at which all save, or None for a void round."""
         if decision is None:
-            self._next_round()
+            self._begin_next_round()
             return
         if self.at is None or decision < self.at:
             raise AssertionError(f"the decision is {decision}, and the answer was {self.at}")
         self.at, self.is_go = decision, True
 
-    def _next_round(self) -> None:
+    def _begin_next_round(self) -> None:
         self.at, self.is_go = None, False
         self.round += 1
 
@@ -107,21 +108,21 @@ OPEN_POLL_S = 0.01
 MAX_OPEN_POLLS_PER_S = 20_000
 
 # A rank without an answer after this time is dead, frozen, or in a call that blocks all threads.
-# The request is repeated later. When a rank dies, torchrun sends SIGTERM to the others, which is
-# such a request, and SIGKILL 30 s later. Before that, their training must get an error.
+# The request is repeated later. When a rank dies, torchrun sends SIGTERM to the other ranks, which
+# opens a round, and SIGKILL 30 s later. The training must get an error before the SIGKILL.
 ANSWER_S = 20.0
 
-# A barrier is set this many rounds ahead, so it is usually reached after the decision. A round
-# takes a pause and this number of calls of the store.
-AHEAD_ROUNDS = 2
-LOOKS_OF_ROUND = 3
-MAX_AHEAD = 10_000
+# A barrier is set this many rounds ahead, so that the decision usually comes first. A round takes
+# one poll interval and this number of calls of the store.
+LOOKAHEAD_ROUNDS = 2
+STORE_CALLS_PER_ROUND = 3
+MAX_LOOKAHEAD = 10_000
 
-# A faster pace of the training counts fully after this time.
+# A faster pace of the training is used fully after this time.
 STEADY_S = 60.0
 
-# The pause after a void round, and after a store that did not answer.
-AGAIN_S = 1.0
+# The pause after a void round, and after a call that the store did not answer.
+RETRY_S = 1.0
 
 _DECISION = re.compile(r"go ([1-9][0-9]{0,18})|(void|closed): .*", re.DOTALL)
 
@@ -131,7 +132,7 @@ class BarrierProposal(msgspec.Struct, frozen=True):
 
     `stops`: the run ends after the save. `again`: save even if a save of this step has begun.
     `raises`: all ranks raise an error of this class instead. `waited_s` is the age of the request
-    when the round was opened, as a rank may have been in a save.
+    when the round was opened: the rank may have been in a save before.
     """
 
     rank: int
@@ -159,7 +160,7 @@ class Boundary:
 class PollPolicy:
     """The poll interval, the deadline of answers, and the lookahead in boundaries.
 
-    `ahead` is None for the number of boundaries in `AHEAD_ROUNDS` rounds.
+    `ahead` is None for the number of boundaries in `LOOKAHEAD_ROUNDS` rounds.
     """
 
     poll_s: float = POLL_S
@@ -184,9 +185,9 @@ class BarrierMember:
 class BarrierRounds:
     """One rank's part in the rounds of a job. Its thread runs until `close`.
 
-    `propose` returns this rank's current proposal without a wait. It returns it again until it is
-    done at a `Boundary`. `report_alone` gets the reason, in the thread, if other ranks have passed
-    the boundary of this rank's action, or have left.
+    `propose` returns this rank's current proposal at once. It returns the same proposal until a
+    `Boundary` with it is done. The thread calls `report_alone` with the reason if other ranks have
+    left, or have passed the boundary of this rank's action.
     """
 
     def __init__(
@@ -213,10 +214,10 @@ class BarrierRounds:
         self._has_announced = False
         # For the thread only.
         self._seen_at = 0.0
-        self._not_before = 0.0
+        self._may_propose_at = 0.0
         self._is_over = False
         self._pace_at, self._pace_passed, self._pace = time.monotonic(), 0, 0.0
-        self._look_s = 0.0
+        self._poll_duration_s = 0.0
         self._thread = threading.Thread(
             target=self._run_thread, name="dist_ckpt rounds", daemon=True
         )
@@ -226,11 +227,11 @@ class BarrierRounds:
     # --- the training's side ---------------------------------------------------------------------
 
     def arrive(self, label: str, step: int = 0, *, is_due: bool = False) -> Boundary | None:
-        """Come to the next boundary. Return it if all ranks act there, else None.
+        """Move to the next boundary. Return it if all ranks act there, else None.
 
-        `is_due`: all ranks act here anyway. `label` and `step` name the action in errors. Call
-        `leave` after the action. It waits only for a decision, which needs the threads of the other
-        ranks, but not their training. NoAnswerError if the job's store fails meanwhile.
+        `is_due`: all ranks act here without a round. `label` and `step` name the action in errors.
+        Call `leave` after the action. This call waits only for a decision, which needs the threads
+        of the other ranks, but not their training. Raises NoAnswerError if the job's store fails.
         """
         with self._changed:
             while self._failure is None and (arrival := self._barrier.arrive()) == "wait":
@@ -252,10 +253,10 @@ class BarrierRounds:
             self._action = None
 
     def close(self) -> None:
-        """Leave the rounds. Open rounds, and later ones of other ranks, are void. Idempotent."""
+        """Leave the rounds: the open round and all later rounds become void. Idempotent."""
         self._wake.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(self._policy.poll_s + AGAIN_S)
+            self._thread.join(self._policy.poll_s + RETRY_S)
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class BarrierRounds:
         pause_s, has_warned = 0.0, False
         while not self._wake.wait(pause_s):
             try:
-                pause_s = self._look()
+                pause_s = self._poll_notes()
             except NoAnswerError as error:
                 # No rank may wait for a decision that cannot come. Without a barrier the training
                 # continues: if the store does not return, the next save raises an error.
@@ -272,7 +273,7 @@ class BarrierRounds:
                     return
                 if not has_warned:
                     _log.warning("requests to save are not seen for now: %s", error)
-                has_warned, pause_s = True, AGAIN_S
+                has_warned, pause_s = True, RETRY_S
             except Exception as error:  # noqa: BLE001 - a thread's outer edge: the training raises it
                 self._fail(error)
                 return
@@ -289,8 +290,8 @@ class BarrierRounds:
             self._failure = error
             self._changed.notify_all()
 
-    def _look(self) -> float:
-        """Read and write the notes that are due. Return the time until the next look."""
+    def _poll_notes(self) -> float:
+        """Read and write the notes that are due. Return the seconds until the next call."""
         began_at = time.monotonic()
         with self._changed:
             barrier, action, num_actions = self._barrier, self._action, self._num_actions
@@ -299,7 +300,7 @@ class BarrierRounds:
         if is_go:  # the training has not reached the boundary yet
             return self._policy.poll_s
         if not is_open and not self._join_round(may_propose=action is None):
-            self._look_s = time.monotonic() - began_at
+            self._poll_duration_s = time.monotonic() - began_at
             return self._policy.poll_s
         if self._join_decision():
             return self._policy.poll_s
@@ -308,11 +309,11 @@ class BarrierRounds:
     def _join_round(self, *, may_propose: bool) -> bool:
         """Read the proposal of this round, or write one, and answer. Return False without one.
 
-        It writes none during an action, which may be doing it.
+        No proposal is written during an action: the action may already do what is proposed.
         """
         self._measure_pace()
         key, now = self._round_key("ask"), time.monotonic()
-        may_propose = may_propose and not self._is_over and now >= self._not_before
+        may_propose = may_propose and not self._is_over and now >= self._may_propose_at
         if may_propose and (proposal := self._propose()) is not None:
             text = self._notes.put_once(key, msgspec.json.encode(proposal).decode())
         elif notes := self._notes.read([key]):
@@ -347,7 +348,7 @@ class BarrierRounds:
             self._remove_last_round()
         else:
             _log.info("a request to save is postponed: %s", text)
-            self._not_before = time.monotonic() + AGAIN_S
+            self._may_propose_at = time.monotonic() + RETRY_S
             self._is_over = match[2] == "closed"
             if self._is_over and self._proposal is not None and self._proposal.stops:
                 raise RankError(  # otherwise the signal would be lost forever
@@ -366,7 +367,7 @@ class BarrierRounds:
         keys = [self._round_key(f"answer/{rank}") for rank in range(self._world_size)]
         if self._rank == COORDINATOR and (answers := self._notes.read(keys)) is not None:
             return f"go {max(map(int, answers))}"
-        looks = self._rank == COORDINATOR or waited_s > AGAIN_S  # others leave it to rank 0
+        looks = self._rank == COORDINATOR or waited_s > RETRY_S  # others leave it to rank 0
         if looks and (closed := self._notes.read([self._key("closed")])):
             return f"closed: rank {closed[0]} takes no part any more"
         if waited_s > self._policy.answer_s:
@@ -385,7 +386,7 @@ class BarrierRounds:
                 text = f"{self._rank} {action[0]} {action[1]}"
                 self._notes.put_once(self._key(f"turn/{num_actions}"), text)
                 self._has_announced = True
-            if why := self._why_alone(num_actions):
+            if why := self._find_divergence(num_actions):
                 with self._changed:  # only during this action
                     if self._action == action:
                         self._report_alone(why)
@@ -403,7 +404,7 @@ class BarrierRounds:
                     f"`if rank == 0:` around one of these",
                 )
 
-    def _why_alone(self, num_actions: int) -> str:
+    def _find_divergence(self, num_actions: int) -> str:
         """Return why other ranks will not take this action, or "" if they may."""
         if passed := self._notes.read([self._key(f"passed/{num_actions}")]):
             return passed[0]
@@ -419,9 +420,9 @@ class BarrierRounds:
     def _measure_pace(self) -> None:
         """Update the number of boundaries per second.
 
-        An evaluation has many polls, and the training after it few steps: a barrier at the pace of
-        the polls would be reached after hours. So a slower pace counts at once, and a faster one
-        gradually, except the first.
+        An evaluation has many polls, and the training after it has few steps. A barrier set at the
+        pace of the polls would be reached hours later. So a slower pace counts at once, and a
+        faster pace counts gradually. The first measurement counts at once.
         """
         now, passed = time.monotonic(), self._barrier.passed
         elapsed_s = max(now - self._pace_at, 1e-3)
@@ -434,8 +435,9 @@ class BarrierRounds:
         """Return the distance of the barrier in boundaries: 0 for a stop, which has little time."""
         if self._policy.ahead is not None:
             return self._policy.ahead
-        round_s = self._policy.poll_s + LOOKS_OF_ROUND * self._look_s
-        return 0 if proposal.stops else min(int(self._pace * AHEAD_ROUNDS * round_s), MAX_AHEAD)
+        round_s = self._policy.poll_s + STORE_CALLS_PER_ROUND * self._poll_duration_s
+        lookahead = min(int(self._pace * LOOKAHEAD_ROUNDS * round_s), MAX_LOOKAHEAD)
+        return 0 if proposal.stops else lookahead
 
     def _remove_last_round(self) -> None:
         """Remove the notes of the last round. No rank reads them after its next answer."""

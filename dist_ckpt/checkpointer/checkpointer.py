@@ -22,7 +22,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.runs.listing import checked_metrics
+from dist_ckpt.runs.listing import parse_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 DEFAULT_SAVE = save_policy.every(minutes=30) | save_policy.at_end | save_policy.on_signal("TERM")
@@ -225,7 +225,7 @@ class Checkpointer:
         if self._state is None:
             raise ValueError(_RESTORE_FIRST)
         if (maintenance := run.requests.maintenance) is not None:
-            maintenance.add_metrics(step, checked_metrics(values))
+            maintenance.add_metrics(step, parse_metrics(values))
 
     def backup(self, step: int | None = None, *, overwrite: bool = False) -> str | None:
         """Back up the checkpoint of a step, by default the newest durable one: see `dc.backup`.
@@ -287,12 +287,12 @@ class Checkpointer:
             self._is_in_loop = False
 
     def _count_loop_step(self) -> None:
-        """Count the step in whose body the loop was left."""
+        """Count the step of a loop that was left in its body."""
         if self._loop_step is not None and self._loop_step > self._step:
             self._step = self._loop_step
 
     def _arrive(self, run: RunSession, label: str, step: int, *, is_due: bool = False) -> None:
-        """Come to the next boundary, and act there if all ranks do."""
+        """Move to the next boundary, and act there if all ranks act."""
         if run.stopped is None:
             boundary = run.rounds.arrive(label, step, is_due=is_due)
             if boundary is not None:
@@ -338,7 +338,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close it. After an error no rank waits for another, and snapshots stay in memory."""
+        """End the run. After an error no rank waits for another, and snapshots stay in memory."""
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
@@ -365,7 +365,7 @@ _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def _check_only_one() -> None:
-    """Raise ValueError if this process has an open one: a signal must be for one run."""
+    """Raise ValueError if this process has an open Checkpointer: a signal is for one run."""
     if _open_roots():
         gc.collect()  # a dropped one may be in a cycle
     for root in _open_roots():
@@ -382,7 +382,7 @@ def _open_roots() -> list[str]:
 
 
 def _warn_of_open() -> None:
-    """Warn of open checkpointers at exit: a global is not dropped before."""
+    """Warn of open checkpointers at exit, as a global variable is not dropped earlier."""
     for root in _open_roots():
         _log.warning(
             "the process ends with a Checkpointer for %s open: at_end has saved nothing, and the "

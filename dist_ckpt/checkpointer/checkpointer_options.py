@@ -1,4 +1,4 @@
-"""The options of `dc.Checkpointer`. They are checked inside an exchange: errors reach all ranks."""
+"""The options of `dc.Checkpointer`. An exchange checks them, so errors reach all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
-# Locks accept no longer wait. Without this check the error would come when the run must stop.
+# A lock accepts no longer timeout. Without this check the error would come when the run must stop.
 _MAX_STOP_S = 1e9
 
 OnFailure = Literal["warn", "raise"] | Callable[[Exception], object]

@@ -1,6 +1,6 @@
 """Rank 0's work after a save: metrics, hooks and pruning.
 
-A separate thread does it, so that it never stops the training. Its errors are logged.
+A separate thread does this work, so the training never waits for it. Errors are logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.listing import list_run, put_metrics, put_saved
-from dist_ckpt.runs.prune import metrics_of, prune
+from dist_ckpt.runs.prune import find_metric_names, prune
 from dist_ckpt.runs.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")
@@ -84,7 +84,7 @@ class MaintenanceThread:
             self._changed.notify()
 
     def add_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add metrics of a step. They are written when it is saved, or now."""
+        """Add metrics of a step. The thread writes them once the step is durable."""
         with self._changed:
             self._metrics.setdefault(step, {}).update(values)
             while len(self._metrics) > MAX_UNSAVED:
@@ -103,7 +103,8 @@ class MaintenanceThread:
     def outcome(self, step: int) -> CheckpointKey | str | None:
         """Return the durable checkpoint of this step or a newer one, or the reason for none.
 
-        None if it is open. For a restored step it reads the storage, with its errors.
+        Return None while the save is in progress. For a restored step this reads the storage, and
+        raises its errors.
         """
         newest = self._newest_saved if self._newest_saved >= step else step
         if (where := self._saved.get(step) or self._saved.get(newest)) is not None:
@@ -113,7 +114,7 @@ class MaintenanceThread:
         # A step that was restored from memory may be saved now.
         if step > max(self._restored, 0) or any(save.step == step for save in self._handles):
             return None
-        return self._find_earlier(step) or (
+        return self._find_restorable(step) or (
             f"the run began with step {step}, which is not durable, and has done no step since"
         )
 
@@ -140,11 +141,11 @@ class MaintenanceThread:
                     self._changed.wait(SAVE_CHECK_INTERVAL_S)
                 was_closed = self._is_closed
             try:
-                self._work()
+                self._do_open_work()
             except Exception:  # noqa: BLE001 - a thread's outer edge: the training continues
                 _log.exception("%s: metrics, hooks or pruning have failed", self._root)
 
-    def _work(self) -> None:
+    def _do_open_work(self) -> None:
         for handle in [*self._handles]:
             if handle.done():
                 self._settle(handle)
@@ -228,12 +229,12 @@ class MaintenanceThread:
             due = {step: self._metrics.pop(step) for step in settled if step not in waiting}
         for step, values in due.items():
             try:
-                if (where := self._saved.get(step) or self._find_earlier(step)) is not None:
+                if (where := self._saved.get(step) or self._find_restorable(step)) is not None:
                     put_metrics(self._storage, self._root, where, values)
             except CheckpointError as error:
                 _log.warning("the metrics of step %d are lost: %s", step, error)
 
-    def _find_earlier(self, step: int) -> CheckpointKey | None:
+    def _find_restorable(self, step: int) -> CheckpointKey | None:
         """Return the checkpoint of a step of an earlier incarnation, if it exists."""
         if step > self._restored:
             return None
@@ -253,7 +254,7 @@ class MaintenanceThread:
             _log.warning("%s is not pruned now: %s", self._root, error)
         else:
             known = {name for checkpoint, _ in decisions for name in checkpoint.metrics}
-            unknown = metrics_of(keep) - known if len(self._saved) > FEW_SAVES else ()
+            unknown = find_metric_names(keep) - known if len(self._saved) > FEW_SAVES else ()
             for name in unknown:
                 self._warn_once(
                     name,

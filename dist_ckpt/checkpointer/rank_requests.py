@@ -1,8 +1,8 @@
 """Requests to save or to stop: signals, and requests of other processes (`dist-ckpt request-save`).
 
-A separate thread of rank 0 polls for requests of other processes and answers them: the rounds must
-not wait for the storage, and the maintenance may prune for minutes. It also writes the run's
-heartbeat. `RankRequests` has all requests of this rank.
+A separate thread of rank 0 polls for requests of other processes and answers them. The thread of
+the rounds must not wait for the storage, and the maintenance thread may prune for minutes. The
+thread also writes the run's heartbeat. `RankRequests` collects all requests of this rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dist_ckpt.runs.save_requests import (
     list_requests,
     put_answer,
     read_request,
-    remove_file,
+    remove_request_file,
 )
 
 
@@ -45,9 +45,9 @@ class Signals:
     """Handlers of some signals, from construction until `close`.
 
     `received` is the first signal, and `received_at` its time by the monotonic clock. The previous
-    handler is called too, except Python's own for Ctrl-C. A forked child, such as a data loader
-    worker, gets the previous handlers back. ValueError outside of the main thread, where no handler
-    can be set.
+    handler is called too, except Python's own handler of Ctrl-C. A forked child, such as a data
+    loader worker, gets the previous handlers back. Raises ValueError outside the main thread, as
+    only the main thread can set handlers.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ class Signals:
         self._previous = {}
 
     def drop(self) -> None:
-        """Close it in the main thread. In another thread, pass signals to previous handlers."""
+        """Restore the previous handlers; in another thread, pass on all signals to them."""
         self._is_over = True
         if threading.current_thread() is threading.main_thread():
             self.close()
@@ -104,9 +104,10 @@ _forking = threading.local()
 
 
 def _block_signals() -> None:
-    """Block the signals during a fork: in the child a signal would only set this flag.
+    """Block the signals during a fork, until the child has its previous handlers back.
 
-    Otherwise `terminate()` of a worker that was just started would be lost, and its `join()` hang.
+    Otherwise a new child would only note a signal. `terminate()` of a new worker would have no
+    effect, and its `join()` would hang.
     """
     numbers = {number for signals in tuple(_installed) for number in signals._previous}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -129,10 +130,9 @@ os.register_at_fork(
 
 @dataclass
 class RankRequests:
-    """One rank's requests: signals on any rank; on rank 0 also those of other sources.
+    """The requests of one rank, which the thread of the rounds calls. Calls do not wait.
 
-    These are its clock, failed saves, and other processes. The thread of the rounds calls it. It
-    waits for nothing.
+    Any rank has signals. Rank 0 also has its clock, failed saves, and other processes.
     """
 
     rank: int
@@ -179,11 +179,11 @@ REQUEST_CHECK_INTERVAL_S = 2.0
 # The interval at which a requested save is polled, without a call of the storage.
 SAVE_CHECK_INTERVAL_S = 0.1
 
-# The time after which this job removes answers, and files that cannot be read.
-KEPT_S = 3600.0
+# The time after which this job removes answers, and requests that cannot be read.
+ANSWER_TTL_S = 3600.0
 
 # The length of a requester's name in a log.
-MAX_BY = 200
+MAX_NAME_CHARS = 200
 
 
 class ExternalRequests:
@@ -198,8 +198,8 @@ class ExternalRequests:
         self._storage, self._root = storage, incarnation.root
         self._number = incarnation.number
         self._maintenance = maintenance
-        # The threads share these, under a lock. Open requests wait for a boundary, the others for
-        # the save of a step.
+        # The threads share these under the lock. Requests in `_open` wait for a boundary, and
+        # requests in `_saving` wait for the save of a step.
         self._changed = threading.Condition()
         self._open: dict[str, RequestRecord] = {}
         self._saving: dict[str, int] = {}
@@ -220,9 +220,9 @@ class ExternalRequests:
             requests = [*self._open.values()]
         if not requests:
             return None
-        names = ", ".join(sorted({request.by[:MAX_BY] for request in requests}))
+        names = ", ".join(sorted({request.by[:MAX_NAME_CHARS] for request in requests}))
         stops = any(request.stops for request in requests)
-        return BarrierProposal(COORDINATOR, f"a request of {names}"[:MAX_BY], stops=stops)
+        return BarrierProposal(COORDINATOR, f"a request of {names}"[:MAX_NAME_CHARS], stops=stops)
 
     def begin_save(self, step: int, *, is_last: bool) -> None:
         """Assign the open requests to this step, which all ranks have begun to save or have saved.
@@ -241,7 +241,7 @@ class ExternalRequests:
     def close(self, end_reason: str, timeout_s: float) -> None:
         """Answer all requests within `timeout_s`, and end. Idempotent.
 
-        The saves are settled by now, or will not be in time.
+        Call this when the saves are settled, or when no time is left to wait for them.
         """
         with self._changed:
             self._end_reason = self._end_reason or end_reason
@@ -251,17 +251,17 @@ class ExternalRequests:
     # --- the thread ------------------------------------------------------------------------------
 
     def _run_thread(self) -> None:
-        next_look, next_renewal = 0.0, 0.0
+        next_read, next_renewal = 0.0, 0.0
         liveness = LivenessFile(self._storage, self._root, self._number)
         while self._end_reason is None:
             is_fine = True
             if time.monotonic() >= next_renewal:
-                self._try(liveness.renew)
+                self._call_logged(liveness.renew)
                 next_renewal = time.monotonic() + LIVENESS_INTERVAL_S
-            if time.monotonic() >= next_look:
-                is_fine = self._try(self._look)
-                next_look = time.monotonic() + REQUEST_CHECK_INTERVAL_S
-            is_fine = self._try(self._answer_saving) and is_fine
+            if time.monotonic() >= next_read:
+                is_fine = self._call_logged(self._read_requests)
+                next_read = time.monotonic() + REQUEST_CHECK_INTERVAL_S
+            is_fine = self._call_logged(self._answer_settled) and is_fine
             with self._changed:
                 if self._end_reason is None:
                     self._changed.wait(
@@ -269,11 +269,11 @@ class ExternalRequests:
                         if self._saving and is_fine
                         else REQUEST_CHECK_INTERVAL_S
                     )
-        for act in (self._look, self._answer_saving, self._answer_rest, liveness.end):
-            self._try(act)
+        for act in (self._read_requests, self._answer_settled, self._answer_all, liveness.end):
+            self._call_logged(act)
 
-    def _try(self, act: Callable[[], None]) -> bool:
-        """Call a function. Return False after an error: it is tried again later."""
+    def _call_logged(self, act: Callable[[], None]) -> bool:
+        """Call a function and log its error. Return False after an error: call again later."""
         try:
             act()
         except (CheckpointError, OSError) as error:
@@ -286,7 +286,7 @@ class ExternalRequests:
             return True
         return False
 
-    def _look(self) -> None:
+    def _read_requests(self) -> None:
         """Read new requests, drop withdrawn ones, and prune old files."""
         names = list_requests(self._storage, self._root)
         unanswered = set(names.requests) - set(names.answers)
@@ -309,7 +309,7 @@ class ExternalRequests:
     def _add(self, request: RequestRecord) -> None:
         if request.incarnation == self._number:
             end = " and the end" * request.stops
-            _log.info("%s requests a save%s", request.by[:MAX_BY], end)
+            _log.info("%s requests a save%s", request.by[:MAX_NAME_CHARS], end)
             with self._changed:
                 if self._last_step is None:
                     self._open[request.id] = request
@@ -329,12 +329,12 @@ class ExternalRequests:
         now = time.monotonic()
         self._seen_at = {name: self._seen_at.get(name, now) for name in files}
         for name in files:
-            if now - self._seen_at[name] > KEPT_S:
-                remove_file(self._storage, self._root, name)
+            if now - self._seen_at[name] > ANSWER_TTL_S:
+                remove_request_file(self._storage, self._root, name)
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def _answer_saving(self) -> None:
+    def _answer_settled(self) -> None:
         """Answer the requests whose save is durable or has failed."""
         with self._changed:
             saving = dict(self._saving)
@@ -345,7 +345,7 @@ class ExternalRequests:
             elif outcome is not None:
                 self._answer(request_id, "saved", f"step {outcome[0]} is durable", outcome)
 
-    def _answer_rest(self) -> None:
+    def _answer_all(self) -> None:
         """Answer all other requests: the run has ended."""
         with self._changed:
             rest = [*self._saving, *self._open]

@@ -1,10 +1,9 @@
 """Start or resume a run: select the restore point, load it, record the incarnation.
 
 The restore point is the newest committed checkpoint that is not orphaned, or a newer save in
-memory. Only a damaged one is skipped, after a second read past the page cache has confirmed
-the damage: a temporary error of the storage must not roll a run back. An incarnation that writes
-is recorded when its state is loaded, before its first save. The saved configuration is compared
-with that of the run.
+memory. Only a damaged checkpoint is skipped, after a second read past the page cache: a temporary
+error of the storage must not roll a run back. The incarnation is recorded after its state is
+loaded, before its first save. The saved configuration is compared with the run's configuration.
 """
 
 from __future__ import annotations
@@ -102,14 +101,14 @@ class Resume:
     def restore(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state and record the incarnation. Collective."""
         listing = self._list(at)
-        restored, why = self._from_memory(state) if at is None else (None, "")
+        restored, why = self._restore_from_memory(state) if at is None else (None, "")
         newest = listing.candidates[0].step if listing.candidates else -1
         try:
             if restored is None or newest > restored.step:
-                restored, why = self._from_storage(state, listing, at)
+                restored, why = self._restore_from_storage(state, listing, at)
             if restored is None:
-                why = self._fresh(state, listing)
-            number = 0 if self.options.read_only else self._record(restored, why, at)
+                why = self._begin_fresh_run(state, listing)
+            number = 0 if self.options.read_only else self._record_incarnation(restored, why, at)
         finally:
             self._leases.close()
         if self.session.channel.rank == COORDINATOR:
@@ -162,7 +161,7 @@ class Resume:
                 f"{self.root} is a checkpoint: give the folder that it is in, {listing.root}"
             )
         alive = listing.alive if at is None else (select(listing, at),)
-        skipped = self._unreadable(listing, alive) if at is None else ()
+        skipped = self._find_damaged(listing, alive) if at is None else ()
         candidates = tuple(
             _RestorePoint(checkpoint.step, checkpoint.path, checkpoint.attempt)
             for checkpoint in reversed(alive)
@@ -172,7 +171,7 @@ class Resume:
             self._check_config(candidates[0])
         return _RunListing(candidates, skipped)
 
-    def _unreadable(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
+    def _find_damaged(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
         """Return damaged checkpoints above the newest. IncompatibleError for a newer version."""
         newest = alive[-1].step or 0 if alive else -1
         later = [entry for entry in listing.checkpoints if _step_in_name(entry.name) > newest]
@@ -218,7 +217,7 @@ class Resume:
 
     # --- load it ---------------------------------------------------------------------------------
 
-    def _from_memory(self, state: MutableState) -> tuple[_RestorePoint | None, str]:
+    def _restore_from_memory(self, state: MutableState) -> tuple[_RestorePoint | None, str]:
         if self.saver is None:
             return None, ""
         try:
@@ -231,7 +230,7 @@ class Resume:
             return None, ""
         return _RestorePoint(step, report.path, report.attempt), "the newest, from memory"
 
-    def _from_storage(
+    def _restore_from_storage(
         self, state: MutableState, listing: _RunListing, at: str | None
     ) -> tuple[_RestorePoint | None, str]:
         skipped = [*listing.skipped]
@@ -260,7 +259,7 @@ class Resume:
         return None, ""
 
     def _load(self, state: MutableState, point: _RestorePoint) -> None:
-        """Load it, with a lease until the incarnation is recorded: see `begin_incarnation`."""
+        """Load a checkpoint. It is leased until the incarnation is recorded."""
         if not self.options.read_only:
             with self._exchange("lease"):
                 if self.session.channel.rank == COORDINATOR:
@@ -281,7 +280,7 @@ class Resume:
                 phase=error.phase,
             ) from error
 
-    def _fresh(self, state: MutableState, listing: _RunListing) -> str:
+    def _begin_fresh_run(self, state: MutableState, listing: _RunListing) -> str:
         """Fill the state from `init`, if any. Raise if a fresh run is not allowed."""
         init = self.options.init
         if self.options.must_exist or listing.skipped:
@@ -304,14 +303,14 @@ class Resume:
         paths = " and ".join(source.path for source in report.sources)
         return f"no checkpoint to resume from; it begins with {paths}"
 
-    def _record(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
+    def _record_incarnation(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         with self._exchange("incarnation") as recording:
             recording.gather(None)
             if recording.is_coordinator:
-                recording.decide(self._begin(restored, why, at))
+                recording.decide(self._write_incarnation(restored, why, at))
         return recording.result(int)
 
-    def _begin(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
+    def _write_incarnation(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         """Record the incarnation, and return its number. Rank 0 only."""
         by = f"process {os.getpid()} on {self.session.channel.host}"
         if alive := describe_liveness(self.storage, self.root, self._after):

@@ -1,4 +1,4 @@
-"""An open run: its saves, and the actions at a common boundary and at the end."""
+"""An open run: its saves, and what all ranks do at a common boundary and at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from dist_ckpt.tools.rewrite.copying import plan_backup_at
 
 _log = logging.getLogger("dist_ckpt")
 
-# Time before the deadline for the exchange about the last save.
+# The time before the deadline that is left for the exchange about the last save.
 EXCHANGE_S = 1.0
 
 DURABLE, STAGED, FAILED, TOO_LATE = "durable", "staged", "failed", "failed in the end"
@@ -52,8 +52,8 @@ DURABLE, STAGED, FAILED, TOO_LATE = "durable", "staged", "failed", "failed in th
 class RunSaves:
     """One rank's side of the saves. All ranks call each method alike, and decide alike.
 
-    `last` is the last step that was restored, or whose save has begun. `in_memory_only`: it was
-    restored from memory, and no save has begun since. `num_begun` counts the saves of this
+    `last` is the last step that was restored, or whose save has begun. `in_memory_only`: the step
+    was restored from memory, and no save has begun since. `num_begun` counts the saves of this
     incarnation.
     """
 
@@ -83,16 +83,16 @@ class RunSaves:
     def save(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         """Save a step. Collective.
 
-        If `is_urgent` is or becomes true, it supersedes a save that no writer has begun instead of
-        waiting. A failed save is tried again at once. A second failure is reported by `on_failure`.
-        Raises errors that another try cannot fix: an invalid state, a lost rank, a newer
-        incarnation.
+        If `is_urgent` is or becomes true, this save supersedes a save that no writer has begun, and
+        does not wait for it. A failed save is tried again at once, and a second failure is reported
+        by `on_failure`. Raises errors that another try cannot fix: an invalid state, a lost rank, a
+        newer incarnation.
         """
         self.last = step
         self.num_begun += 1
         for is_retry in (False, True):
             try:
-                self._try(step, state, boundary, is_urgent)
+                self._start(step, state, boundary, is_urgent)
                 self._num_failures = 0
                 return
             except (RankError, ConflictError):
@@ -109,7 +109,7 @@ class RunSaves:
                 elif self.session.channel.rank == COORDINATOR:
                     _log.warning("step %d: %s. It is saved again", step, error)
 
-    def _try(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
+    def _start(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         run = self.options
         attach = run.attach if self.session.channel.rank == COORDINATOR else None
         options = SaveOptions(
@@ -146,7 +146,7 @@ class RunSaves:
         """Wait for the last save until a time of the monotonic clock. Collective.
 
         Return the worst status of all ranks: `DURABLE`, `STAGED` in memory, `FAILED`, or `TOO_LATE`
-        if it failed and no time is left for another try. Rank 0's clock decides that for all ranks.
+        if the save failed and no time is left for another try, by rank 0's clock.
         """
         status = self._status(until)
         # The label is in the error of a rank without partners.
@@ -173,12 +173,12 @@ class RunSaves:
 
 
 # A scheduler can be configured to restart a job with this exit code (EX_TEMPFAIL).
-REQUEUE = 75
+REQUEUE_EXIT_CODE = 75
 
-# For metrics, hooks and pruning at the end; the second is for a run with little time.
+# The timeout of metrics, hooks and pruning at the end. The second is for a run with little time.
 END_S, URGENT_END_S = 300.0, 1.0
 
-# For answers to save requests: a requester without an answer waits much longer.
+# The timeout of answers to save requests. A requester without an answer waits much longer.
 ANSWERS_END_S = 5.0
 
 # The label of the last boundary, in errors of a rank without partners.
@@ -191,17 +191,17 @@ MakeState = Callable[[], MutableState]
 class TrainingStopped:
     """The reason and the step at which a run stopped. `is_durable`: the step is durable.
 
-    If it is False, the step is staged in memory. The writers outlive the job and write the step. A
-    later incarnation on these hosts resumes from the step, unless the writers were killed before
-    they digested it. A save in the foreground, or one that failed before it was staged, leaves
-    nothing in memory. Exit with `exit_code`, so that a scheduler that is configured for this code
-    restarts the job.
+    If `is_durable` is False, the step is staged in memory. The writers outlive the job and write
+    the step. A later incarnation on these hosts resumes from it, unless the writers were killed
+    before they digested it. A foreground save, or a save that failed before it was staged, leaves
+    nothing in memory. Exit with `exit_code`: a scheduler can be configured to restart a job that
+    exits with this code.
     """
 
     why: str
     step: int
     is_durable: bool
-    exit_code: int = REQUEUE
+    exit_code: int = REQUEUE_EXIT_CODE
 
 
 @dataclass
@@ -342,8 +342,8 @@ class RunSession:
     def end(self, error: BaseException | None) -> None:
         """Release everything, even if some of it fails. After an error, keep snapshots in memory.
 
-        Does not wait for the training of other ranks. Raises the error of a failed save that was
-        not raised yet. After an `error` it is logged instead.
+        Do not wait for the training of other ranks. Raise the error of a failed save that was not
+        raised yet; after an `error`, log it instead.
         """
         maintenance = self.requests.maintenance
         try:

@@ -28,11 +28,11 @@ from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import CheckpointError, IncompatibleError, NotFoundError
 from dist_ckpt.integrations.adapter_state import (
     broadcast_inner_buffers,
+    capture_sources,
+    check_extra_state,
     check_num_batches,
     check_on_reshard,
-    extra_state_of,
     set_sources,
-    sources_of,
 )
 from dist_ckpt.runs.prune import delete
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("dist_ckpt")
 _OWN_FILES = re.compile(r"(model|optimizer|pytorch_model).*|random_states_\d+\.pkl")
 
 
-def make_room(accelerator: Any, folder: str) -> None:
+def delete_oldest(accelerator: Any, folder: str) -> None:
     """Delete the oldest checkpoints above the project's limit, after a newer one is complete.
 
     Folders that accelerate wrote and pinned checkpoints stay. A failed removal fails no save.
@@ -50,7 +50,7 @@ def make_room(accelerator: Any, folder: str) -> None:
     limit = accelerator.project_configuration.total_limit
     if limit is None or not accelerator.is_main_process:
         return
-    ours = [path for path in numbered_checkpoints(folder) if not is_accelerates(path)]
+    ours = [path for path in numbered_checkpoints(folder) if not is_written_by_accelerate(path)]
     for path in ours[: -max(limit, 1)]:
         try:
             delete(path)
@@ -58,7 +58,7 @@ def make_room(accelerator: Any, folder: str) -> None:
             _log.warning("%s stays, above total_limit=%d: %s", path, limit, error)
 
 
-def is_accelerates(path: str) -> bool:
+def is_written_by_accelerate(path: str) -> bool:
     """Return True if accelerate wrote a folder that has no checkpoint of dist_ckpt."""
     names = os.listdir(path) if os.path.isdir(path) else []
     is_ours = any(re.match(r"a\d+-", name) for name in names)
@@ -99,7 +99,7 @@ def _one_or_more(values: list[Any]) -> Any:
     return {str(number): value for number, value in enumerate(values)}
 
 
-def broadcast_buffers_of(accelerator: Any) -> None:
+def broadcast_model_buffers(accelerator: Any) -> None:
     """Broadcast the buffers of rank 0, if DDP does so at each forward. Collective with DDP.
 
     An Accelerator has the models without DDP around them.
@@ -163,18 +163,18 @@ class AcceleratedRun:
         **options: Any,
     ) -> None:
         check_on_reshard(on_reshard)
-        self._more = extra_state_of(state, _OWN)
+        self._extra_state = check_extra_state(state, _OWN)
         check(accelerator)
         self._accelerator = accelerator
         self._on_reshard = on_reshard
         self._checkpointer = Checkpointer(root, **options)
         self._is_restored = self._is_in_batches = self._has_looped = False
         self._step = self._epoch = self._batches = 0
-        self._pending: int | None = None  # a step that the checkpointer does not have yet
+        self._pending_step: int | None = None  # a step that the checkpointer does not have yet
         self._loader: Any = None
         self._order: dict[str, Any] | None = None  # the sources of the epoch's order
         self._num_batches: int | None = None
-        self._resumed: object = None  # the generators to set after a resume has skipped batches
+        self._resume_generators: object = None  # to set after a resume has skipped batches
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -246,10 +246,10 @@ class AcceleratedRun:
         with suppress(TypeError):  # the dataset has no length
             count = len(loader)
         self._loader = loader
-        if self._resumed is None:
+        if self._resume_generators is None:
             if self._order is not None:  # as after the epochs before
                 set_sources([loader], self._order)
-            self._order, self._num_batches = _order_of(loader), count
+            self._order, self._num_batches = _capture_order(loader), count
             return iter(loader)
         check_num_batches(self._batches, self._num_batches, count)
         assert self._order is not None, "saved within an epoch"
@@ -258,18 +258,18 @@ class AcceleratedRun:
         batches: Iterator[Any] = iter(loader)
         for _ in range(self._batches):
             next(batches, None)
-        RNG().restore(self._resumed)
-        self._resumed = None
+        RNG().restore(self._resume_generators)
+        self._resume_generators = None
         return batches
 
     def _count(self, batches: int) -> None:
         if self._accelerator.sync_gradients:
             self._batches, self._step = batches, self._step + 1
-            self._pending = self._step
+            self._pending_step = self._step
 
     def _report_step(self) -> None:
-        if self._pending is not None:
-            step, self._pending = self._pending, None
+        if self._pending_step is not None:
+            step, self._pending_step = self._pending_step, None
             self._checkpointer.step(step, self._state)
 
     # --- the run ---------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class AcceleratedRun:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close it. After an error, ranks do not wait for others, and snapshots stay in memory."""
+        """End the run. After an error no rank waits for another; snapshots stay in memory."""
         if error is None:
             self.close()
         else:
@@ -311,11 +311,11 @@ class AcceleratedRun:
             "position": None,
             "data": PerRank(None, on_reshard="drop"),
             "rng": RNG(on_reshard="drop"),
-            **self._more,
+            **self._extra_state,
         }
 
     def _state(self) -> dict[str, Any]:
-        broadcast_buffers_of(self._accelerator)
+        broadcast_model_buffers(self._accelerator)
         position = {
             "epoch": self._epoch,
             "batches": self._batches,
@@ -325,7 +325,7 @@ class AcceleratedRun:
         }
         order = self._order
         if not self._batches:  # between epochs
-            order = None if self._loader is None else _order_of(self._loader)
+            order = None if self._loader is None else _capture_order(self._loader)
         data = PerRank(order, on_reshard="drop")
         return {**self._template(), "position": position, "data": data}
 
@@ -335,7 +335,7 @@ class AcceleratedRun:
         self._accelerator.step = position["accumulated"]
         if position["world_size"] == self._accelerator.num_processes:
             self._order = order
-            self._resumed = RNG().capture() if self._batches else None
+            self._resume_generators = RNG().capture() if self._batches else None
         elif not self._batches:
             return
         elif self._on_reshard == "error":
@@ -349,8 +349,8 @@ class AcceleratedRun:
             self._batches = 0
 
 
-def _order_of(loader: Any) -> dict[str, Any]:
-    return {"rng": RNG().capture(), **sources_of([loader])}
+def _capture_order(loader: Any) -> dict[str, Any]:
+    return {"rng": RNG().capture(), **capture_sources([loader])}
 
 
 def attach(accelerator: accelerate.Accelerator) -> None:
@@ -379,15 +379,17 @@ def _save_state(
         output_dir = os.path.join(folder, f"checkpoint_{accelerator.save_iteration}")
     if output_dir is None:
         raise ValueError("save_state needs a folder: save_state(output_dir)")
-    broadcast_buffers_of(accelerator)
+    broadcast_model_buffers(accelerator)
     path = os.path.expanduser(os.fspath(output_dir))
     state = {**prepared_objects(accelerator), "position": {"accumulated": accelerator.step}}
     save(
-        {**state, **_of_ranks(accelerator)}, path, overwrite=not project.automatic_checkpoint_naming
+        {**state, **_rank_state(accelerator)},
+        path,
+        overwrite=not project.automatic_checkpoint_naming,
     )
     project.__dict__["iteration"] += 1  # the number of the next folder, as accelerate does
     if project.automatic_checkpoint_naming:
-        make_room(accelerator, os.path.dirname(path))
+        delete_oldest(accelerator, os.path.dirname(path))
     return path
 
 
@@ -404,8 +406,8 @@ def _load_state(
             raise NotFoundError(f"{folder} has no checkpoint_N: save_state() makes them")
         input_dir = checkpoints[-1]
     path = os.path.expanduser(os.fspath(input_dir))
-    template = {**prepared_objects(accelerator), "position": None, **_of_ranks(accelerator)}
-    if is_accelerates(path):
+    template = {**prepared_objects(accelerator), "position": None, **_rank_state(accelerator)}
+    if is_written_by_accelerate(path):
         raise IncompatibleError(
             f"{path} was written by accelerate itself: load it before attach(accelerator)"
         )
@@ -415,7 +417,7 @@ def _load_state(
     accelerator.step = template["position"]["accumulated"]
 
 
-def _of_ranks(accelerator: Any) -> dict[str, Any]:
+def _rank_state(accelerator: Any) -> dict[str, Any]:
     """Return the state of this rank: positions of loaders, and random generators."""
     states = [loader.state_dict() for loader in stateful_loaders(accelerator)]
     on_reshard: Literal["error", "drop"] = "error" if states else "drop"

@@ -1,7 +1,7 @@
 """State that several adapters save: extra keys, buffers of DDP, and the order of data loaders.
 
-Between forwards, BatchNorm changes buffers by the rank's own data. Replicas that differ cannot be
-saved, so DDP's next broadcast is done before the save.
+In a forward, BatchNorm changes buffers by the rank's own data, so the replicas differ. Replicas
+that differ cannot be saved. So the buffers are broadcast before a save, as DDP would do later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, broadcast
 from dist_ckpt.errors import IncompatibleError
 
 
-def extra_state_of(state: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
+def check_extra_state(state: Mapping[str, Any] | None, reserved: Collection[str]) -> dict[str, Any]:
     """Return the extra state to save. ValueError if it has a `reserved` key of the adapter."""
     if conflicts := sorted({*(state or {})} & {*reserved}):
         raise ValueError(
@@ -55,7 +55,7 @@ def broadcast_inner_buffers(
             broadcast(buffer, group=group, group_src=0)
 
 
-def sources_of(loaders: Iterable[Any]) -> dict[str, Any]:
+def capture_sources(loaders: Iterable[Any]) -> dict[str, Any]:
     """Return the generator states and seeds for the next order of loaders, as plain data."""
     loaders = list(loaders)
     return {

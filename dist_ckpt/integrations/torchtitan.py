@@ -24,7 +24,7 @@ from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.loading.load_options import Source
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.adapter_state import extra_state_of
+from dist_ckpt.integrations.adapter_state import check_extra_state
 from dist_ckpt.runs import retention_policy as keep
 
 # The keys of a trainer's own states that have another form here.
@@ -93,7 +93,7 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         self._first = config.enable_first_step_checkpoint
         self._interval = config.interval
         self._components = {
-            **extra_state_of(states, _OWN),
+            **check_extra_state(states, _OWN),
             "model": [*model_parts],
             "optim": _one_or_more([*optimizers]),
             "lr_scheduler": lr_schedulers,

@@ -25,7 +25,7 @@ from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError, NotFoundError
-from dist_ckpt.integrations.adapter_state import broadcast_module_buffers, extra_state_of
+from dist_ckpt.integrations.adapter_state import broadcast_module_buffers, check_extra_state
 from dist_ckpt.openers import OPENER
 
 _log = logging.getLogger("dist_ckpt")
@@ -64,7 +64,7 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
     ) -> None:
         self.stopped: TrainingStopped | None = None
         self._root = root
-        self._more = extra_state_of(state, _OWN)
+        self._extra_state = check_extra_state(state, _OWN)
         self._options = {"background": False, **options}
         self._trainer: Any = None
         self._checkpointer: Checkpointer | None = None
@@ -101,10 +101,10 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
                 )
         self._trainer = trainer
         self._follow(trainer)
-        if (newest := _newest(self._root)) is None:
+        if (newest := _read_newest(self._root)) is None:
             return None
         self._step, before, text = newest
-        if before != (now := _batches_of(args)) and not args.ignore_data_skip:
+        if before != (now := _batch_counts(args)) and not args.ignore_data_skip:
             raise ValueError(
                 f"{self._root} was trained on {_BATCHES.format(**before)}, and now on "
                 f"{_BATCHES.format(**now)}. The Trainer counts batches, and would lose or repeat "
@@ -259,20 +259,20 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
             "scheduler": components["lr_scheduler"],
             # With another number of ranks, the generators start as in a fresh run.
             "rng": RNG(on_reshard="drop"),
-            **self._more,
+            **self._extra_state,
         }
         if self._trainer.args.process_index == 0:  # the logs of other ranks have other times
             state["trainer"] = {
-                "state": _text_of(self._trainer),
-                "batches": _batches_of(self._trainer.args),
+                "state": _encode_trainer_state(self._trainer),
+                "batches": _batch_counts(self._trainer.args),
             }
         if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
         return state
 
 
-def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
-    """Return the numbers that determine the batches of a step."""
+def _batch_counts(args: transformers.TrainingArguments) -> dict[str, int]:
+    """Return the counts that determine the samples of a step."""
     return {
         "ranks": args.world_size,
         "samples": args.train_batch_size,
@@ -283,7 +283,7 @@ def _batches_of(args: transformers.TrainingArguments) -> dict[str, int]:
 _BATCHES = "{ranks} ranks by {samples} samples a batch and {batches} batches a step"
 
 
-def _newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
+def _read_newest(root: str | os.PathLike[str]) -> tuple[int, dict[str, int], str] | None:
     """Return the step of a run's newest checkpoint, with the Trainer's batches and state."""
     try:
         checkpoint = open_checkpoint(f"{os.fspath(root)}@latest", opener=OPENER)
@@ -314,7 +314,7 @@ def _fill_callbacks(callbacks: Sequence[object], saved: Mapping[str, Any]) -> No
                 setattr(callback, name, value)
 
 
-def _text_of(trainer: Any) -> str:
+def _encode_trainer_state(trainer: Any) -> str:
     """Return the Trainer's state as it would write it into its own checkpoint."""
     states: dict[str, list[object]] = {}
     for callback in (*trainer.callback_handler.callbacks, trainer.control):

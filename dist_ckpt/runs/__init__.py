@@ -1,5 +1,8 @@
 """The folder of a run: its checkpoints by step, annotations, requests and retention.
 
-It needs no ranks and no torch. `retention_policy.py` defines the policy as a plain value, and
-`policy_text.py` its text form. `prune.py` applies it. `run.py` is the public class for all of this.
+A retention rule: a function such as `last` in `retention_policy.py`; its text: `policy_text.py`.
+What a prune removes, and in which order: `prune.py`. A selector such as `@latest`: `selectors.py`.
+A field of a listed checkpoint: `RunCheckpoint` in `listing.py`; its column: `cli/commands/ls.py`.
+A method of `dc.Run`: `run.py`. The duration of a lease: `core/commit/records/leases.py`.
+Messages of `dist-ckpt watch`: `watch_changes.py`. Requests to save: `save_requests.py`.
 """

@@ -110,9 +110,9 @@ class Listing:
     """A run's checkpoints by step, and their annotations.
 
     `problems` has the errors of annotations that cannot be read. `newest_incarnation` is a number,
-    0 if none is recorded. `history_problem` is why it is not known what is orphaned, "" if it is.
-    `old_folders` are those of dist_ckpt 0.1.0 in the root: they are read, and nothing may be
-    written or removed there.
+    0 if none is recorded. `history_problem` is the error of a history that cannot be read, else "":
+    then the orphaned checkpoints are unknown. `old_folders` are folders of dist_ckpt 0.1.0 in the
+    root: nothing may be written or removed there.
     """
 
     root: str
@@ -147,7 +147,7 @@ def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
 
 def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     """Return the checkpoints and records of a folder; leases expire by the time `now`."""
-    single = _read(storage, folder)
+    single = _read_checkpoint(storage, folder)
     root = folder if single is None else folder.rpartition("/")[0] or "/"
     if single is None:
         entries = list_folder(storage, root)
@@ -199,11 +199,11 @@ def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence
     names = [entry.name for entry in entries if entry.kind == "folder"]
     paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in RESERVED_NAMES]
     threads = Config.from_environment().threads
-    infos = parallel_for(lambda path: _read(storage, path), paths, threads=threads)
+    infos = parallel_for(lambda path: _read_checkpoint(storage, path), paths, threads=threads)
     return [info for info in infos if info is not None]
 
 
-def _read(storage: Storage, path: str) -> RunCheckpoint | None:
+def _read_checkpoint(storage: Storage, path: str) -> RunCheckpoint | None:
     """Return a checkpoint with the fields of its index; None if the folder has no attempt."""
     numbered = attempts.list_attempts(storage, path)
     if not numbered:
@@ -247,10 +247,10 @@ _STALLING = frozenset({"ready", "agree", "stage"})
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """How long a save took, in seconds: the phases of rank 0.
+    """The duration of a save in seconds, by phases of rank 0.
 
-    `stalled_s` is how long the training waited there. `slowest_s` is how long rank `slowest_rank`
-    took to write its files. Unknown fields are None.
+    `stalled_s` is the time for which the training waited on rank 0. `slowest_s` is the time that
+    rank `slowest_rank` took to write its files. Unknown fields are None.
     """
 
     seconds: Mapping[str, float]
@@ -265,7 +265,7 @@ def metrics_by_checkpoint(
     """Return the newest metrics of each checkpoint. Pure."""
     metrics: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
     for (where, name), (value, _) in newest_values(annotations, METRICS).items():
-        if (number := _number(value)) is not None:
+        if (number := _parse_number(value)) is not None:
             metrics[where][name] = number
     return metrics
 
@@ -277,13 +277,13 @@ def put_metrics(
 
     ValueError or TypeError for a bad name or number.
     """
-    numbers = checked_metrics(values)
+    numbers = parse_metrics(values)
     as_json = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
     put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
 
 
 def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveReport) -> None:
-    """Note how long a save of a run took; durable on return."""
+    """Record the duration of a save of a run; durable on return."""
     # The training waits for all phases of a foreground save.
     stalling = _STALLING if "stage" in report.seconds else report.seconds.keys()
     values: dict[str, Scalar] = {
@@ -296,10 +296,10 @@ def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveRep
 
 
 def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, SaveTimes]:
-    """Return how long saves took, of the checkpoints with that annotation. Pure."""
+    """Return the durations of saves, for the checkpoints that have this annotation. Pure."""
     values: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
     for (where, name), (value, _) in newest_values(annotations, SAVED).items():
-        number = _number(value)
+        number = _parse_number(value)
         if number is not None and isfinite(number) and number >= 0:
             values[where][name] = number
     times = {}
@@ -312,7 +312,7 @@ def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, S
     return times
 
 
-def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
+def parse_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as numbers. TypeError or ValueError for a bad name or number."""
     numbers = {}
     for name, value in values.items():
@@ -331,7 +331,7 @@ def checked_metrics(values: Mapping[str, float]) -> dict[str, float]:
     return numbers
 
 
-def _number(value: Scalar) -> float | None:
+def _parse_number(value: Scalar) -> float | None:
     if isinstance(value, str):
         return float(value) if value in ("nan", "inf", "-inf") else None
     return None if value is None else float(value)

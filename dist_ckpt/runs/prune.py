@@ -1,7 +1,8 @@
 """Delete a checkpoint, or prune a run by a retention policy, unless a protection forbids it.
 
-A removal renames the checkpoint first: then it is gone. Its data, its folder and its annotations
-follow; the deletion intent is last. So after a crash the next process sees what is left to do.
+A removal first renames the checkpoint, so that no process sees it any more. Then it removes the
+data, the folder and the annotations; the deletion intent is last. After a crash, the next process
+reads the deletion intent and finishes the removal.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from dist_ckpt.runs.policy_text import parse_rules
 from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.runs.selectors import open_resolved
 
-# Annotations of absent attempts stay for this long: this host may see the attempt late.
+# Annotations of an absent attempt stay for this long, as this host may see the attempt late.
 GONE_S = 24 * 3600.0
 
 
@@ -75,11 +76,11 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         return
     statuses = removal.check_deletable(storage, path)
     annotations = read_annotations(storage, root)
-    where = _where(storage, path)
+    where = _find_key(storage, path)
     deleted = [status.attempt for status in statuses]
-    protections = _protections_of(storage, root, deleted, annotations)
+    protections = _read_protections(storage, root, deleted, annotations)
     if protections and not force:
-        raise _refused(path, protections)
+        raise _protection_error(path, protections)
     if where is None:
         removal.delete(storage, path)
     elif late := remove_if_unprotected(
@@ -88,8 +89,8 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         other_annotations=annotations,
         force=force,
     ):
-        raise _refused(path, late)
-    paths = [f"{root}/{name}" for name in _folders(storage, root)]
+        raise _protection_error(path, late)
+    paths = [f"{root}/{name}" for name in _list_folders(storage, root)]
     for step, attempt in {
         (stored.step, stored.attempt) for stored in read_annotations(storage, root)
     }:
@@ -100,15 +101,15 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
 def check_unprotected(storage: Storage, path: str) -> None:
     """Raise ConflictError, as `delete_at` does, if the checkpoint at `path` is protected.
 
-    By this host's clock: reading the storage's clock needs a write.
+    Leases expire by this host's clock, as reading the storage's clock needs a write.
     """
     found = attempts.list_attempts(storage, path)
     protections = protections_at(storage, path, found, lambda *_: time.time())
     if texts := [text for _, texts in sorted(protections.items()) for text in texts]:
-        raise _refused(path, texts)
+        raise _protection_error(path, texts)
 
 
-def _where(storage: Storage, path: str) -> CheckpointKey | None:
+def _find_key(storage: Storage, path: str) -> CheckpointKey | None:
     try:
         attempt, index = attempts.find_checkpoint(storage, path)
     except (CorruptError, IncompatibleError, NotFoundError):
@@ -116,7 +117,7 @@ def _where(storage: Storage, path: str) -> CheckpointKey | None:
     return None if index.step is None else (index.step, attempt)
 
 
-def _protections_of(
+def _read_protections(
     storage: Storage,
     root: str,
     deleted: Collection[Attempt],
@@ -132,7 +133,7 @@ def _protections_of(
     return tuple(text for where in sorted(subjects) for text in protections.of(where))
 
 
-def _refused(path: str, protections: Iterable[str]) -> ConflictError:
+def _protection_error(path: str, protections: Iterable[str]) -> ConflictError:
     return ConflictError(
         f"{path} is protected: {'; '.join(protections)}. Remove the protection first, or delete "
         f"it with force=True (on the command line --force)"
@@ -162,13 +163,13 @@ def _forget(
             subject.withdraw(annotation.name)
 
 
-def _folders(storage: Storage, root: str) -> list[str]:
+def _list_folders(storage: Storage, root: str) -> list[str]:
     entries = attempts.list_entries(storage, root)
     names = [entry.name for entry in entries if entry.kind == "folder"]
     return [name for name in names if name not in RESERVED_NAMES]
 
 
-def _clear(storage: Storage, root: str, path: str) -> None:
+def _remove_folder(storage: Storage, root: str, path: str) -> None:
     """Remove the folder of a checkpoint that is gone, unless something else is in it."""
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -190,7 +191,7 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
         by_checkpoint[annotation.step, annotation.attempt].append(annotation)
     if not by_checkpoint:
         return
-    folders = _folders(storage, root)
+    folders = _list_folders(storage, root)
     existing = {
         attempt for name in folders for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
@@ -207,7 +208,7 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
         }
         for name in intended.intersection(folders):
             removal.collect(storage, f"{root}/{name}", grace_s=inf)
-            _clear(storage, root, f"{root}/{name}")
+            _remove_folder(storage, root, f"{root}/{name}")
         if intended or now - max(annotation.modified_at for annotation in stored) > GONE_S:
             forget(storage, root, where, annotations)
 
@@ -225,33 +226,34 @@ _NOT_REQUESTED = "its removal was not requested"
 def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
     """Return for each checkpoint of a run the reasons why it stays. Pure.
 
-    Rules look at steps that a run may resume from: at the highest attempt of each step. If they
-    keep it, they keep all attempts of the step. Orphaned checkpoints stay only if they are pinned,
-    tagged or leased. CorruptError if it is not known which are orphaned.
+    Rules apply to the steps that a run may resume from, by the highest attempt of each step. If a
+    rule keeps that attempt, it keeps all attempts of the step. Orphaned checkpoints stay only if
+    they are pinned, tagged or leased. Raises CorruptError if the history cannot be read.
     """
     alive = listing.alive
     paths = {info.path for info in alive}
-    of_step = {info.step: info for info in alive}  # by step and attempt: the last is the highest
+    # `alive` is sorted by step and attempt: the last of a step is the highest.
+    newest_by_step = {info.step: info for info in alive}
     candidates = [
         Candidate(*info.where, info.saved_at or 0.0, info.metrics)
-        for info in of_step.values()
+        for info in newest_by_step.values()
         if info.where
     ]
-    of_rules = dict(zip(of_step, keep.reasons(candidates), strict=True))
+    reasons_by_step = dict(zip(newest_by_step, keep.reasons(candidates), strict=True))
     newest = alive[-1].path if alive else None
     checked = next((info.path for info in reversed(alive) if info.is_verified), None)
     decisions = []
     for info in listing.checkpoints:
-        reasons = _exempt_reasons(info)
+        reasons = _find_exemptions(info)
         if info.path in paths:
-            reasons += of_rules[info.step]
+            reasons += reasons_by_step[info.step]
             reasons += [NEWEST] * (info.path == newest)
             reasons += [NEWEST_CHECKED] * (info.path == checked)
         decisions.append((info, (*reasons, *info.protected_by)))
     return decisions
 
 
-def _exempt_reasons(info: RunCheckpoint) -> list[str]:
+def _find_exemptions(info: RunCheckpoint) -> list[str]:
     """Return why rules do not apply to a checkpoint, or nothing if they apply."""
     if info.state != "committed":
         return [f"it is {info.state}: remove it by dist-ckpt gc or rm"]
@@ -263,8 +265,8 @@ def _exempt_reasons(info: RunCheckpoint) -> list[str]:
     return ["a save over it is in progress, or died"] * info.is_being_replaced
 
 
-def metrics_of(keep: RetentionPolicy) -> set[str]:
-    """Return the metrics that a policy's rules look at."""
+def find_metric_names(keep: RetentionPolicy) -> set[str]:
+    """Return the names of the metrics that a policy uses."""
     return {
         value
         for _, _, named in parse_rules(str(keep))
@@ -285,12 +287,13 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
 ) -> list[Decision]:
     """Remove checkpoints that have no reason to stay; return the reasons of each, () if removed.
 
-    First, finish what an earlier call has left incomplete. `is_whole` is a quick check, of the
-    newest checkpoint and of older ones until one passes. Once an incarnation newer than
-    `incarnation` has begun, nothing is removed: ConflictError. Without `incarnation`, if one has
-    begun meanwhile. With `among`, only these may be removed, each at its path. A `dry_run` changes
-    nothing. NotFoundError if the folder does not exist, ValueError if it is a checkpoint,
-    IncompatibleError if it needs an upgrade, also for a `dry_run`.
+    First, finish the removals that an earlier call has left incomplete. `is_whole` is a quick
+    check: of the newest checkpoint, and of older ones until one passes. With `among`, only these
+    checkpoints may be removed, each at its path. A `dry_run` changes nothing.
+
+    Raises ConflictError, and removes no more, if an incarnation newer than `incarnation` has begun;
+    without `incarnation`, if one begins during the call. NotFoundError if the folder does not
+    exist, ValueError if it is a checkpoint, IncompatibleError if it needs an upgrade.
     """
     listing = list_run(storage, root, now=time.time())
     refuse_old(listing.root, listing.old_folders)
@@ -363,7 +366,7 @@ def _remove(
         check=check,
     )
     if not reasons:
-        _clear(storage, root, path)
+        _remove_folder(storage, root, path)
         same = [other.path for other in listing.checkpoints if other.where == info.where]
         _forget(subject, listing.annotations, [other for other in same if other != path])
         _log.info("pruned %s, step %s", path, info.step)

@@ -1,7 +1,7 @@
 """Retention policies: `dc.keep.last(3) | dc.keep.best(2, min="val/loss")`.
 
-A policy is a plain value without state: it decides from the checkpoints that exist alone. A
-checkpoint is kept if any rule keeps it. The others may be removed.
+A policy is a plain value without state: it decides only from the checkpoints that exist. A
+checkpoint is kept if any rule keeps it, else it may be removed.
 """
 
 from __future__ import annotations

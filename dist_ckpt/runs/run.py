@@ -28,7 +28,7 @@ from dist_ckpt.runs.listing import (
     metrics_by_checkpoint,
     put_metrics,
 )
-from dist_ckpt.runs.prune import Decision, metrics_of, plan_prune, prune
+from dist_ckpt.runs.prune import Decision, find_metric_names, plan_prune, prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.selectors import checkpoint_ref_of, lease_selected, select
 
@@ -150,27 +150,27 @@ class Run:
 
         The last value of a name counts. nan and infinities are allowed; nan is never the best.
         """
-        subject = self._subject(which)
+        subject = self._find_ref(which)
         put_metrics(self._storage, subject.root, subject.key, values)
 
     def pin(self, which: int | str, why: str = "") -> None:
         """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return."""
-        protection_protocol.pin(self._subject(which), _text(why, "why"))
+        protection_protocol.pin(self._find_ref(which), _text(why, "why"))
 
     def unpin(self, which: int | str) -> None:
         """Remove the pin of a checkpoint. Do nothing if it has no pin."""
-        protection_protocol.unpin(self._subject(which))
+        protection_protocol.unpin(self._find_ref(which))
 
     def tag(self, which: int | str, name: str) -> None:
         """Give a tag to a checkpoint, which protects it; durable on return.
 
-        One checkpoint of a run has a tag: another that had it loses it.
+        A tag names one checkpoint of a run. A checkpoint that had the tag loses it.
         """
-        protection_protocol.tag(self._subject(which), _text(name, "name", least=1))
+        protection_protocol.tag(self._find_ref(which), _text(name, "name", least=1))
 
     def untag(self, name: str) -> None:
         """Remove a tag from the checkpoint that has it. NotFoundError if none has."""
-        protection_protocol.untag(self._subject(f"@tag:{_text(name, 'name', least=1)}"), name)
+        protection_protocol.untag(self._find_ref(f"@tag:{_text(name, 'name', least=1)}"), name)
 
     def prune(
         self,
@@ -194,7 +194,7 @@ class Run:
                 raise TypeError(f"among has {info!r}: give checkpoints that a dry run returned")
         listing = self._list()
         known = {name for info in listing.checkpoints for name in info.metrics}
-        unknown = sorted(metrics_of(keep) - known)
+        unknown = sorted(find_metric_names(keep) - known)
         if unknown and any(not reasons for _, reasons in plan_prune(listing, keep)):
             metrics = f"there are {listed(sorted(known))}" if known else "there are none"
             raise NotFoundError(
@@ -208,7 +208,7 @@ class Run:
     def _list(self) -> Listing:
         return list_run(self._storage, self._root, now=time.time())
 
-    def _subject(self, which: int | str) -> CheckpointRef:
+    def _find_ref(self, which: int | str) -> CheckpointRef:
         return checkpoint_ref_of(self._storage, self.find(which))
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 
 _R = TypeVar("_R", AnswerRecord, RequestRecord)
 
-# Seconds between two looks for an answer.
+# The interval at which an answer is polled for.
 POLL_S = 0.5
 
 # An incarnation without a heartbeat for this long has ended, or died before its first one.
@@ -59,7 +59,7 @@ class RequestNames:
 # --- the requester ---------------------------------------------------------------------------
 
 
-def incarnation_to_ask(storage: Storage, root: str) -> int:
+def find_incarnation_to_ask(storage: Storage, root: str) -> int:
     """Return the number of the newest incarnation of a run, which gets the requests.
 
     NotFoundError if no job has begun to write there. CorruptError or IncompatibleError if the
@@ -79,10 +79,10 @@ def incarnation_to_ask(storage: Storage, root: str) -> int:
 def request_save(storage: Storage, root: str, *, stops: bool) -> RequestRecord:
     """Ask the job that writes into a root to save now, and then to end if it `stops`.
 
-    The request is durable on return; it is not known whether the job is alive. Raises what
-    `incarnation_to_ask` does, StorageError if it is not certain that the request exists.
+    The request is durable on return; the job may be dead. Raises the errors of
+    `find_incarnation_to_ask`, and StorageError if the request may not exist.
     """
-    incarnation = incarnation_to_ask(storage, root)
+    incarnation = find_incarnation_to_ask(storage, root)
     request = RequestRecord(new_id(), incarnation, stops, this_process(), time.time())
     folder = f"{root}/{REQUESTS}"
     for _ in range(MAX_TRIES):
@@ -98,9 +98,9 @@ def wait_for_answer(
 ) -> AnswerRecord | None:
     """Return the answer to a request; None if there is none after `timeout_s`.
 
-    Returns sooner if the incarnation has ended: one that removes its heartbeat has answered all
-    requests that it saw. Then the request is withdrawn: a job that wakes up later does not obey it,
-    unless it has begun to.
+    Return earlier if the incarnation has ended: it answers all requests that it has read, and then
+    removes its heartbeat. Without an answer, withdraw the request: a job that wakes up later
+    ignores it, unless the save has begun.
     """
     began = seen_alive = time.monotonic()
     while (answer := read_answer(storage, root, request.id)) is None:
@@ -108,15 +108,15 @@ def wait_for_answer(
         if last_liveness(storage, root, request.incarnation) is not None:
             seen_alive = now
         if (left_s := min(began + timeout_s, seen_alive + LIVENESS_EXPIRED_S) - now) <= 0:
-            remove_file(storage, root, request_file(request.id))
+            remove_request_file(storage, root, request_file(request.id))
             return read_answer(storage, root, request.id)
         time.sleep(min(poll_s, left_s))
     return answer
 
 
-def read_answer(storage: Storage, root: str, own_id: str) -> AnswerRecord | None:
+def read_answer(storage: Storage, root: str, request_id: str) -> AnswerRecord | None:
     """Return the answer to a request, None if there is none. CorruptError, IncompatibleError."""
-    return _read(storage, f"{root}/{REQUESTS}/{answer_file(own_id)}", AnswerRecord, own_id)
+    return _read(storage, f"{root}/{REQUESTS}/{answer_file(request_id)}", AnswerRecord, request_id)
 
 
 # --- the job ---------------------------------------------------------------------------------
@@ -128,23 +128,25 @@ def list_requests(storage: Storage, root: str) -> RequestNames:
     names = [entry.name for entry in entries if entry.kind == "file"]
     ours = sorted(filter(None, map(parse_request, names)))
     return RequestNames(
-        tuple(own_id for kind, own_id in ours if kind == "request"),
-        tuple(own_id for kind, own_id in ours if kind == "answer"),
+        tuple(request_id for kind, request_id in ours if kind == "request"),
+        tuple(request_id for kind, request_id in ours if kind == "answer"),
         tuple(name for name in names if is_temporary_record(name)),
     )
 
 
-def read_request(storage: Storage, root: str, own_id: str) -> RequestRecord | None:
+def read_request(storage: Storage, root: str, request_id: str) -> RequestRecord | None:
     """Return a request, None if it was withdrawn. CorruptError, IncompatibleError."""
-    return _read(storage, f"{root}/{REQUESTS}/{request_file(own_id)}", RequestRecord, own_id)
+    return _read(
+        storage, f"{root}/{REQUESTS}/{request_file(request_id)}", RequestRecord, request_id
+    )
 
 
-def _read(storage: Storage, file: str, cls: type[_R], own_id: str) -> _R | None:
+def _read(storage: Storage, file: str, cls: type[_R], request_id: str) -> _R | None:
     try:
         record = read_record(storage, file, cls)
     except FileNotFoundError:
         return None
-    if record.id != own_id:
+    if record.id != request_id:
         raise CorruptError(f"{file}: it is the record of request {record.id}; remove it")
     return record
 
@@ -152,18 +154,18 @@ def _read(storage: Storage, file: str, cls: type[_R], own_id: str) -> _R | None:
 def put_answer(
     storage: Storage,
     root: str,
-    own_id: str,
+    request_id: str,
     outcome: Outcome,
     why: str,
     saved: CheckpointKey | None = None,
 ) -> None:
     """Answer a request, unless it has an answer; durable on return. The first answer counts."""
-    answer = AnswerRecord(own_id, outcome, saved, why, this_process(), time.time())
+    answer = AnswerRecord(request_id, outcome, saved, why, this_process(), time.time())
     with suppress(FileExistsError, FileNotFoundError):  # or the folder was removed
-        put_record(storage, f"{root}/{REQUESTS}", answer_file(own_id), encode_record(answer))
+        put_record(storage, f"{root}/{REQUESTS}", answer_file(request_id), encode_record(answer))
 
 
-def remove_file(storage: Storage, root: str, name: str) -> None:
+def remove_request_file(storage: Storage, root: str, name: str) -> None:
     """Remove a file from the folder of requests; fine if it is gone."""
     with suppress(FileNotFoundError):
         storage.remove(f"{root}/{REQUESTS}/{name}")

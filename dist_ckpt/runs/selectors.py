@@ -29,8 +29,8 @@ from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")
 
-# How often the selected checkpoint may be removed before it is leased.
-_ROUNDS = 16
+# The number of tries to lease the selected checkpoint, which another process may remove first.
+_MAX_TRIES = 16
 
 _SELECTORS = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
 
@@ -69,16 +69,16 @@ def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
 
 
 def select(listing: Listing, selector: str) -> RunCheckpoint:
-    """Return the checkpoint of a run that a selector, without its @, chooses. Pure, but for a log.
+    """Return the checkpoint that a selector names; give the selector without its @.
 
-    NotFoundError if there is none, ValueError for a bad selector. CorruptError if it is not known
-    which checkpoints are orphaned, unless the selector is a step or a tag.
+    Raises NotFoundError if no checkpoint matches, and ValueError for a bad selector. Raises
+    CorruptError if the history cannot be read, unless the selector is a step or a tag.
     """
     if not is_selector(selector):
         raise ValueError(f"{selector!r} is not a selector: there are {_SELECTORS}")
     kind, _, name = selector.partition(":")
     if kind == "latest":
-        return _latest(listing)
+        return _select_latest(listing)
     if kind in ("min", "max"):
         sign = 1 if kind == "min" else -1
         return min(measured(listing, name), key=lambda info: sign * info.metrics[name])
@@ -90,12 +90,12 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
         raise NotFoundError(
             f"{listing.root}: no checkpoint has the tag {name!r}; {_list_text('tags', tags)}"
         )
-    return _of_step(listing, int(kind))
+    return _select_step(listing, int(kind))
 
 
-def _latest(listing: Listing) -> RunCheckpoint:
+def _select_latest(listing: Listing) -> RunCheckpoint:
     if not listing.alive:
-        states = [f"{info.name} is {_why_not(info)}" for info in listing.checkpoints]
+        states = [f"{info.name} is {_describe_exclusion(info)}" for info in listing.checkpoints]
         why = listed(states) if states else "it has no checkpoint"
         raise NotFoundError(f"{listing.root}: no latest checkpoint: {why}. Check the path")
     warn_of_unreadable(listing)
@@ -109,14 +109,14 @@ def warn_of_unreadable(listing: Listing) -> None:
             _log.warning("%s is %s and is ignored: %s", info.path, info.state, info.problem)
 
 
-def _why_not(info: RunCheckpoint) -> str:
+def _describe_exclusion(info: RunCheckpoint) -> str:
     if info.state != "committed":
         return info.state
     return "orphaned" if info.is_orphaned else "without a step"
 
 
 def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
-    """Return the checkpoints with a value of a metric that are not orphaned. NotFoundError."""
+    """Return the checkpoints, not orphaned, that have a metric. NotFoundError if none has it."""
     checkpoints = [
         info for info in listing.alive if not isnan(info.metrics.get(name, float("nan")))
     ]
@@ -129,7 +129,7 @@ def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
     return checkpoints
 
 
-def _of_step(listing: Listing, step: int) -> RunCheckpoint:
+def _select_step(listing: Listing, step: int) -> RunCheckpoint:
     # The highest attempt first. One that is not orphaned is preferred.
     checkpoints = [info for info in reversed(listing.checkpoints) if info.where]
     attempts_of_step = [info for info in checkpoints if info.step == step]
@@ -149,12 +149,12 @@ def _list_text(kind: str, names: Iterable[str]) -> str:
 def lease_selected(
     storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
 ) -> RunCheckpoint:
-    """Select a checkpoint, and lease it until the stack ends; select again if it is removed.
+    """Select a checkpoint, and lease it until the stack ends. Select again if it is removed.
 
-    Raises what `choose` does, ValueError for one without a step, NotFoundError if the selected
-    checkpoint is removed again and again.
+    Raises the errors of `choose`, and ValueError for a checkpoint without a step. Raises
+    NotFoundError if each selected checkpoint is removed before the lease.
     """
-    for num_left in reversed(range(_ROUNDS)):
+    for num_left in reversed(range(_MAX_TRIES)):
         info = choose()
         try:
             stack.enter_context(renewed_lease(checkpoint_ref_of(storage, info), ttl_s))
@@ -166,10 +166,10 @@ def lease_selected(
 
 
 def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
-    """Resolve like `resolve`; lease the checkpoint until the stack ends if a run keeps records.
+    """Resolve a path like `resolve`, and lease the checkpoint until the stack ends.
 
-    If the root cannot be written, the checkpoint is not leased. Without a selector nothing is
-    leased, and the storage is not called.
+    The checkpoint is not leased if its root has no records of a run, or cannot be written. A path
+    without a selector is returned as it is, without a lease or a call of the storage.
     """
     if (first := resolve_at(storage, path)) is None:
         return path

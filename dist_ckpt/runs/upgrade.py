@@ -1,10 +1,10 @@
 """Upgrade a root of dist_ckpt 0.1.0: `.facts` to `.annotations`, `.starts` to `.incarnations`.
 
-It can die at any call and be repeated. Until its last removal the root has an old folder: nothing
-else writes there, and readers look into the old and the new ones. The folder of annotations is
-renamed, so that each file keeps the time at which it was made, by which a lease ends. Records of
-incarnations are written anew, as their fields have other names; the old ones are removed when all
-new ones are durable.
+An upgrade can die at any call; then repeat it. Until the last removal the root has an old folder:
+other processes write nothing there, and read the old and the new folders. The folder of annotations
+is renamed, so that each file keeps its time of creation: a lease ends by that time. Records of
+incarnations have new field names, so they are written anew. The old records are removed when all
+new records are durable.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> Upgra
     folders: list[str] = []
     alive: list[str] = []
     num_annotations = num_incarnations = 0
-    for above in _roots(root, entries):
+    for above in _list_roots(root, entries):
         folders += [f"{above}/{name}" for name in find_old_folders(storage, above)]
         annotations = [
             stored for stored in read_annotations(storage, above, with_old=True) if stored.is_old
         ]
-        incarnations = _old_incarnations(storage, above)
+        incarnations = _read_old_incarnations(storage, above)
         _check_names(storage, above)
-        alive += _alive(storage, above, annotations, incarnations, dry_run=dry_run)
+        alive += _find_live_jobs(storage, above, annotations, incarnations, dry_run=dry_run)
         num_annotations += len(annotations)
         num_incarnations += len(incarnations)
     return UpgradePlan(root, tuple(folders), num_annotations, num_incarnations, tuple(alive))
@@ -108,11 +108,10 @@ def upgrade(storage: Storage, root: str) -> UpgradePlan:
 
     On return it is durable. If it is killed, or raises a StorageError, call it again. Raises what
     `plan_upgrade` does before anything is changed. End the jobs that are alive in the plan first:
-    such a job makes the old folders again with its next record, and all newer jobs are refused
-    again.
+    with its next record such a job makes the old folders again, and newer jobs are refused again.
     """
     plan = plan_upgrade(storage, root, dry_run=True)
-    for above in _roots(root, storage.list(root)):
+    for above in _list_roots(root, storage.list(root)):
         # A file with the name of an old folder is not of dist_ckpt, and stays.
         folders = find_old_folders(storage, above)
         if OLD_ANNOTATIONS in folders:
@@ -130,14 +129,14 @@ def upgrade(storage: Storage, root: str) -> UpgradePlan:
     return plan
 
 
-def _roots(root: str, entries: Sequence[Entry]) -> list[str]:
+def _list_roots(root: str, entries: Sequence[Entry]) -> list[str]:
     """Return the folders of a run that may have records, the root last."""
     root = root.rstrip("/")
     backups = [entry for entry in entries if entry.name == BACKUP and entry.kind == "folder"]
     return [f"{root}/{BACKUP}"] * len(backups) + [root]
 
 
-def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
+def _read_old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
     """Return the old records, lowest first. CorruptError if a new one of a number is another."""
     new = set(incarnations_in(storage, f"{root}/{INCARNATIONS}"))
     old = f"{root}/{OLD_INCARNATIONS}"
@@ -151,17 +150,17 @@ def _old_incarnations(storage: Storage, root: str) -> list[IncarnationRecord]:
 
 def _check_names(storage: Storage, root: str) -> None:
     """Raise ExistsError if a folder to empty has files that dist_ckpt did not write."""
-    _checked(storage, f"{root}/{OLD_INCARNATIONS}", _is_of_incarnations)
+    _list_own_names(storage, f"{root}/{OLD_INCARNATIONS}", _is_of_incarnations)
     if not list_entries(storage, f"{root}/{ANNOTATIONS}"):
         return  # the folder of annotations is renamed as a whole
     old = f"{root}/{OLD_ANNOTATIONS}"
-    for step in _checked(storage, old, _is_step):
-        for attempt in _checked(storage, f"{old}/{step}", _is_attempt):
-            _checked(storage, f"{old}/{step}/{attempt}", _is_annotation)
+    for step in _list_own_names(storage, old, _is_step):
+        for attempt in _list_own_names(storage, f"{old}/{step}", _is_attempt):
+            _list_own_names(storage, f"{old}/{step}/{attempt}", _is_annotation)
 
 
-def _checked(storage: Storage, folder: str, is_ours: Callable[[Entry], bool]) -> list[str]:
-    """Return the names in a folder to empty. ExistsError for others than ours."""
+def _list_own_names(storage: Storage, folder: str, is_ours: Callable[[Entry], bool]) -> list[str]:
+    """Return the names in a folder. ExistsError if dist_ckpt did not write all of them."""
     entries = list_entries(storage, folder)
     if foreign := [entry.name for entry in entries if not is_ours(entry)]:
         raise ExistsError(
@@ -190,7 +189,7 @@ def _is_of_incarnations(entry: Entry) -> bool:
     return entry.kind == "file" and (is_temporary_record(entry.name) or any(parsed))
 
 
-def _alive(
+def _find_live_jobs(
     storage: Storage,
     root: str,
     annotations: Sequence[StoredAnnotation],
@@ -236,7 +235,7 @@ def _merge_annotations(storage: Storage, root: str) -> None:
         if _identity(stored) not in moved:
             number = max(stored.name.number, 1 + highest.get(_scope(stored), 0))
             highest[_scope(stored)] = number
-            _copy(storage, root, stored, AnnotationName(stored.name.kind, number, stored.name.id))
+            _link(storage, root, stored, AnnotationName(stored.name.kind, number, stored.name.id))
         folder = f"{root}/{ANNOTATIONS}/{stored.step}/{stored.attempt}"
         storage.sync(folder)  # also the files of a killed upgrade
         _remove(storage, f"{root}/{OLD_ANNOTATIONS}/{stored.step}/{stored.attempt}/{stored.name}")
@@ -252,8 +251,8 @@ def _scope(stored: StoredAnnotation) -> tuple[str, CheckpointKey | None]:
     return stored.name.kind, None if stored.name.kind == TAG else (stored.step, stored.attempt)
 
 
-def _copy(storage: Storage, root: str, stored: StoredAnnotation, name: AnnotationName) -> None:
-    """Give an annotation its new name: a link keeps its time, by which a lease ends."""
+def _link(storage: Storage, root: str, stored: StoredAnnotation, name: AnnotationName) -> None:
+    """Link an annotation to its new name. The link keeps the time by which a lease ends."""
     inner = f"{stored.step}/{stored.attempt}"
     source = f"{root}/{OLD_ANNOTATIONS}/{inner}/{stored.name}"
     folder = f"{root}/{ANNOTATIONS}/{inner}"
@@ -281,7 +280,7 @@ def _remove_folders(storage: Storage, root: str) -> None:
 def _convert_incarnations(storage: Storage, root: str) -> None:
     """Write the records anew; remove the old ones once all are durable."""
     old, new = f"{root}/{OLD_INCARNATIONS}", f"{root}/{INCARNATIONS}"
-    records = _old_incarnations(storage, root)
+    records = _read_old_incarnations(storage, root)
     if records:
         make_durable_folders(storage, root, new)
         existing = set(incarnations_in(storage, new))

@@ -22,9 +22,9 @@ from dist_ckpt.runs.retention_policy import RetentionPolicy
 class RunObservation:
     """A run as it was at a time of this host's clock.
 
-    `incarnation` is the newest, None if there is none or it cannot be read. `last_liveness` is when
-    it was last seen, by the storage's clock, None once it has ended. `writing` has the attempts
-    that are being written, or were left by a crash, by the path of their checkpoint.
+    `incarnation` is the newest incarnation; None if none is recorded, or its record cannot be read.
+    `last_liveness` is the time of its last heartbeat by the storage's clock; None after its end.
+    `writing` has the attempts in progress, or left by a crash, by the path of their checkpoint.
     """
 
     at: float
@@ -66,7 +66,7 @@ def observe_run(storage: Storage, root: str) -> RunObservation:
 def kept_by(seen: RunObservation, keep: RetentionPolicy | None) -> dict[str, tuple[str, ...]]:
     """Return the reasons why each checkpoint stays, by its path. Pure.
 
-    Without `keep` only protections are reasons. Empty if it is not known what is orphaned.
+    Without `keep` only protections are reasons. Empty if the history cannot be read.
     """
     if seen.listing.history_problem:
         return {}
@@ -86,14 +86,14 @@ def changes(
         yield f"incarnation {newest.number} has ended"
     if before is None:
         yield _describe_first(after)
-        yield from (f"{_name_of_path(path)} is being written" for path in after.writing)
+        yield from (f"{_folder_name(path)} is being written" for path in after.writing)
         return
     for info in after.listing.checkpoints:
         if info.path in after.writing and info.path not in before.writing:
-            yield f"{_name_of_path(info.path)} is being written"
+            yield f"{_folder_name(info.path)} is being written"
         yield from _describe_changes(old.pop(info.path, None), info)
     for gone in old.values():
-        yield f"{_label(gone)} is gone: {_why_gone(gone, before, after, keep)}"
+        yield f"{_name_checkpoint(gone)} is gone: {_explain_removal(gone, before, after, keep)}"
     problem = after.listing.history_problem
     if problem and problem != before.listing.history_problem:
         yield f"the orphaned checkpoints are unknown: {problem}"
@@ -118,7 +118,7 @@ def _describe_first(seen: RunObservation) -> str:
 
 
 def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Iterator[str]:
-    name = _label(after)
+    name = _name_checkpoint(after)
     if after.state != "committed":
         if after.state != "open" and (before is None or before.state != after.state):
             yield f"{name} is {after.state}: {after.problem}"
@@ -128,7 +128,7 @@ def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Ite
         ranks = format_count(after.world_size or 0, "rank")
         yield f"{name} is durable{again}: {format_size(after.nbytes or 0)} by {ranks}"
         before = replace(after, metrics={}, protected_by=(), is_verified=False, is_orphaned=False)
-    if new := set(_metric_texts(after)) - set(_metric_texts(before)):
+    if new := set(_format_metrics(after)) - set(_format_metrics(before)):
         yield f"{name}: {', '.join(sorted(new))}"
     if after.is_verified > before.is_verified:
         yield f"{name} was checked in full"
@@ -144,12 +144,12 @@ def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Ite
     )
 
 
-def _metric_texts(info: RunCheckpoint) -> list[str]:
-    """Return metrics as texts, in which a nan is equal to another."""
+def _format_metrics(info: RunCheckpoint) -> list[str]:
+    """Return metrics as texts. Texts of two nan are equal, but two nan are not."""
     return [f"{name}={value:g}" for name, value in info.metrics.items()]
 
 
-def _why_gone(
+def _explain_removal(
     info: RunCheckpoint, before: RunObservation, after: RunObservation, keep: RetentionPolicy | None
 ) -> str:
     reasons = []
@@ -158,7 +158,7 @@ def _why_gone(
     elif info.is_orphaned:
         reasons.append("it was orphaned")
     elif keep is not None:
-        reasons.append(_why_not_kept(info, after, keep))
+        reasons.append(_explain_prune(info, after, keep))
     annotations = (*before.listing.annotations, *after.listing.annotations)
     removers = {
         annotation.by
@@ -169,8 +169,8 @@ def _why_gone(
     return "; ".join(filter(None, reasons)) or "it was pruned or deleted"
 
 
-def _why_not_kept(info: RunCheckpoint, after: RunObservation, keep: RetentionPolicy) -> str:
-    """Return a text: whether the rules would keep it among the checkpoints that exist now."""
+def _explain_prune(info: RunCheckpoint, after: RunObservation, keep: RetentionPolicy) -> str:
+    """Return a text that says if the rules would keep the checkpoint, were it still there."""
     checkpoints = sorted((*after.listing.checkpoints, info), key=lambda other: other.step or 0)
     listing = replace(after.listing, checkpoints=tuple(checkpoints))
     reasons = kept_by(replace(after, listing=listing), keep).get(info.path)
@@ -179,9 +179,9 @@ def _why_not_kept(info: RunCheckpoint, after: RunObservation, keep: RetentionPol
     return f"although it was kept by {', '.join(reasons)}" if reasons else "no rule keeps it"
 
 
-def _label(info: RunCheckpoint) -> str:
-    return _name_of_path(info.path) if info.step is None else f"step {info.step}"
+def _name_checkpoint(info: RunCheckpoint) -> str:
+    return _folder_name(info.path) if info.step is None else f"step {info.step}"
 
 
-def _name_of_path(path: str) -> str:
+def _folder_name(path: str) -> str:
     return path.rpartition("/")[2]

@@ -27,7 +27,12 @@ from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
 from dist_ckpt.core.storage import Entry
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
-from dist_ckpt.runs.save_requests import list_requests, read_answer, remove_file, request_save
+from dist_ckpt.runs.save_requests import (
+    list_requests,
+    read_answer,
+    remove_request_file,
+    request_save,
+)
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 ROOT = "/runs"
@@ -221,7 +226,7 @@ def test_what_was_asked_of_an_older_start_is_not_obeyed() -> None:
 def test_what_is_asked_of_a_newer_start_is_left_to_that(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_requests, "KEPT_S", 0.0)
+    monkeypatch.setattr(rank_requests, "ANSWER_TTL_S", 0.0)
     begin_incarnation(job.storage, ROOT, restored=None, why="there was none", by="another")
     request = request_save(job.storage, ROOT, stops=True)
     looks(job)
@@ -233,7 +238,7 @@ def test_what_is_asked_of_a_newer_start_is_left_to_that(
 
 def test_a_request_that_is_taken_back_in_time_is_not_obeyed(job: Job) -> None:
     request = job.ask()
-    remove_file(job.storage, ROOT, f"request-{request.id}.json")
+    remove_request_file(job.storage, ROOT, f"request-{request.id}.json")
     looks(job)
     assert job.requests.proposal() is None
 
@@ -251,7 +256,7 @@ def test_what_is_damaged_or_not_ours_is_no_request(
     assert [one.levelname for one in told] == ["WARNING"]
     assert "is ignored" in told[0].getMessage()
     assert damaged in job.storage.tree()
-    monkeypatch.setattr(rank_requests, "KEPT_S", 0.0)
+    monkeypatch.setattr(rank_requests, "ANSWER_TTL_S", 0.0)
     looks(job)
     assert damaged not in job.storage.tree()
     request = job.ask()
@@ -276,7 +281,7 @@ def test_what_was_answered_goes_after_a_while_the_request_before_the_answer(
         MemoryStorage.remove(job.storage, path)
 
     monkeypatch.setattr(job.storage, "remove", remove)
-    monkeypatch.setattr(rank_requests, "KEPT_S", 0.0)
+    monkeypatch.setattr(rank_requests, "ANSWER_TTL_S", 0.0)
     wait_until(lambda: not list_requests(job.storage, ROOT).answers)
     assert removed == [f"request-{answered.id}.json", f"answer-{answered.id}.json"]
     assert list_requests(job.storage, ROOT).requests == (waiting.id,)

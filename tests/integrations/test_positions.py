@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import dist_ckpt as dc
 from dist_ckpt import integrations
-from dist_ckpt.integrations.adapter_state import set_sources, sources_of
+from dist_ckpt.integrations.adapter_state import capture_sources, set_sources
 from dist_ckpt.integrations.lightning.fit_position import FitPosition
 
 
@@ -23,7 +23,7 @@ def test_an_order_that_a_generator_draws_is_drawn_again() -> None:
     generator = torch.Generator().manual_seed(3)
     loader: Any = DataLoader(range(32), shuffle=True, generator=generator)  # type: ignore[arg-type]
     list(loader)
-    sources = sources_of([loader])
+    sources = capture_sources([loader])
     drawn = [int(one) for one in loader]
     assert [int(one) for one in loader] != drawn
     set_sources([loader], sources)
@@ -34,13 +34,13 @@ def test_other_sources_of_an_order_are_refused() -> None:
     plain: Any = DataLoader(range(4), shuffle=True)  # type: ignore[arg-type]
     own: Any = DataLoader(range(4), shuffle=True, generator=torch.Generator())  # type: ignore[arg-type]
     with pytest.raises(dc.IncompatibleError, match=r"and 1 generators, and now from .* and 0 gene"):
-        set_sources([plain], sources_of([own]))
+        set_sources([plain], capture_sources([own]))
 
 
 def test_a_seed_that_the_sampler_drew_is_part_of_the_order() -> None:
     loader: Any = DataLoader(range(4), shuffle=True)  # type: ignore[arg-type]
     loader.sampler.initial_seed = 7
-    sources = sources_of([loader])
+    sources = capture_sources([loader])
     loader.sampler.initial_seed = 8
     set_sources([loader], sources)
     assert loader.sampler.initial_seed == 7

@@ -21,7 +21,7 @@ from dist_ckpt.runs.save_requests import (
     put_answer,
     read_answer,
     read_request,
-    remove_file,
+    remove_request_file,
     request_save,
     wait_for_answer,
 )
@@ -218,4 +218,4 @@ def test_a_request_outlives_any_crash() -> None:
 
 
 def test_what_is_gone_is_removed_without_complaint() -> None:
-    remove_file(MemoryStorage({ROOT: None}), ROOT, "request-1.json")
+    remove_request_file(MemoryStorage({ROOT: None}), ROOT, "request-1.json")

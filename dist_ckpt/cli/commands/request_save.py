@@ -53,7 +53,7 @@ def request_save(
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout needs --wait: give both")
     storage, folder = open_storage(root)
-    incarnation = asking.incarnation_to_ask(storage, folder)
+    incarnation = asking.find_incarnation_to_ask(storage, folder)
     request = None if dry_run else asking.request_save(storage, folder, stops=stops)
     incarnation = incarnation if request is None else request.incarnation
     before = last_liveness(storage, folder, incarnation)

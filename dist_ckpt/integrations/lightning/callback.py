@@ -27,8 +27,8 @@ from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.adapter_state import (
     broadcast_module_buffers,
+    check_extra_state,
     check_on_reshard,
-    extra_state_of,
 )
 from dist_ckpt.integrations.lightning.fit_position import FitPosition
 
@@ -65,7 +65,7 @@ def check_names(trainer: Any) -> None:
         try:
             attrgetter(name)(owner)
         except AttributeError:
-            package = package_of(trainer)
+            package = find_package(trainer)
             version = getattr(sys.modules[package], "__version__", "of unknown version")
             raise IncompatibleError(
                 f"{package} {version} has no {type(owner).__name__}.{name}: use 2.6, the tested "
@@ -73,7 +73,7 @@ def check_names(trainer: Any) -> None:
             ) from None
 
 
-def package_of(trainer: Any) -> str:
+def find_package(trainer: Any) -> str:
     """Return the package of a Trainer or subclass: Lightning has two names."""
     return type(trainer).__mro__[-2].__module__.partition(".")[0]
 
@@ -105,7 +105,7 @@ _OWN = {"model", "optim", "trainer", "position", "data", "rng"}
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_")
 
 
-def _base() -> Any:
+def _build_base_class() -> Any:
     """Return Lightning's base class of checkpoint callbacks, in the package that is imported."""
     modules = [sys.modules[name] for name in _NAMES if name in sys.modules]
     if not modules:
@@ -117,7 +117,7 @@ def _base() -> Any:
     return type("Base", tuple(module.callbacks.Checkpoint for module in modules), {})
 
 
-_Base: Any = _base()
+_Base: Any = _build_base_class()
 
 
 class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it is shows at run time
@@ -145,7 +145,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         **options: Any,
     ) -> None:
         check_on_reshard(on_reshard)
-        self._more = extra_state_of(state, _OWN)
+        self._extra_state = check_extra_state(state, _OWN)
         self.stopped: TrainingStopped | None = None
         self._root = root
         self._on_reshard = on_reshard
@@ -163,9 +163,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         """Add a callback that fills the state before all others begin, as they read it then."""
         if stage != "fit":
             return
-        _check(trainer, self)
+        _check_setup(trainer, self)
         # A new list: the Trainer is iterating over this one.
-        trainer.callbacks = [_First(self), *_without_first(trainer.callbacks)]
+        trainer.callbacks = [_RestoreCallback(self), *_without_restore_callback(trainer.callbacks)]
 
     def begin(self, trainer: Any) -> None:
         """Fill the module and the optimizers; pass the rest to Lightning. Every rank calls it."""
@@ -282,7 +282,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         if self._position is not None:
             self._position.unpatch()
         if (trainer := self._trainer) is not None:
-            trainer.callbacks = _without_first(trainer.callbacks)
+            trainer.callbacks = _without_restore_callback(trainer.callbacks)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             "position": None,
             "data": PerRank(None, on_reshard="drop"),
             "rng": RNG(on_reshard="drop"),
-            **self._more,
+            **self._extra_state,
         }
 
     def _state(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         trainer = self._trainer
         self._saved = trainer.global_step
         broadcast_module_buffers(trainer.strategy.model)
-        rest, weights = _dumped(trainer)
+        rest, weights = _dump_checkpoint(trainer)
         assert self._position is not None, "training has begun"
         loops = rest["loops"]["fit_loop"]
         position, data = self._position.capture(loops)
@@ -314,7 +314,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             "position": position,
             "data": PerRank(data, on_reshard="drop"),
             "rng": RNG(on_reshard="drop"),
-            **self._more,
+            **self._extra_state,
         }
         if trainer.is_global_zero:
             stops = trainer.early_stopping_callbacks if trainer.should_stop else []
@@ -345,7 +345,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         connector.restore_callbacks()
 
 
-class _First(_Base):  # type: ignore[misc]  # of which library it is shows at run time
+class _RestoreCallback(_Base):  # type: ignore[misc]  # of which library it is shows at run time
     """The first of all callbacks, while the `LightningCheckpoint` itself is the last."""
 
     def __init__(self, owner: LightningCheckpoint) -> None:
@@ -356,8 +356,8 @@ class _First(_Base):  # type: ignore[misc]  # of which library it is shows at ru
         self.owner.begin(trainer)
 
 
-def _without_first(callbacks: list[Any]) -> list[Any]:
-    return [callback for callback in callbacks if not isinstance(callback, _First)]
+def _without_restore_callback(callbacks: list[Any]) -> list[Any]:
+    return [callback for callback in callbacks if not isinstance(callback, _RestoreCallback)]
 
 
 def _stop(trainer: Any) -> None:
@@ -367,10 +367,10 @@ def _stop(trainer: Any) -> None:
     trainer.should_stop = True
 
 
-def _check(trainer: Any, callback: LightningCheckpoint) -> None:
+def _check_setup(trainer: Any, callback: LightningCheckpoint) -> None:
     """Raise an error for a setup that cannot be saved correctly."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
-    if (package := package_of(trainer)) not in libraries:
+    if (package := find_package(trainer)) not in libraries:
         raise TypeError(
             f"this Trainer is of {package}, but the callback of another package: import {package} "
             f"before dist_ckpt.integrations.lightning"
@@ -403,7 +403,7 @@ def _weights(trainer: Any) -> dict[str, Any]:
     return dict(module.state_dict())
 
 
-def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _dump_checkpoint(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return Lightning's checkpoint without the tensors of the module and the optimizers.
 
     Also return the weights to save if hooks have changed them, else None.
@@ -420,7 +420,7 @@ def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     del dump["optimizer_states"]
     for name in [name for name in dump if name.startswith(_HYPERPARAMETERS)]:
         del dump[name]
-    if (name := next(_sharded(dump, ""), None)) is not None:
+    if (name := next(_find_dtensors(dump, ""), None)) is not None:
         raise ValueError(
             f"{name[1:]} is a DTensor that a callback or a hook added to the checkpoint. Only the "
             f"module and the optimizers may have them: leave that callback out"
@@ -429,15 +429,15 @@ def _dumped(trainer: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     return dump, {**module_weights, **changed} if changed else None
 
 
-def _sharded(value: object, name: str) -> Iterator[str]:
+def _find_dtensors(value: object, name: str) -> Iterator[str]:
     if isinstance(value, DTensor):
         yield name
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _sharded(item, f"{name}.{key}")
+            yield from _find_dtensors(item, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from _sharded(item, f"{name}.{number}")
+            yield from _find_dtensors(item, f"{name}.{number}")
 
 
 def _optimizers(trainer: Any, weights: Mapping[str, Any] | None) -> Any:

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.adapter_state import check_num_batches, set_sources, sources_of
+from dist_ckpt.integrations.adapter_state import capture_sources, check_num_batches, set_sources
 
 
 class AtBoundary(Protocol):
     """A function to call after a batch, or an epoch; `is_over` if the fit ends within the epoch."""
 
     def __call__(self, *, is_over: bool) -> None:
-        """Save if it is time to."""
+        """Save if a save is due."""
 
 
 class FitPosition:
@@ -132,7 +132,7 @@ class FitPosition:
         original()
 
     def _current_order(self) -> dict[str, Any]:
-        return {"rng": RNG().capture(), **sources_of(self._loaders())}
+        return {"rng": RNG().capture(), **capture_sources(self._loaders())}
 
     def _loaders(self) -> list[Any]:
         loader = self._trainer.fit_loop._combined_loader
@@ -173,9 +173,9 @@ class FitPosition:
 
 
 def _start_averaging(trainer: Any) -> None:
-    """Let StochasticWeightAveraging install its scheduler, as it does only when an epoch begins.
+    """Let StochasticWeightAveraging install its scheduler, as Lightning does at an epoch's begin.
 
-    It also resets the learning rates, so keep those of the checkpoint.
+    This also resets the learning rates, so restore those of the checkpoint afterwards.
     """
     for callback in trainer.callbacks:
         if type(callback).__name__ != "StochasticWeightAveraging":
