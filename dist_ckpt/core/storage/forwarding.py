@@ -208,6 +208,15 @@ class RateLimitedStorage(ForwardingStorage):
 # The limit of calls under way. Hanging calls count, so that they cannot accumulate for ever.
 MAX_CALLS = 256
 
+
+class UnansweredError(StorageError):
+    """A storage call missed its deadline; it may take effect until `call` is done."""
+
+    def __init__(self, message: str, call: Future[T]) -> None:
+        super().__init__(message)
+        self.call = call
+
+
 # How long an interrupt waits for the current call, so that later code sees the storage as the call
 # left it. Also how long a file's close may take.
 GRACE_S = 5.0
@@ -252,16 +261,20 @@ class DeadlineStorage(ForwardingStorage):
         )
         if (monitor := CallMonitor.of_this_thread()) is not None:
             return monitor.make_call(act, timeout_s, fact, release)
-        future = self._submit(label, act)
+        future = Future[T]()
         try:
+            self._submit(label, act, future)
             future.exception(timeout=timeout_s)  # does not raise a TimeoutError of the call
         except TimeoutError:
             _abandon(future, release)
-            raise StorageError(fact) from None
-        except BaseException:
-            wait((future,), timeout=GRACE_S)
+            raise UnansweredError(fact, future) from None
+        except BaseException as interrupt:
+            if not future.cancel():
+                wait((future,), timeout=GRACE_S)
             _abandon(future, release)
-            raise
+            if future.done():
+                raise
+            raise interrupt from UnansweredError(fact, future)
         try:
             return future.result(timeout=0)
         finally:
@@ -276,11 +289,12 @@ class DeadlineStorage(ForwardingStorage):
     def close(self, act: Callable[[], None]) -> None:
         # On a network mount a close can hang too.
         with suppress(StorageError):
-            wait((self._submit("close", act),), timeout=min(GRACE_S, self._stall_s))
+            self._submit("close", act, closed := Future[None]())
+            wait((closed,), timeout=min(GRACE_S, self._stall_s))
 
-    def _submit(self, label: str, act: Callable[[], T]) -> Future[T]:
+    def _submit(self, label: str, act: Callable[[], T], future: Future[T]) -> None:
         try:
-            return self._threads.submit(act)
+            self._threads.submit(act, future)
         except RuntimeError as error:
             raise StorageError(
                 f"{label}: {error}; raise the limit of threads (ulimit -u), then try again"

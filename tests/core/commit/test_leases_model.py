@@ -113,26 +113,33 @@ def remover_steps(w: World, who: int, fault: str) -> Iterator[tuple[str, World]]
             yield "takes its mark away", at("bare", mark(""))
         elif w.marks[who] != "old" or fault == "who stood still goes on":
             yield "renames", at("renamed", replace(w, there=False))
+            takes_back = fault == "the mark of a late rename is taken back"
+            yield "'s rename is late", at("late", mark("") if takes_back else w)
         else:
             yield "sees that it stood still", at("kept")
+    elif place == "late":
+        # The remover had an error, and does not go on.
+        yield "'s rename comes late", at("dead", replace(w, there=False))
+        yield "'s rename fails late", at("kept")
     elif place == "bare":
         yield "renames", at("renamed", replace(w, there=False))
     elif place == "renamed":
         yield "removes the leases", replace(w, leases=(False, False))
         yield "removes the marks", at("done", replace(w, leases=(False, False), marks=("", "")))
-    yield from accidents(w, who, at, mark)
+    yield from accidents(w, who, at, mark, fault)
 
 
 def accidents(
-    w: World, who: int, at: Callable[..., World], mark: Callable[..., World]
+    w: World, who: int, at: Callable[..., World], mark: Callable[..., World], fault: str
 ) -> Iterator[tuple[str, World]]:
     """Let a remover die, or another take its place, or its mark grow old."""
     place = w.removers[who]
-    if place not in ("done", "dead"):
+    if place not in ("done", "dead", "late"):
         yield "dies", at("dead")
     if place == "dead" and w.replaced < 2:
         yield "is replaced", at("begin", replace(w, replaced=w.replaced + 1))
-    if w.marks[who] == "new":
+    is_renewed = place == "late" and fault != "the mark of a late rename grows old"
+    if w.marks[who] == "new" and not is_renewed:
         yield "'s mark grows old", mark("old")
 
 
@@ -178,6 +185,8 @@ def test_the_protocol_never_loses_what_is_held() -> None:
         "the marks of others are taken back",
         "marks go before the rename",
         "who stood still goes on",
+        "the mark of a late rename is taken back",
+        "the mark of a late rename grows old",
     ],
 )
 def test_each_mistake_in_the_protocol_is_found(fault: str) -> None:

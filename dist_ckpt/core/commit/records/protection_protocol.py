@@ -14,11 +14,16 @@ reasons.
 
 from __future__ import annotations
 
+import errno
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
+from typing import Any
 
 from dist_ckpt.core.commit.attempts import has_folder, list_entries, new_id
 from dist_ckpt.core.commit.records.protections import (
@@ -50,7 +55,11 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.storage import Storage, real_path
+from dist_ckpt.core.storage.forwarding import UnansweredError
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
+
+# Errors after which the call may still take effect on the server of a network mount.
+_NO_ANSWER = {errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET, errno.ENOTCONN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +214,9 @@ def remove_if_unprotected(
     `other_annotations` are annotations of other checkpoints: they show if a tag has moved. `check`
     is called right before `remove`, and raises an error if the removal is forbidden.
 
-    `remove` begins with the rename. If `remove` raises after the rename, the deletion intent stays,
-    so that a later prune can complete the removal.
+    `remove` begins with the rename. If `remove` raises, the deletion intent is withdrawn only if it
+    is certain that nothing was removed, and no call can take effect later. Otherwise the intent
+    stays: nobody protects the checkpoint meanwhile, and a later prune can complete the removal.
     """
     began = monotonic()
     intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
@@ -224,12 +234,55 @@ def remove_if_unprotected(
         return protections
     try:
         remove()
-    except BaseException:
-        with suppress(CheckpointError):
-            if subject.exists():
-                subject.withdraw(intent)
+    except BaseException as error:
+        if (call := _find_unanswered_call(error)) is not None:
+            keep = partial(_keep_until_answered, subject, intent, call)
+            threading.Thread(target=keep, name="dist_ckpt removal", daemon=True).start()
+        elif _is_answered(error):
+            _withdraw_if_there(subject, intent)
         raise
     return ()
+
+
+def _find_unanswered_call(error: BaseException) -> Future[Any] | None:
+    """Return the storage call that missed its deadline, or was interrupted, if there is one."""
+    for cause in _causes(error):
+        if isinstance(cause, UnansweredError):
+            return cause.call
+    return None
+
+
+def _is_answered(error: BaseException) -> bool:
+    """Return True if an error is the storage's answer, after which no call takes effect.
+
+    A network mount that gave up waiting for its server answers with one of `_NO_ANSWER`.
+    """
+    codes = [cause.errno for cause in _causes(error) if isinstance(cause, OSError)]
+    is_of_storage = any(isinstance(cause, StorageError) for cause in _causes(error))
+    return not _NO_ANSWER.intersection(codes) if codes else not is_of_storage
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, in order."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _keep_until_answered(subject: CheckpointRef, intent: AnnotationName, call: Future[Any]) -> None:
+    """Renew a deletion intent until the call has an answer; withdraw it if nothing was removed."""
+    while not wait((call,), timeout=DELETION_INTENT_S / 4).done:
+        with suppress(CheckpointError):
+            newer = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
+            subject.withdraw(intent)
+            intent = newer
+    _withdraw_if_there(subject, intent)
+
+
+def _withdraw_if_there(subject: CheckpointRef, intent: AnnotationName) -> None:
+    with suppress(CheckpointError):
+        if subject.exists():
+            subject.withdraw(intent)
 
 
 def _find_protections(
