@@ -18,8 +18,11 @@ from dist_ckpt.core.comm.collectives.collective import (
     body_name,
     ranks_by_value,
 )
-from dist_ckpt.core.comm.exchange.channel import Exchange
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel, SingleProcessExchange
+from dist_ckpt.core.comm.exchange.channel import (
+    Exchange,
+    SingleProcessChannel,
+    SingleProcessExchange,
+)
 from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.local.local_storage import describe_os_error
-from dist_ckpt.core.storage.local.renames import exchange_names
+from dist_ckpt.core.storage.local.local_storage import describe_os_error, exchange_names
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,

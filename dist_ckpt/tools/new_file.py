@@ -12,8 +12,11 @@ from contextlib import contextmanager, suppress
 
 from dist_ckpt.core.commit.commit_protocol import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
-from dist_ckpt.core.storage.local.local_storage import LocalStorage, describe_os_error
-from dist_ckpt.core.storage.local.renames import rename_exclusively
+from dist_ckpt.core.storage.local.local_storage import (
+    LocalStorage,
+    describe_os_error,
+    rename_exclusively,
+)
 from dist_ckpt.core.storage.streamed_file import StreamedFile
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 

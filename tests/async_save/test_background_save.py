@@ -17,7 +17,7 @@ from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot, arena_nbytes
 from dist_ckpt.async_save.trainer.background_save import list_images, stage
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime.shared_memory import create_named
 from dist_ckpt.core.saving.agreement import plan_together

@@ -17,7 +17,7 @@ from dist_ckpt.checkpointer.barrier_rounds import (
     Boundary,
     PollPolicy,
 )
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.errors import RankError

@@ -24,8 +24,7 @@ from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, Sto
 from dist_ckpt.async_save.writer.staged_save import StagedSave
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Bodies
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from dist_ckpt.config import Config, launched_world_size
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value import client_thread, store_values
 from dist_ckpt.core.comm.messages import NoAnswerError

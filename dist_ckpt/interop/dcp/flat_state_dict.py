@@ -33,7 +33,7 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.shared_read.collective_reader import CollectiveReader
+from dist_ckpt.core.loading.shared_read.shared_reader import CollectiveReader
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
 from dist_ckpt.core.planning.selection import Selection, names_above

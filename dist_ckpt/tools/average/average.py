@@ -19,8 +19,11 @@ from torch.distributed import ProcessGroup
 from dist_ckpt import __version__
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
-from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import (
+    COORDINATOR,
+    SingleProcessChannel,
+    check_equal_on_all_ranks,
+)
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts

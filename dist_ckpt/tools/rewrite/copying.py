@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.leases import leased
 from dist_ckpt.core.commit.records.protections import CheckpointKey

@@ -15,7 +15,7 @@ from functools import partial
 
 from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit.receipts import build_attached_table, build_file_tables
 from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format import filenames

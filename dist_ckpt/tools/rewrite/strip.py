@@ -16,7 +16,7 @@ from functools import partial
 
 from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.leases import leased_source

@@ -11,8 +11,7 @@ import pytest
 
 from dist_ckpt import errors
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.exchange.channel import Channel
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import Channel, SingleProcessChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
 from dist_ckpt.core.comm.key_value.store_values import PART_NBYTES, get_all, get_each
 from dist_ckpt.core.comm.messages import NoAnswerError, SecondaryError

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel
+from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore

@@ -10,8 +10,11 @@ from typing import TypeVar
 
 import pytest
 
-from dist_ckpt.core.comm.exchange.channel import Exchange
-from dist_ckpt.core.comm.exchange.single_process import SingleProcessChannel, SingleProcessExchange
+from dist_ckpt.core.comm.exchange.channel import (
+    Exchange,
+    SingleProcessChannel,
+    SingleProcessExchange,
+)
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol
 from dist_ckpt.core.commit.transaction import (

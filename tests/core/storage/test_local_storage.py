@@ -19,7 +19,7 @@ from commit_cases import save, step_at, write_rank
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.format.index.index import Abandoned
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.local import local_storage, renames
+from dist_ckpt.core.storage.local import local_storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage, write_all
 from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.testing.storage_contract import StorageContract, read, write
@@ -38,7 +38,7 @@ def storage() -> Storage:
 @pytest.fixture
 def no_exclusive_rename(monkeypatch) -> None:
     """Make the system what NFS and old kernels are: without an exclusive rename."""
-    monkeypatch.setattr(renames, "_rename_by_call", lambda *_: False)
+    monkeypatch.setattr(local_storage, "_rename_by_call", lambda *_: False)
 
 
 class TestLocalStorage(StorageContract):
@@ -290,14 +290,14 @@ def test_stale_means_gone_only_of_what_is_gone(is_gone, storage, root, monkeypat
         write(storage, f"{root}/folder/file", b"1")
     for name in ("scandir", "open", "mkdir", "link"):
         monkeypatch.setattr(os, name, stale)
-    monkeypatch.setattr(renames, "_rename_by_call", stale)
+    monkeypatch.setattr(local_storage, "_rename_by_call", stale)
     for call in calls():
         with pytest.raises(FileNotFoundError if is_gone else StorageError):
             call()
 
 
 def test_where_the_system_has_no_exclusive_rename_at_all_a_link_does_it(storage, root, monkeypatch):
-    monkeypatch.setattr(renames, "system_call", lambda _: None)
+    monkeypatch.setattr(local_storage, "system_call", lambda _: None)
     write(storage, f"{root}/old", b"1")
     storage.rename(f"{root}/old", f"{root}/new")
     assert os.listdir(root) == ["new"]
@@ -354,7 +354,7 @@ def test_a_file_system_whose_rename_replaces_is_refused_at_the_claim(storage, ro
         os.rename(old, new)
         return True
 
-    monkeypatch.setattr(renames, "_rename_by_call", rename)
+    monkeypatch.setattr(local_storage, "_rename_by_call", rename)
     with pytest.raises(StorageError, match="a rename here replaces"):
         commit_protocol.claim(storage, f"{root}/ck", overwrite=False, by="me")
     assert os.listdir(root) == []
@@ -366,7 +366,7 @@ def test_a_file_system_whose_rename_replaces_is_refused_at_the_claim(storage, ro
 @pytest.mark.parametrize("rename", ["exclusive", "by link"])
 def test_save_overwrite_and_delete(rename, storage, root, monkeypatch):
     if rename == "by link":
-        monkeypatch.setattr(renames, "_rename_by_call", lambda *_: False)
+        monkeypatch.setattr(local_storage, "_rename_by_call", lambda *_: False)
     path = f"{root}/runs/ck"
     save(storage, 1, path=path, ranks=2)
     with pytest.raises(ExistsError):

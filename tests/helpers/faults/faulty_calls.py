@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
-from dist_ckpt.core.storage.local import direct_io, local_storage, renames
+from dist_ckpt.core.storage.local import direct_io, local_storage
 
 CALLS = (
     *("open", "close", "fsync", "pwrite", "preadv", "ftruncate", "fstat", "lstat", "scandir"),
@@ -149,7 +149,7 @@ def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[Sys
         return lambda *arguments: _called(calls, name, real, arguments)
 
     with ExitStack() as stack:
-        for module in (local_storage, renames, direct_io):
+        for module in (local_storage, local_storage, direct_io):
             stack.enter_context(patch.object(module, "os", _FaultyOs(calls)))
             stack.enter_context(patch.object(module, "system_call", system_call))
         yield calls
