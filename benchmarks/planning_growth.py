@@ -45,7 +45,7 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.layouts import RankView, merge_views
+from dist_ckpt.core.planning.save.inventories import RankView, merge_views
 from dist_ckpt.core.planning.save.save_planner import (
     find_replica_groups,
     plan_all_files,

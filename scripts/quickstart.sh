@@ -74,7 +74,7 @@ writer_of() {
 import sys
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
+from dist_ckpt.async_save.snapshots.job_folder import find_root_id, make_job_name
 from dist_ckpt.storage import open_storage
 
 storage, root = open_storage(sys.argv[1])

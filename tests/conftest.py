@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 import long_mode
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
+from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from rows import Rows
 

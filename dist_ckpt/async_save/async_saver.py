@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Self, get_args
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.memory_restore import restore_together
-from dist_ckpt.async_save.snapshots.job_folder import check_job
-from dist_ckpt.async_save.snapshots.root_id import make_job_name, make_root_id
+from dist_ckpt.async_save.snapshots.job_folder import check_job, make_job_name, make_root_id
 from dist_ckpt.async_save.trainer.background_save import save_in_background
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy, check_savers

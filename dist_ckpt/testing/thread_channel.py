@@ -17,7 +17,7 @@ from dist_ckpt.core.comm.collectives.collective import (
     ranks_by_value,
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
-from dist_ckpt.core.comm.key_value.store_values import Store
+from dist_ckpt.core.comm.key_value.client_thread import Store
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.errors import RankError
 from dist_ckpt.reports import IoCount

@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from arena_processes import program
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.core.runtime import typed_msgpack

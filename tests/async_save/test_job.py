@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dist_ckpt.async_save.snapshots import job_folder
-from dist_ckpt.async_save.snapshots.arena import ArenaReader
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
     Image,
     Seal,
@@ -22,7 +22,6 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     SnapshotMetadata,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job

@@ -20,11 +20,10 @@ import recovered_checkpoints as kept
 from arena_processes import program
 from dist_ckpt.async_save.memory_restore import rebuild_index
 from dist_ckpt.async_save.snapshots import job_folder
+from dist_ckpt.async_save.snapshots.arena import ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import Snapshot
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, make_job_name, make_root_id
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_saves
-from dist_ckpt.async_save.snapshots.root_id import make_job_name, make_root_id
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format.filenames import ROOT_ID, parse_attempt
 from dist_ckpt.core.format.index.index import Index

@@ -20,9 +20,8 @@ import pytest
 from msgspec.structs import replace
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.arena import Arena
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import start_writer
 from dist_ckpt.async_save.writer.messages import (

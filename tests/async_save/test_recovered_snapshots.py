@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dist_ckpt.async_save.snapshots.arena import ArenaReader
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
     UNCLAIMED,
     Image,
@@ -17,7 +17,6 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     SnapshotMetadata,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSave, open_saves
 from dist_ckpt.core.runtime import typed_msgpack

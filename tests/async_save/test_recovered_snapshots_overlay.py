@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import MemoryFile, RecoveredSnapshot
 from dist_ckpt.core.storage import ReadableFile, Storage

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.async_save.snapshots.arena import ArenaReader
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.writer.staged_save import Staging, open_staged_files
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dist_ckpt.async_save.snapshots.arena import ArenaReader
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import HEADER_NBYTES
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.async_save.writer import writer_saves
 from dist_ckpt.async_save.writer.messages import Done, Hello, Serve, Write

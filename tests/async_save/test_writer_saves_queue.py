@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.writer.messages import Hello, ProtocolError, Write
 from dist_ckpt.async_save.writer.writer_saves import (
     MAX_SAVES,

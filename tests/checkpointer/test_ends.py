@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, make_job_name
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.storage import open_storage
 from run_training import fresh, keeper_of, steps_at, train

@@ -645,7 +645,7 @@ def test_ranks_that_never_call_save_are_named_and_all_go_on(some, absent, tmp_pa
 
 
 def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
-    from dist_ckpt.core.comm.key_value import store_values
+    from dist_ckpt.core.comm.key_value import client_thread
 
     dc.save(parts(rank, 1), path)
 
@@ -653,7 +653,7 @@ def lose_the_store_after_the_claim(rank: int, path: str) -> Any:
         raise RuntimeError("Broken pipe")
 
     def cut_off() -> None:
-        store_values.put = refuse  # type: ignore[assignment]
+        client_thread.put = refuse  # type: ignore[assignment]
 
     with at("after the claim", cut_off) if rank == 0 else contextlib.nullcontext():
         error = tuple(told(lambda: dc.save(parts(rank, 2), path, overwrite=True)))

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
+from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, make_job_name
 from dist_ckpt.checkpointer import run_session
 from dist_ckpt.checkpointer.barrier_rounds import Boundary
 from dist_ckpt.core.runtime.lock_files import LockOwner

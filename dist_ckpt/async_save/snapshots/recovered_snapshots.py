@@ -14,8 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, JobFolder, RankFolder, has_jobs
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name
+from dist_ckpt.async_save.snapshots.job_folder import (
+    NUM_ARENAS,
+    JobFolder,
+    RankFolder,
+    find_root_id,
+    has_jobs,
+    make_job_name,
+)
 from dist_ckpt.core.checkpoint.opener import MemorySource
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX

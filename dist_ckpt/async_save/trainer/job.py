@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple
 from weakref import finalize
 
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool, find_only_copy
+from dist_ckpt.async_save.snapshots.arena import ArenaPool, find_only_copy
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS, WriterHandle
 from dist_ckpt.async_save.writer.messages import WRITER_END_S, Hello

@@ -18,7 +18,7 @@ from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
-from dist_ckpt.core.comm.key_value import client_thread, store_values
+from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.messages import NoAnswerError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import torch_private
@@ -95,7 +95,7 @@ def _create_session(group: ProcessGroup, config: Config) -> Session:
         return PrefixStore(f"dist_ckpt/{name}/{part}", _connect_to_store(timeout_s))
 
     # Torch's stores take bytes as values; its stubs leave them out.
-    control = cast(store_values.Store, open_store("control"))
+    control = cast(client_thread.Store, open_store("control"))
     channel = StoreChannel(
         control, rank, world_size, host=config.host or socket.gethostname(), config=config
     )

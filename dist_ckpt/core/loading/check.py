@@ -23,7 +23,7 @@ from dist_ckpt.core.loading.load_messages import (
     encode_bitmap,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, parse_sources
-from dist_ckpt.core.loading.shared_read.block_requests import prepare_shared_read
+from dist_ckpt.core.loading.shared_read.group import prepare_shared_read
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, parse_cast, parse_selection

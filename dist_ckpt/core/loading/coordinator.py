@@ -24,7 +24,7 @@ from dist_ckpt.core.loading.load_messages import (
     RankTotals,
     ResolvedSources,
 )
-from dist_ckpt.core.loading.shared_read.block_requests import find_shared_requests
+from dist_ckpt.core.loading.shared_read.group import find_shared_requests
 from dist_ckpt.core.planning.selection import find_unmatched_on_all
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make

@@ -45,8 +45,11 @@ from dist_ckpt.core.loading.load_messages import (
     open_sources,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
-from dist_ckpt.core.loading.shared_read.block_requests import gather_requests
-from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, UnreachableRanks
+from dist_ckpt.core.loading.shared_read.group import (
+    SharedReadGroup,
+    UnreachableRanks,
+    gather_requests,
+)
 from dist_ckpt.core.loading.shared_read.shared_reader import check_blocks_first, read_blocks
 from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig

@@ -1,10 +1,10 @@
 """Decide which rank writes and reads which bytes. Pure functions.
 
 - A kind of parallelism: a view in `plan.py`, its cells in `mesh.py`, and a branch in
-  `merge_views` of `save/layouts.py`.
+  `merge_views` of `save/inventories.py`.
 - The rank that stores a replica, and all else of a save: `save/`.
 - Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.
-- `dc.ShardingConfig`: `sharding_config.py`; how a load or a reshard applies it: `target_views.py`;
+- `dc.ShardingConfig`: `sharding_config.py`; a load or a reshard applies it by `target_views` there;
   how a state applies it: `core/state/sharding_rules.py`.
 - `include`, `exclude`, `cast`: `selection.py`.
 """

@@ -22,8 +22,7 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.selection import Selection, names_above
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.planning.target_views import plan_reshard
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.state.binding.sources.saved_tree import state_name
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass, is_mapping, join
 from dist_ckpt.errors import listed

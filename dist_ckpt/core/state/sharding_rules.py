@@ -15,11 +15,11 @@ from dist_ckpt.core.planning.plan import Flattened, MeshPlaced, RuleSharded, Vie
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
+    chunked_view,
     find_axes,
     find_parameter,
     strip_component,
 )
-from dist_ckpt.core.planning.target_views import chunked_view
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tree.containers import join
 from dist_ckpt.core.state.tree.state_tree import Branch, ModuleLeaf, SubclassLeaf, TensorLeaf, walk

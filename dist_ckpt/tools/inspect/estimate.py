@@ -13,7 +13,7 @@ from math import inf
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
-from dist_ckpt.core.planning.target_views import plan_reshard
+from dist_ckpt.core.planning.sharding_config import plan_reshard
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.openers import OPENER

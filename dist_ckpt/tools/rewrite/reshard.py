@@ -27,8 +27,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_nbytes
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, parse_selection
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.planning.target_views import plan_reshard
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.saving.carry_plan import (
     merge_objects_files,
     select_carried_names,

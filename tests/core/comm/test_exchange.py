@@ -12,8 +12,12 @@ import pytest
 from dist_ckpt import errors
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, SingleProcessChannel
-from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
-from dist_ckpt.core.comm.key_value.store_values import PART_NBYTES, get_all, get_each
+from dist_ckpt.core.comm.key_value.client_thread import (
+    PART_NBYTES,
+    StoreClientThread,
+    get_all,
+    get_each,
+)
 from dist_ckpt.core.comm.messages import NoAnswerError, SecondaryError
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.core.comm.test_exchange as test_channel
-from dist_ckpt.core.comm.key_value import key_client, store_values
+from dist_ckpt.core.comm.key_value import client_thread, key_client
 from dist_ckpt.core.comm.key_value.key_client import (
     GREETING,
     LENGTH,
@@ -118,7 +118,7 @@ def assert_serves(server: KeyServer) -> None:
 
 
 @pytest.fixture(params=["threads", "tcp"])
-def store(request: pytest.FixtureRequest) -> Iterator[store_values.Store]:
+def store(request: pytest.FixtureRequest) -> Iterator[client_thread.Store]:
     if request.param == "threads":
         yield ThreadStore()
         return
@@ -154,13 +154,13 @@ def test_of_those_who_set_a_key_that_has_no_value_the_first_does_and_all_learn_w
     assert store.compare_set("ü", "first", "fourth") == store.get("ü") == "third ü".encode()
     assert store.compare_set("lacking", "first", "second") == b"first"
     assert not store.check(["lacking"])
-    assert store_values.put_once(store, "note", "a") == b"a"
-    assert store_values.put_once(store, "note", "b") == b"a"
-    assert store_values.get_all(store, ["note"]) == [b"a"]
+    assert client_thread.put_once(store, "note", "a") == b"a"
+    assert client_thread.put_once(store, "note", "b") == b"a"
+    assert client_thread.get_all(store, ["note"]) == [b"a"]
     store.set("strange", b"")
-    assert store_values.put_once(store, "strange", "a") == b"a"
+    assert client_thread.put_once(store, "strange", "a") == b"a"
     store.set("strange", b"\0a")
-    assert store_values.put_once(store, "strange", "a") == store_values.NO_VALUE
+    assert client_thread.put_once(store, "strange", "a") == client_thread.NO_VALUE
 
 
 def test_a_deleted_key_is_gone(store):
@@ -178,10 +178,10 @@ def test_a_key_that_is_not_there_is_a_key_error_and_the_store_goes_on(store):
 
 
 def test_documents_of_any_size_are_put_and_got(store):
-    for size in (0, 1, store_values.PART_NBYTES - 1, store_values.PART_NBYTES, 11 << 20):
+    for size in (0, 1, client_thread.PART_NBYTES - 1, client_thread.PART_NBYTES, 11 << 20):
         data = os.urandom(size)
-        store_values.put(store, "key", data)
-        assert store_values.get_all(store, ["key"]) == [data]
+        client_thread.put(store, "key", data)
+        assert client_thread.get_all(store, ["key"]) == [data]
 
 
 def test_what_is_deleted_while_it_is_read_is_not_there(store):
@@ -191,11 +191,11 @@ def test_what_is_deleted_while_it_is_read_is_not_there(store):
 
         def check(self, keys: list[str]) -> bool:
             if keys != ["a"]:
-                store_values.delete(store, ["a"])
+                client_thread.delete(store, ["a"])
             return bool(store.check(keys))
 
-    store_values.put(store, "a", bytes(9 << 20))
-    assert store_values.get_each(Deleting(), ["a"]) == [None]
+    client_thread.put(store, "a", bytes(9 << 20))
+    assert client_thread.get_each(Deleting(), ["a"]) == [None]
 
 
 def test_all_clients_see_the_same_keys():

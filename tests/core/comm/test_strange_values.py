@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.key_value import store_values
-from dist_ckpt.core.comm.key_value.store_values import MAX_PARTS, NO_VALUE, PART_NBYTES
+from dist_ckpt.core.comm.key_value import client_thread
+from dist_ckpt.core.comm.key_value.client_thread import MAX_PARTS, NO_VALUE, PART_NBYTES
 from dist_ckpt.core.comm.messages import (
     MAX_DOCUMENT_NBYTES,
     Answer,
@@ -123,16 +123,16 @@ def test_any_stored_value_is_read_or_is_nothing(data: bytes, num_parts: int):
     store.set("key", data)
     for number in range(num_parts):
         store.set(f"key/{number}", b"part")
-    found = store_values.get_all(store, ["key"])
+    found = client_thread.get_all(store, ["key"])
     if data[:1] == b"w":
         assert found == [data[1:]]
     elif data[:1] == b"x":
         assert found is None
     else:
         assert found in ([NO_VALUE], [b"part"], [b"partpart"])
-    store_values.withdraw(store, ["key"])
-    assert store_values.get_all(store, ["key"]) is None
-    store_values.delete(store, ["key"])
+    client_thread.withdraw(store, ["key"])
+    assert client_thread.get_all(store, ["key"]) is None
+    client_thread.delete(store, ["key"])
     assert not store.check(["key"])
 
 
@@ -141,9 +141,9 @@ def test_parts_that_cannot_be_there_cost_nothing(head: bytes):
     store = ThreadStore()
     store.set("key", head)
     start = time.thread_time()
-    assert store_values.get_all(store, ["key"]) == [NO_VALUE]
-    store_values.withdraw(store, ["key"])
-    store_values.delete(store, ["key"])
+    assert client_thread.get_all(store, ["key"]) == [NO_VALUE]
+    client_thread.withdraw(store, ["key"])
+    client_thread.delete(store, ["key"])
     assert store.keys() == ()
     assert time.thread_time() - start < 20  # to count a billion parts takes minutes
 

@@ -23,7 +23,7 @@ from dist_ckpt.core.comm.collectives import host_links
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import load
-from dist_ckpt.core.loading.shared_read import block_requests, group, shared_reader
+from dist_ckpt.core.loading.shared_read import group, shared_reader
 from dist_ckpt.core.loading.shared_read.group import SharedReadGroup
 from dist_ckpt.core.planning.load import read_sharing
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -722,7 +722,7 @@ def test_a_rank_without_links_reads_alone_and_the_others_share(tree, monkeypatch
             raise OSError("no such socket")
         return host_links.HostLinks(meeting, rank, **options)
 
-    monkeypatch.setattr(block_requests, "HostLinks", links)
+    monkeypatch.setattr(group, "HostLinks", links)
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
     loaded(try_load_on_threads(at, states, hosts=ONE_HOST, read_once="host", strict=False))

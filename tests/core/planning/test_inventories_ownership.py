@@ -16,7 +16,7 @@ from dist_ckpt.core.planning.plan import (
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.layouts import RankView, merge_views
+from dist_ckpt.core.planning.save.inventories import RankView, merge_views
 from tilings import line
 
 

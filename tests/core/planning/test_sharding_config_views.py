@@ -21,8 +21,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save.balance import assign_evenly
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
-from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.planning.target_views import target_view, target_views
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, target_view, target_views
 from tilings import inventory_of
 
 GRID = ShardingConfig({"dp": 2, "tp": 2}, {"*.weight": {"tp": 0, "dp": 0}, "*.bias": {"tp": 0}})

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.memory_restore import restore_together
-from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import (
     UNCLAIMED,
     Image,
@@ -21,7 +21,6 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     SnapshotMetadata,
     arena_nbytes,
 )
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import file_receipts
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo

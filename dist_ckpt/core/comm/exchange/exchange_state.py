@@ -20,9 +20,8 @@ from typing import TypeVar
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, PollInterval
-from dist_ckpt.core.comm.key_value import store_values
-from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread, StoreErrorTexts
-from dist_ckpt.core.comm.key_value.store_values import Store
+from dist_ckpt.core.comm.key_value import client_thread
+from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread, StoreErrorTexts
 from dist_ckpt.core.comm.messages import Failure, HeartbeatSender, NoAnswerError, unpack
 from dist_ckpt.errors import RankError, listed, ranks_text
 
@@ -87,7 +86,7 @@ class ExchangeState:
         if not self._start:
             # A store may outlive a process group, and still have messages of an earlier one.
             try:
-                self._start = self.client.call(store_values.increment, f"starts/{self.rank}")
+                self._start = self.client.call(client_thread.increment, f"starts/{self.rank}")
             except ValueError as error:
                 raise RankError(
                     f"the store's counter of the starts of rank {self.rank} has {error}. "
@@ -130,7 +129,7 @@ class ExchangeState:
     def put(self, key: str, data: bytes) -> None:
         """Store a document."""
         self.nbytes_put += len(data)
-        self.client.call(store_values.put, key, data)
+        self.client.call(client_thread.put, key, data)
 
     def unpack(self, rank: int, data: bytes, expected: type[T]) -> T:
         """Decode a rank's message. RankError if it is invalid; on a participant NoAnswerError."""
@@ -213,7 +212,7 @@ class ExchangeState:
     def _stale_ranks_text(self, ranks: Sequence[int]) -> str:
         keys = [f"starts/{rank}" for rank in ranks]
         counts = self.client.call(
-            lambda store: [store_values.read_counter(store, key) for key in keys]
+            lambda store: [client_thread.read_counter(store, key) for key in keys]
         )
         fresh = (b"", str(self._start).encode())
         stale_ranks = [rank for rank, num in zip(ranks, counts, strict=True) if num not in fresh]

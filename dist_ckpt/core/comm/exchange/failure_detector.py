@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.key_value import store_values
+from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
 from dist_ckpt.core.comm.messages import Heartbeat, unpack
 from dist_ckpt.errors import ranks_text
@@ -85,7 +85,7 @@ class FailureDetector:
     def read_heartbeats(self, ranks: Sequence[int]) -> None:
         """Read the heartbeats of some ranks once."""
         keys = [self._beat_key(rank) for rank in ranks]
-        for rank, data in zip(ranks, self._client.call(store_values.get_each, keys), strict=True):
+        for rank, data in zip(ranks, self._client.call(client_thread.get_each, keys), strict=True):
             now, last = time.monotonic(), self._last_seen.get(rank)
             if data is not None and (last is None or last.data != data):
                 beat = None

@@ -14,7 +14,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNotes
 from dist_ckpt.core.comm.exchange.exchange_state import STALE, ExchangeState
 from dist_ckpt.core.comm.exchange.failure_detector import PollInterval
-from dist_ckpt.core.comm.key_value import client_thread, store_values
+from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.messages import (
     NO_NONCE,
     Answer,
@@ -143,7 +143,7 @@ class Coordinator:
             num_retained = 0 if len(envelopes) == state.world_size else MAX_KEPT_ANSWERS
             num_spent = max(0, len(self._answers) - num_retained)
             spent, self._answers = self._answers[:num_spent], self._answers[num_spent:]
-            state.client.post(store_values.delete, spent)
+            state.client.post(client_thread.delete, spent)
         for rank, envelope in envelopes.items():
             if envelope.failure is not None:
                 failures[rank] = envelope.failure
@@ -166,7 +166,7 @@ class Coordinator:
         while len(envelopes) < state.world_size and not failures:
             missing = [rank for rank in range(state.world_size) if rank not in envelopes]
             keys = [state.key(rank) for rank in missing]
-            if (values := state.client.call(store_values.get_all, keys)) is not None:
+            if (values := state.client.call(client_thread.get_all, keys)) is not None:
                 arrivals = zip(missing, values, strict=True)
                 envelopes.update(
                     (rank, self._decode_envelope(own, rank, data)) for rank, data in arrivals
@@ -175,7 +175,7 @@ class Coordinator:
             if _has_final_failure(envelopes) or poll.is_look_due():
                 # Heartbeats first: if one says that a rank has left, its envelope is complete.
                 state.detector.read_heartbeats(missing)
-                looked = state.client.call(store_values.get_each, keys)
+                looked = state.client.call(client_thread.get_each, keys)
                 for rank, data in zip(missing, looked, strict=True):
                     if data is not None:
                         envelopes[rank] = self._decode_envelope(own, rank, data)
@@ -260,7 +260,7 @@ class Participant:
 
     def clean_up(self) -> None:
         """Delete this rank's envelopes; without an answer the coordinator may still read them."""
-        act = store_values.delete if self._is_answered else store_values.withdraw
+        act = client_thread.delete if self._is_answered else client_thread.withdraw
         self._state.client.post(act, tuple(self._envelopes))
         if self._is_answered:
             self._envelopes = []
@@ -282,7 +282,7 @@ class Participant:
             is_look_due = poll.is_look_due()
             if is_look_due:
                 state.detector.read_heartbeats([COORDINATOR])
-            (data,) = state.client.call(store_values.get_each, [answer_key])
+            (data,) = state.client.call(client_thread.get_each, [answer_key])
             if data is not None:
                 answer = state.unpack(COORDINATOR, data, Answer)
                 self._is_answered = True
@@ -304,7 +304,7 @@ class StoreChannel:
 
     def __init__(
         self,
-        store: store_values.Store,
+        store: client_thread.Store,
         rank: int,
         world_size: int,
         *,
@@ -357,7 +357,7 @@ class StoreChannel:
             raise SecondaryError(failure.message, rank=failure.rank)
         # The failure of the coordinator itself is in its answer.
         keys = [state.key("answer" if rank == COORDINATOR else rank) for rank in ranks]
-        for rank, data in zip(ranks, state.client.call(store_values.get_each, keys), strict=True):
+        for rank, data in zip(ranks, state.client.call(client_thread.get_each, keys), strict=True):
             if data is not None and _has_failure(rank, data):
                 raise SecondaryError(
                     f"{state.detector.describe_ranks([rank])} has failed", rank=rank
@@ -455,20 +455,20 @@ class StoreNotes:
 
     def put(self, key: str, text: str) -> None:
         """See `SharedNotes.put`."""
-        self._client.call(store_values.put, _note_key(key), text.encode())
+        self._client.call(client_thread.put, _note_key(key), text.encode())
 
     def put_once(self, key: str, text: str) -> str:
         """See `SharedNotes.put_once`."""
-        return _decode_note(self._client.call(store_values.put_once, _note_key(key), text))
+        return _decode_note(self._client.call(client_thread.put_once, _note_key(key), text))
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
         """See `SharedNotes.read`."""
-        values = self._client.call(store_values.get_all, [_note_key(key) for key in keys])
+        values = self._client.call(client_thread.get_all, [_note_key(key) for key in keys])
         return None if values is None else [_decode_note(data) for data in values]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See `SharedNotes.remove`."""
-        self._client.post(store_values.delete, [_note_key(key) for key in keys])
+        self._client.post(client_thread.delete, [_note_key(key) for key in keys])
 
 
 def _note_key(key: str) -> str:

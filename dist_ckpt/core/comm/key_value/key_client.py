@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgpack
 
-from dist_ckpt.core.comm.key_value.store_values import PART_NBYTES
+from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES
 
 TOKEN_NBYTES = 32
 GREETING = b"dist_ckpt keys 1"

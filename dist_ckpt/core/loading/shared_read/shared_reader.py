@@ -39,12 +39,14 @@ from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.loading.shared_read.block_requests import (
+from dist_ckpt.core.loading.shared_read.group import (
+    SharedReadGroup,
+    UnreachableRanks,
     find_shared_requests,
     gather_requests,
+    num_slots,
     prepare_shared_read,
 )
-from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, UnreachableRanks, num_slots
 from dist_ckpt.core.loading.shared_read.shared_work import PlannedRange, SharedWork
 from dist_ckpt.core.planning.load.read_sharing import RangeKey
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for

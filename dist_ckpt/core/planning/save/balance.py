@@ -23,7 +23,7 @@ from dist_ckpt.core.format.geometry import (
     Region,
     Regions,
 )
-from dist_ckpt.core.planning.save.layouts import build_layout
+from dist_ckpt.core.planning.save.inventories import build_layout
 
 # A larger replica is split among its holders, into parts of at least `MIN_PART_NBYTES`.
 SPLIT_NBYTES = 64 << 20

@@ -32,7 +32,7 @@ from dist_ckpt.core.planning.plan import (
 )
 from dist_ckpt.core.planning.save import inventories
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
-from dist_ckpt.core.planning.save.layouts import RankView, difference_text, merge_views
+from dist_ckpt.core.planning.save.inventories import RankView, difference_text, merge_views
 from dist_ckpt.errors import remedy_of_parts
 
 # Smaller blocks are copied together for one write: a copy costs less than a system call.

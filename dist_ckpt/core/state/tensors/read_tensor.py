@@ -6,7 +6,7 @@ LocalShard and FlatShard; DTensor; ShardedTensor; classes with torch's `__create
 already split tensors that are made of inner tensors.
 
 - A new tensor class: `_local_tensor`, `is_tensor_leaf` and `is_meta` in this module.
-- A new parallelism: `planning/mesh.py`, `planning/save/layouts.py`, and the users of each `View`
+- A new parallelism: `planning/mesh.py`, `planning/save/inventories.py`, and the users of `View`
   in `planning/plan.py`.
 """
 

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from arena_processes import START, program
-from dist_ckpt.async_save.snapshots.arena import Arena, ArenaReader
+from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
-from dist_ckpt.async_save.snapshots.arena_pool import ArenaPool
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.core.runtime import shared_memory
 from dist_ckpt.errors import StorageError

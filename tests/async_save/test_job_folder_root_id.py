@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.root_id import find_root_id, make_job_name, make_root_id
+from dist_ckpt.async_save.snapshots.job_folder import (
+    JobFolder,
+    find_root_id,
+    make_job_name,
+    make_root_id,
+)
 from dist_ckpt.core.commit.attempts import has_folder
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.removal import collect
