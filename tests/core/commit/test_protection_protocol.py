@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,14 @@ class Mount(MemoryStorage):
         super().rename(source, target)
         if "/mark-" in target:
             self.intents.release()
+
+
+class Impatient(DeadlineStorage):
+    """Waits for the rename of a checkpoint for a moment, and for all else as long as it takes."""
+
+    def make_call(self, label: str, *args: Any, **options: Any) -> Any:
+        self._stall_s = 0.05 if label.startswith(f"rename {ROOT}/step-1/") else HANG_S
+        return super().make_call(label, *args, **options)
 
 
 class Clock:
@@ -110,7 +119,7 @@ def test_what_a_late_rename_may_still_remove_is_not_leased(
 ) -> None:
     mount.answer = partial(answer_late, thawed)
     with pytest.raises(StorageError, match="did not answer"):
-        act(DeadlineStorage(mount, stall_s=0.2), where)
+        act(Impatient(mount), where)
     with pytest.raises(NotFoundError, match="is about to be removed by process"):
         Lease(subject(mount, where), 60.0).take()
     thawed.set()
@@ -127,7 +136,7 @@ def test_what_a_late_rename_did_not_remove_can_be_leased_again(
 ) -> None:
     mount.answer = partial(answer_late, thawed, StorageError("permission denied"))
     with pytest.raises(StorageError, match="did not answer"):
-        remove_on(DeadlineStorage(mount, stall_s=0.2), where)
+        remove_on(Impatient(mount), where)
     thawed.set()
     join_the_removal()
     Lease(subject(mount, where), 60.0).take()
@@ -144,7 +153,7 @@ def test_an_intent_does_not_expire_while_its_rename_has_no_answer(
     monkeypatch.setattr(protection_protocol, "DELETION_INTENT_S", 0.04)
     mount.answer = partial(answer_late, thawed)
     with pytest.raises(StorageError, match="did not answer"):
-        remove_on(DeadlineStorage(mount, stall_s=0.2), where)
+        remove_on(Impatient(mount), where)
     clock.now += DELETION_INTENT_S + 1
     for _ in range(mount.intents._value + 1):  # one that is written after the clock was moved
         assert mount.intents.acquire(timeout=HANG_S)
