@@ -175,7 +175,7 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
 
 
 def find_replica_groups(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
-    """Return the tensors and values that a rank rank_views, grouped by the ranks that hold them."""
+    """Return the tensors and values that a rank shares, grouped by the ranks that hold them."""
     catalog = plan.catalog
     cells: dict[tuple[int, ...], list[tuple[str, Cell]]] = {}
     values: dict[tuple[int, ...], list[str]] = {}
