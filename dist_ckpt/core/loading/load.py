@@ -112,10 +112,9 @@ def load(
 
     With `strict`, missing and unexpected names are errors. Wrong shapes, dtypes and coverage always
     are. `include` and `exclude` are globs on saved names and on names in the state. Each must match
-    a name. `rename` maps saved
-    names to names in the state; `*` matches any text, `{name}` text without dots. With
-    `include_frozen=False` parameters that require no gradient stay unchanged. An empty mapping or
-    None in the state is replaced by the saved values.
+    a name. `rename` maps saved names to names in the state; `*` matches any text, `{name}` text
+    without dots. With `include_frozen=False` parameters that require no gradient stay unchanged. An
+    empty mapping or None in the state is replaced by the saved values.
 
     `cast`: True, or patterns of names. These tensors of the state take values of another floating
     dtype, and of any dtype that loses nothing, such as int32 into int64. Values are converted block
