@@ -1,4 +1,8 @@
-"""Hugging Face folders of safetensors files: read and export."""
+"""Hugging Face folders of safetensors files: read and export.
+
+- The size of the files, and which tensor is in which file: `export_plan.py`.
+- The files themselves and their index: `export.py`. Folders that are read in place: `read.py`.
+"""
 
 from __future__ import annotations
 
