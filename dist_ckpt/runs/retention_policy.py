@@ -150,8 +150,8 @@ def parse(text: str) -> RetentionPolicy:
 def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:
     """Return the indices of the positions nearest to some multiple of the interval, above 0.
 
-    A position is the nearest to the multiples between two middles: to its predecessor and to its
-    successor. The last position is the nearest to all multiples after it.
+    A position is the nearest from halfway to the previous position until halfway to the next one.
+    The last position is the nearest to all multiples after it.
     """
     order = sorted(range(len(positions)), key=lambda index: (positions[index], index))
     nearest = []

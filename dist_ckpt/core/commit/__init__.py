@@ -1,7 +1,7 @@
 """When a checkpoint exists: attempts, claim, commit, removal; the transaction that makes one.
 
 - The steps of all ranks: `transaction.py`. Every new checkpoint goes through it.
-- A check before a save writes anything, such as of free space: `claim` in `commit_protocol.py`.
+- A check of the path before a save writes anything: `claim` in `commit_protocol.py`.
 - A hook or a log for every save: `Transaction.report` in `transaction.py`.
 - The index, which decides what is a checkpoint: `attempts.py`. Its tables of files: `receipts.py`.
 - Removal and garbage collection: `removal.py`. Pins, tags, leases and incarnations: `records/`.

@@ -137,7 +137,8 @@ def list_trash(storage: Storage, path: str) -> list[Entry]:
 def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Return True if a claimed attempt is gone, and its trash or a higher attempt is here.
 
-    Without that evidence return False: on storage that is not shared, the attempt never existed.
+    Without that evidence return False. If the storage is not shared, this host never had the
+    attempt, and its absence proves nothing.
     Another attempt with the same number proves nothing: numbers begin at 1 on every storage.
     """
     entries = list_entries(storage, path)

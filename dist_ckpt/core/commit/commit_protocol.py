@@ -191,10 +191,10 @@ def claim(
     replaced: there is no `overwrite`, or it is protected and there is no `force`. Raises
     ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade.
 
-    `incarnation` is the incarnation of the run that saves. It replaces checkpoints of older
-    incarnations at `path` without `overwrite`: it saves only above the step that it restored, so
-    they are orphaned. ConflictError if a newer incarnation exists, StorageError if this one has
-    used all its attempts.
+    `incarnation` is the incarnation of the run that saves. The run saves only steps above the one
+    that it restored. So checkpoints of older incarnations at `path` are orphaned, and the run
+    replaces them without `overwrite`. ConflictError if a newer incarnation exists, StorageError if
+    this one has used all its attempts.
     """
     new_folders: list[str] = []
     attempt: Attempt | None = None

@@ -184,8 +184,8 @@ class Transaction:
         into one receipt for each rank of the plan. By default each rank writes its own part.
 
         On return the checkpoint is durable. After an error no new checkpoint exists, except after
-        a StorageError with one of two messages. Either the checkpoint exists, but may not survive a
-        power cut; or the outcome is unknown.
+        two kinds of StorageError. "in place": it exists, but may not survive a power cut.
+        "unknown": it may exist.
 
         A rank that gets no answer abandons the attempt. If the attempt is committed already, that
         rank returns the decision. An interrupt of the commit is raised unchanged on its rank. That

@@ -1,4 +1,4 @@
-"""Prepare a load on one rank: check its arguments, then the checkpoints. Nothing is read yet."""
+"""Prepare a load on one rank: check its arguments, then the checkpoints. No tensor is read yet."""
 
 from __future__ import annotations
 

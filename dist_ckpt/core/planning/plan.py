@@ -139,9 +139,7 @@ class SavePlan:
     """The ranks that store each cell and value. `plan_rank_files` returns the files of one rank."""
 
     catalog: Catalog
-    unsplit_layouts: Mapping[
-        str, Layout
-    ]  # of tensors that the save splits: their layouts on the ranks
+    unsplit_layouts: Mapping[str, Layout]  # before the split, for each tensor that the save splits
     value_holders: Mapping[str, tuple[int, ...]]
     per_rank_holders: Mapping[str, tuple[tuple[Key, tuple[int, ...]], ...]]
     tree: tuple[Node, ...]

@@ -114,9 +114,9 @@ class SaveArguments(Message, frozen=True):
     """The arguments of one rank; they must be the same on all ranks.
 
     `metadata` is the digest of the user's metadata. `attached` has the digests of the attached
-    files by name; only on rank 0 it must be complete. `selection` is a text of the options that
-    select names. `root`, `incarnation_number` and `boundary` belong to the run that saves; without
-    a run they are "", 0 and None.
+    files by name. Rank 0 lists all of them; another rank lists the same, or none. `selection` is a
+    text of the options that select names. `root`, `incarnation_number` and `boundary` belong to the
+    run that saves; without a run they are "", 0 and None.
     """
 
     step: int | None  # first, because an error about different arguments shows it first
@@ -180,7 +180,7 @@ class Preparation(Protocol):
         """A text for each pattern that matches nothing on this rank."""
 
     def use(self, plan: AgreedPlan) -> None:
-        """Use the plan before the save begins. All ranks raise the error of any rank."""
+        """Check the plan, or prepare for it. All ranks raise the error of any rank."""
 
 
 def agree(

@@ -4,7 +4,8 @@
   `protocol.py`. `open_storage` opens it, and its test subclasses `testing/storage_contract.py`.
   `async_save/snapshots/job_folder.py` and `cli/commands/gc.py` also need a change: they handle
   local paths only. An object store, such as S3, cannot implement the protocol.
-- A tier above another storage: a class like `OverlayStorage` in `virtual_files.py`.
+- A storage above another one, for reads: a class like `OverlayStorage` in `virtual_files.py`. A
+  tier that writes to a fast storage first also needs a rule for what is durable.
 - Count, delay or time the calls of any storage: a class in `forwarding.py`.
 """
 

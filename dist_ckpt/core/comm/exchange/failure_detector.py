@@ -16,7 +16,7 @@ from dist_ckpt.errors import ranks_text
 # With more ranks, each rank polls less often, since all of them use one store.
 MAX_POLLS_PER_S = 20_000
 
-# A pause lasts this part of the time waited so far. So a wait is at most this part too long.
+# A pause lasts this share of the time waited so far. So a wait is at most this share too long.
 OVERSHOOT = 0.15
 
 

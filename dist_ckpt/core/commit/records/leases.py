@@ -23,7 +23,7 @@ from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
 
-# Longer than a storage is unavailable, and short enough for the leases of dead processes.
+# Longer than a usual outage of a storage. Short, so that the lease of a dead process soon ends.
 LEASE_S = 1800.0
 
 

@@ -79,8 +79,8 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     loads = [0] * world_size
     _add_loads(loads, stored)
     for group in by_group.values():
-        # Over all rotations, each replica of a cell stores the cell once. So equal bytes for each
-        # rotation are equal bytes for each rank.
+        # Each rotation moves a cell to its next replica: n rotations use each of n replicas once.
+        # So equal bytes for each rotation are equal bytes for each rank.
         sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
         rotations = assign_evenly(sizes, measures[id(group[0].layout)].num_replicas)
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]

@@ -35,8 +35,8 @@ _log = logging.getLogger("dist_ckpt")
 # The most checkpoints that share a file. Backups count.
 MAX_SHARED = 8
 
-# How many saves to remember. A process may save eight different states in turn: then this has two
-# saves of each, and links need two.
+# How many saves to remember: two, which a link needs, of each of eight states that a process may
+# save in turn.
 _REMEMBERED = 16
 
 # A linked file is read back from the disk, completely, once in this many saves.

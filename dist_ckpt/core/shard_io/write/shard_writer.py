@@ -73,8 +73,8 @@ class _NoFile:
 class RankFiles:
     """The files that one rank writes. For each plan, `sources` has the memory of its items.
 
-    `objects` has encoded objects files by name. `headers` has memory by file name, which gets a
-    copy of the header.
+    `objects` has encoded objects files by name. `headers` has memory by file name: the header of
+    such a file is copied there too.
     """
 
     step: int | None
