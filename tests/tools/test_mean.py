@@ -68,6 +68,12 @@ def test_all_that_differs_is_told_with_the_source():
         assert told in text, text
 
 
+def test_what_only_the_newest_has_frozen_is_told():
+    frozen = catalog(parameters={"m.a": True, "m.b": False})
+    with pytest.raises(IncompatibleError, match=r"/0: m\.b is not averaged in the newest"):
+        names(catalog(), frozen)
+
+
 def test_sources_that_do_not_say_what_is_trainable_need_patterns():
     with pytest.raises(ValueError, match=r'/0 does not record .*include="model\.\*"'):
         names(catalog(parameters={}), catalog())

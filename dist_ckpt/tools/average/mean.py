@@ -145,7 +145,7 @@ def _find_differences(
     for name in sorted(other_chosen):
         # The newest source may store a tied tensor under another of its names.
         if {name, newest.aliases.get(name), tied_to.get(name)}.isdisjoint(chosen):
-            fact = "cannot be averaged" if name in newest.tensors else "does not exist"
+            fact = "is not averaged" if name in newest.tensors else "does not exist"
             yield f"{name} {fact} in the newest"
 
 
