@@ -110,9 +110,9 @@ class Listing:
     """A run's checkpoints by step, and their annotations.
 
     `problems` has the errors of annotations that cannot be read. `newest_incarnation` is a number,
-    0 if none is recorded. `history_problem` is the error of a history that cannot be read, else "":
-    then the orphaned checkpoints are unknown. `old_folders` are folders of dist_ckpt 0.1.0 in the
-    root: nothing may be written or removed there.
+    0 if none is recorded. `history_problem` is "", or the error if the history cannot be read: then
+    the orphaned checkpoints are unknown. `old_folders` are folders of dist_ckpt 0.1.0 in the root:
+    nothing may be written or removed there.
     """
 
     root: str

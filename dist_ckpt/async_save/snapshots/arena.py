@@ -330,7 +330,7 @@ class ArenaPool:
         except OSError as error:
             raise StorageError(
                 f"no memory for a snapshot of {nbytes:,} bytes: {error.strerror}; save with "
-                f"dc.save, use more ranks, or give the job more memory",
+                f"dc.save or background=False, use more ranks, or give the job more memory",
                 rank=self._folder.rank,
             ) from error
         self._arenas[number] = arena

@@ -10,8 +10,8 @@ The root here is /dev/shm. If no folder can be made there, it is the folder for 
 Files in /dev/shm outlive the processes, until they are removed or the host or container ends.
 Anonymous memory (`memfd`) lives as long as the trainer or its writer has it open. The folder of a
 job belongs to one user. Folders of other users are never opened, and links are never followed.
-The name of a job is given. Otherwise it is the id of the folder of checkpoints, in its file
-`DIST_CKPT_ROOT`.
+The name of a job is given, or `make_job_name` computes it from the id of the folder of checkpoints.
+The id is in the file `DIST_CKPT_ROOT` of that folder.
 
 That file is not hidden, so `rm -rf root/*` removes it too. Inode numbers and birth times are not
 enough: ext4 reuses a number at once, FUSE may change it, and many file systems have no birth time.
