@@ -286,7 +286,7 @@ def test_what_fails_beside_the_training_stops_neither_it_nor_what_comes_later(
 # --- metrics ------------------------------------------------------------------------------------
 
 
-def find_metric_names(root: Path) -> dict[int | None, dict[str, float]]:
+def metrics_at(root: Path) -> dict[int | None, dict[str, float]]:
     return {one.step: dict(one.metrics) for one in dc.checkpoints(root)}
 
 
@@ -301,7 +301,7 @@ def test_metrics_may_come_before_a_step_is_saved_and_after(
             ck.metrics(step, {"before": step, "both": 0})
             if step > 1:
                 ck.metrics(step - 1, {"after": -step, "both": 1})
-    assert find_metric_names(tmp_path) == {
+    assert metrics_at(tmp_path) == {
         2: {"before": 2, "both": 1, "after": -3},
         4: {"before": 4, "both": 1, "after": -5},
     }
@@ -314,7 +314,7 @@ def test_metrics_may_come_late_for_what_an_earlier_start_has_saved(tmp_path: Pat
         ck.restore(state, at="@3")
         for step in (1, 3, 4, 99):
             ck.metrics(step, {"late": step})
-    assert find_metric_names(tmp_path) == {1: {"late": 1}, 2: {}, 3: {"late": 3}, 4: {}}
+    assert metrics_at(tmp_path) == {1: {"late": 1}, 2: {}, 3: {"late": 3}, 4: {}}
 
 
 def test_a_tensor_is_a_metric_and_nan_is_never_the_best(tmp_path: Path) -> None:
@@ -326,11 +326,7 @@ def test_a_tensor_is_a_metric_and_nan_is_never_the_best(tmp_path: Path) -> None:
             train(state, step)
             ck.metrics(step, {"loss": losses[step]})  # type: ignore[dict-item]
     assert steps_at(tmp_path) == [3, 5, 6]  # the newest one is never removed
-    assert find_metric_names(tmp_path) == {
-        3: {"loss": 0.25},
-        5: {"loss": math.inf},
-        6: {"loss": 0.75},
-    }
+    assert metrics_at(tmp_path) == {3: {"loss": 0.25}, 5: {"loss": math.inf}, 6: {"loss": 0.75}}
 
 
 def test_the_best_survives_though_its_metric_comes_late(tmp_path: Path) -> None:
@@ -360,7 +356,7 @@ def test_metrics_of_steps_that_are_never_saved_are_forgotten(tmp_path: Path) -> 
             train(state, step)
             ck.metrics(step, {"loss": step})
         wait_for(lambda: sorted(keeper_of(ck)._metrics) == [*range(101, 121)])
-    assert find_metric_names(tmp_path) == {50: {"loss": 50}, 100: {"loss": 100}}
+    assert metrics_at(tmp_path) == {50: {"loss": 50}, 100: {"loss": 100}}
 
 
 def test_metrics_of_a_save_that_failed_are_those_of_no_checkpoint(
@@ -372,7 +368,7 @@ def test_metrics_of_a_save_that_failed_are_those_of_no_checkpoint(
         for step in ck.steps(state, until=3):
             train(state, step)
             ck.metrics(step, {"loss": step})
-    assert find_metric_names(tmp_path) == {1: {"loss": 1}, 3: {"loss": 3}}
+    assert metrics_at(tmp_path) == {1: {"loss": 1}, 3: {"loss": 3}}
 
 
 def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path: Path) -> None:

@@ -500,7 +500,7 @@ def test_a_save_is_refused_while_another_is_staged(tmp_path: Path, job: str) -> 
 # --- many --------------------------------------------------------------------------------------
 
 
-def merge_views(pid: int, job: str) -> tuple[int, int, int]:
+def held_by(pid: int, job: str) -> tuple[int, int, int]:
     """Return what a process holds: descriptors, threads, and files of the job in shared memory."""
     folder = Path(f"/proc/{pid}")
     num_files = sum(len(names) for path in left_of(job) for _, _, names in os.walk(path))
@@ -546,7 +546,7 @@ def save_often(rank: int, root: str, job: str, rounds: int) -> dict[str, Any]:
             if step in (rounds // 5, rounds):
                 assert handle.result(RESULT_S) is not None
                 pids = os.getpid(), writer_of(job, rank)
-                held.append([merge_views(pid, job) for pid in pids])
+                held.append([held_by(pid, job) for pid in pids])
                 nbytes.append([resident_nbytes(pid) for pid in pids])
         assert before is not None
         check(*before)

@@ -149,7 +149,7 @@ def system_calls(fault: Fault | None, *, exclusive: bool = True) -> Iterator[Sys
         return lambda *arguments: _called(calls, name, real, arguments)
 
     with ExitStack() as stack:
-        for module in (local_storage, local_storage, direct_io):
+        for module in (local_storage, direct_io):
             stack.enter_context(patch.object(module, "os", _FaultyOs(calls)))
             stack.enter_context(patch.object(module, "system_call", system_call))
         yield calls
