@@ -75,7 +75,8 @@ class SaveReport:
     `nbytes` and `num_files` count all ranks. `slowest_rank` took longest to write its files and
     make them durable: `slowest_s` seconds. `nbytes_receipt` is the size of this rank's receipt,
     which grows with the number of files. It is a part of the bytes of `exchanges`, and 0 on the
-    coordinator. `num_linked` files with `nbytes_linked` bytes were linked, not written.
+    coordinator. `num_linked` files with `nbytes_linked` bytes were linked from an older checkpoint,
+    not written.
     """
 
     path: str

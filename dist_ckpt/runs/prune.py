@@ -293,7 +293,8 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
 
     Raises ConflictError, and removes no more, if an incarnation newer than `incarnation` has begun;
     without `incarnation`, if one begins during the call. NotFoundError if the folder does not
-    exist, ValueError if it is a checkpoint, IncompatibleError if it needs an upgrade.
+    exist, ValueError if it is a checkpoint, IncompatibleError if it needs an upgrade, also for a
+    `dry_run`.
     """
     listing = list_run(storage, root, now=time.time())
     refuse_old(listing.root, listing.old_folders)

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
 from dist_ckpt.core.format.checksums import Buffer
@@ -215,6 +215,10 @@ class UnansweredError(StorageError):
     def __init__(self, message: str, call: Future[T]) -> None:
         super().__init__(message)
         self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a StorageError for other processes, where the call does not exist."""
+        return StorageError, self.args, {"rank": self.rank, "phase": self.phase}
 
 
 # How long an interrupt waits for the current call, so that later code sees the storage as the call

@@ -1,4 +1,4 @@
-"""A removal whose outcome is not known: nobody is told that he protects what may still go."""
+"""Leases, pins and tags are refused while the outcome of a removal is unknown."""
 
 from __future__ import annotations
 

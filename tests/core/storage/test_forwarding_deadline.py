@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -101,6 +102,14 @@ def test_whichever_call_hangs_is_told_with_its_path(hung, thawed):
     what, call = CALLS[hung]
     with pytest.raises(StorageError, match=rf"^{what}: the storage did not answer for 0\.05"):
         call(hanging(hung, thawed)[0])
+
+
+def test_the_error_of_a_call_that_hangs_goes_to_another_process(thawed):
+    with pytest.raises(StorageError) as caught:
+        CALLS["list"][1](hanging("list", thawed)[0])
+    caught.value.rank = 2
+    copied = copy.deepcopy(caught.value)  # as pickle makes it
+    assert (type(copied), str(copied), copied.rank) == (StorageError, str(caught.value), 2)
 
 
 @pytest.mark.parametrize(("hung", "closing"), [("create", "discard"), ("open", "close")])

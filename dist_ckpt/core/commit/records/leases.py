@@ -106,7 +106,8 @@ def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]
 def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Iterator[None]:
     """Protect a checkpoint against removal inside the `with`, if its root has records of a run.
 
-    Without records there is no lease: then a read of a removed checkpoint raises NotFoundError.
+    A root without records has no leases. There, a read of a removed checkpoint raises
+    NotFoundError.
     """
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
