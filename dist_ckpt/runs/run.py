@@ -153,9 +153,13 @@ class Run:
         subject = self._find_ref(which)
         put_metrics(self._storage, subject.root, subject.key, values)
 
-    def pin(self, which: int | str, why: str = "") -> None:
-        """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return."""
-        protection_protocol.pin(self._find_ref(which), _text(why, "why"))
+    def pin(self, which: int | str, why: str | None = None) -> None:
+        """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return.
+
+        Without `why`, a checkpoint that is pinned already keeps the reason of its pin.
+        """
+        reason = None if why is None else _text(why, "why")
+        protection_protocol.pin(self._find_ref(which), reason)
 
     def unpin(self, which: int | str) -> None:
         """Remove the pin of a checkpoint. Do nothing if it has no pin."""

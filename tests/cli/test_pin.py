@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import dist_ckpt as dc
@@ -27,6 +29,20 @@ def test_tags_and_pins_are_put_shown_and_taken_away(run, root):
     run("pin", root / "s2")
     assert run("rm", root / "s2", "--yes", "--force")[0] == 0
     assert steps(root) == [3, 4]
+
+
+def test_a_second_pin_without_a_reason_keeps_the_first_one(run, root):
+    assert run("pin", root / "s2", "--why", "the paper")[0] == 0
+    assert json.loads(run("pin", root / "s2", "--dry-run", "--json")[1])["why"] == "the paper"
+    assert json.loads(run("pin", root / "s2", "--json")[1])["why"] == "the paper"
+    dc.Run(root).pin(2)
+    assert dc.checkpoints(root)[1].pin == "the paper"
+    dc.Run(root).pin(2, "")
+    assert dc.checkpoints(root)[1].pin == ""
+    run("pin", root / "s2", "--why", "again")
+    run("pin", root / "s2", "--remove")
+    dc.Run(root).pin(2)
+    assert dc.checkpoints(root)[1].pin == ""
 
 
 def test_what_is_pinned_is_not_saved_over_through_a_link(root, tmp_path):

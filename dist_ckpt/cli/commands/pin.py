@@ -18,11 +18,11 @@ from dist_ckpt.runs.selectors import checkpoint_ref_of, open_resolved
 
 @click.command()
 @shared_options.path
-@click.option("--why", default="", help="The reason, which ls and errors show.")
+@click.option("--why", help="The reason, which ls and errors show. Default: that of its pin.")
 @click.option("--remove", is_flag=True, help="Remove the pin.")
 @shared_options.dry_run
 @shared_options.json
-def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> None:
+def pin(path: str, *, why: str | None, remove: bool, dry_run: bool, as_json: bool) -> None:
     """Protect the checkpoint PATH until you remove the pin.
 
     prune and rm do not remove a pinned checkpoint; only "rm --force" does.
@@ -34,6 +34,8 @@ def pin(path: str, *, why: str, remove: bool, dry_run: bool, as_json: bool) -> N
     if remove and why:
         raise click.UsageError("--why and --remove exclude each other: a removed pin has no reason")
     subject = checkpoint_to_protect(path)
+    if why is None:
+        why = "" if remove else protection_protocol.pin_reason(subject)
     if not dry_run:
         if remove:
             protection_protocol.unpin(subject)

@@ -94,10 +94,19 @@ class CheckpointRef:
 # --- protect ---------------------------------------------------------------------------------
 
 
-def pin(subject: CheckpointRef, why: str) -> None:
-    """Protect a checkpoint until `unpin`. Durable on return. NotFoundError if it is gone."""
+def pin(subject: CheckpointRef, why: str | None) -> None:
+    """Protect a checkpoint until `unpin`. Durable on return. NotFoundError if it is gone.
+
+    None keeps the reason of the pin that it has.
+    """
+    why = pin_reason(subject) if why is None else why
     _check_text("why", why)
     protect(subject, PIN, {"pinned": True, "why": why})
+
+
+def pin_reason(subject: CheckpointRef) -> str:
+    """Return the reason of a checkpoint's pin; "" without a pin."""
+    return protections_of(subject.annotations(), now=0.0).pins.get(subject.key, "")
 
 
 def unpin(subject: CheckpointRef) -> None:
