@@ -180,7 +180,8 @@ class MaintenanceThread:
 
     def report_failure(self, step: int | None, error: Exception) -> str:
         """Log a failed save and the newest durable one, and call `on_failure`. Return the text."""
-        text = f"step {step} is not saved: {error} Newest durable save: {self.durable}"
+        reason = str(error).rstrip(".")
+        text = f"step {step} is not saved: {reason}. Newest durable save: {self.durable}"
         _log.warning("%s", text)
         if step is not None:
             self._failed = step, text

@@ -69,6 +69,8 @@ class RunSaves:
     _earlier: list[SaveHandle] = field(default_factory=list)
     # A save in the foreground has failed.
     _has_failed: bool = False
+    # The error of this rank's last failed save.
+    failure: Exception | None = None
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
@@ -98,6 +100,7 @@ class RunSaves:
             except (RankError, ConflictError):
                 raise
             except CheckpointError as error:
+                self.failure = error
                 if is_retry:
                     self._num_failures += 1
                     if self.maintenance is not None:
@@ -169,7 +172,10 @@ class RunSaves:
             return STAGED
         for handle in self._earlier:  # settled before this one, and reported by rank 0
             handle.exception()
-        return DURABLE if error is None else FAILED
+        if error is None:
+            return DURABLE
+        self.failure = error
+        return FAILED
 
 
 # A scheduler can be configured to restart a job with this exit code (EX_TEMPFAIL).
@@ -320,10 +326,11 @@ class RunSession:
             if saves.settle(inf) == FAILED:
                 self._save(boundary, step, make_state)
                 if saves.settle(inf) == FAILED:
+                    reason = str(saves.failure or "see the errors of other ranks").rstrip(".")
                     raise CheckpointError(
-                        f"the last save, of step {step}, has failed twice. Older checkpoints are "
-                        f"unchanged. The log has the errors"
-                    )
+                        f"the last save, of step {step}, has failed twice: {reason}. Older "
+                        f"checkpoints are unchanged"
+                    ) from saves.failure
             if step == saves.last:
                 self.requests.begin_save(step, is_last=True)
             elif saves.num_begun == 0 and self.session.channel.rank == COORDINATOR:

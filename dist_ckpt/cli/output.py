@@ -28,6 +28,7 @@ from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import describe_os_error
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import SaveReport, format_count, format_size
+from dist_ckpt.runs.listing import is_speed
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
 
 _CellValue = TypeVar("_CellValue")
@@ -226,9 +227,10 @@ def cell(value: _CellValue | None, text: Callable[[_CellValue], str] = str) -> s
 
 def metrics_cell(metrics: Mapping[str, float]) -> str:
     """Return the text of a table cell: the first metrics, because a trainer may log dozens."""
-    shown = [f"{name}={value:g}" for name, value in metrics.items()]
-    more = len(shown) - _MAX_METRICS
-    return ", ".join([*shown[:_MAX_METRICS], *[f"{more} more"] * (more > 0)])
+    texts = [f"{name}={value:g}" for name, value in metrics.items() if not is_speed(name)]
+    shown = texts[:_MAX_METRICS]
+    more = len(metrics) - len(shown)
+    return ", ".join([*shown, *[f"{more} more"] * (more > 0)])
 
 
 def table_lines(

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -38,7 +40,7 @@ from dist_ckpt.core.format.strict_json import Json, Scalar
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Entry, Storage, open_storage
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.reports import SaveReport
 
 _log = logging.getLogger("dist_ckpt")
@@ -192,7 +194,18 @@ def list_folder(storage: Storage, root: str) -> Sequence[Entry]:
     try:
         return storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{root} is not a folder; choose another path") from error
+        raise attempts.no_folder_error(root, error) from error
+
+
+def is_run_folder(storage: Storage, folder: str) -> bool:
+    """Return True if checkpoints are in a folder that is not one itself. False after an error."""
+    with suppress(CheckpointError, OSError):
+        entries = storage.list(folder)
+        if any(attempts.parse_attempts(entries)):  # one checkpoint
+            return False
+        below = [entry.name for entry in entries if entry.kind == "folder"]
+        return any(attempts.list_attempts(storage, f"{folder}/{name}") for name in below)
+    return False
 
 
 def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence[RunCheckpoint]:
@@ -239,6 +252,11 @@ def _read_checkpoint(storage: Storage, path: str) -> RunCheckpoint | None:
 # --- annotations -----------------------------------------------------------------------------
 
 METRICS, SAVED = "metrics", "saved"
+
+# Trainers log the speed of an evaluation with its metrics: `eval_runtime` of Hugging Face.
+_SPEED = re.compile(
+    r"(.*[_/])?(runtime|\w+_per_second|total_flos|\w+_(preparation|compilation)_time)"
+)
 _STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
 
 # The phases of a background save during which the training waits.
@@ -268,6 +286,11 @@ def metrics_by_checkpoint(
         if (number := _parse_number(value)) is not None:
             metrics[where][name] = number
     return metrics
+
+
+def is_speed(metric: str) -> bool:
+    """Return True for the name of a metric that a trainer adds, and that measures only speed."""
+    return _SPEED.fullmatch(metric) is not None
 
 
 def put_metrics(

@@ -60,7 +60,7 @@ class Refusing:
         self.num_calls += 1
         self.tried.append(options.step)
         if self.num_calls in self.numbers:
-            raise StorageError(f"call {self.num_calls} is refused.")
+            raise StorageError(f"call {self.num_calls} is refused: free space")
         return save_together(ranks, state, path, options)
 
 
@@ -96,9 +96,9 @@ def test_a_save_that_fails_twice_is_told_once_with_what_is_safe(
     run(tmp_path, 3, on_failure=failures.append)
     assert refusing.tried == [1, 2, 2, 3]
     assert steps_at(tmp_path) == [1, 3]
-    assert [str(one) for one in failures] == ["call 3 is refused."]
+    assert [str(one) for one in failures] == ["call 3 is refused: free space"]
     newest = f"step 1, at {tmp_path}/step-00000001"
-    line = f"step 2 is not saved: call 3 is refused. Newest durable save: {newest}"
+    line = f"step 2 is not saved: call 3 is refused: free space. Newest durable save: {newest}"
     assert caplog.text.count(line) == 1
 
 
@@ -132,7 +132,8 @@ def test_a_last_save_that_fails_is_tried_until_it_is_an_error(
     tmp_path: Path, refuse: Callable[..., Refusing]
 ) -> None:
     refusing = refuse(*range(1, 100))
-    with pytest.raises(CheckpointError, match="the last save, of step 3, has failed twice"):
+    said = "the last save, of step 3, has failed twice: call 4 is refused: free space. Older check"
+    with pytest.raises(CheckpointError, match=said):
         run(tmp_path, 3, save=dc.at_end)
     assert refusing.tried == [3] * 4
 
@@ -221,7 +222,8 @@ def test_a_background_save_that_fails_at_the_end_is_an_error(tmp_path: Path) -> 
     def body(step: int) -> None:
         (tmp_path / "step-00000001").write_text("a file where a folder should be")
 
-    with pytest.raises(CheckpointError, match="the last save, of step 1, has failed twice"):
+    said = "the last save, of step 1, has failed twice: .*step-00000001.*Older checkpoints are unch"
+    with pytest.raises(CheckpointError, match=said):
         run(tmp_path, 1, body, background=True)
 
 

@@ -11,6 +11,7 @@ import dist_ckpt as dc
 from commands import open_attempt, steps
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.reports import format_size
 
 
 def test_ls_lists_a_run_with_steps_and_states(run, checkpoint):
@@ -48,7 +49,11 @@ def test_of_a_folder_of_runs_they_are_named(run, checkpoint):
 def test_ls_of_no_folder_exits_with_not_found(run, tmp_path):
     code, _, err = run("ls", tmp_path / "gone")
     assert code == 3
-    assert "gone" in err
+    assert f"{tmp_path}/gone does not exist: check its spelling, or list {tmp_path}" in err
+    (tmp_path / "file").touch()
+    for words in (("ls",), ("gc",)):
+        assert "is not a folder: give the folder of a run" in run(*words, tmp_path / "file")[2]
+    assert "gone does not exist" in run("gc", tmp_path / "gone")[2]
     assert "Traceback" not in err
 
 
@@ -59,9 +64,24 @@ def test_of_many_metrics_a_table_has_the_first_few(run, root):
     assert run("ls", root, "--json")[1].count("eval/m") == 12
 
 
+def test_the_speed_of_an_evaluation_does_not_fill_the_table(run, root):
+    names = ("runtime", "samples_per_second", "steps_per_second", "jit_compilation_time")
+    timings = {f"eval_{name}": 1.0 for name in names}
+    dc.Run(root).metrics(4, {**timings, "train_runtime": 1.0, "eval_runtime_error": 2.0})
+    for words in (("ls", root), ("compare", root), ("watch", root, "--once")):
+        assert "val/loss=4, eval_runtime_error=2, 5 more" in run(*words)[1], words
+    facts = json.loads(run("report", root, "--json", "--verify", "none")[1])
+    assert [row["name"] for row in facts["metrics"]][:2] == ["eval_runtime_error", "val/loss"]
+
+
+def test_ls_ends_with_a_total(run, root):
+    nbytes = sum(info.nbytes or 0 for info in dc.checkpoints(root))
+    assert run("ls", root)[1].splitlines()[-1] == f"4 checkpoints, {format_size(nbytes)}"
+
+
 def test_a_name_cannot_look_like_a_line_of_ours(run, root):
     dc.Run(root).metrics(1, {"x\nstep-00000009  9  committed": 1.0})
-    assert len(run("ls", root)[1].splitlines()) == 5
+    assert len(run("ls", root)[1].splitlines()) == 6
     assert len(run("watch", root, "--once")[1].splitlines()) == 7
 
 

@@ -116,7 +116,7 @@ def test_a_page_and_a_document_are_not_asked_for_at_once(run, saved, tmp_path):
 def test_bad_places_are_refused_by_name(run, saved, tmp_path):
     (tmp_path / "notes.html").write_text("mine")
     cases = [
-        ((tmp_path / "none",), 3, "none is not a folder"),
+        ((tmp_path / "none",), 3, "none does not exist: check its spelling"),
         ((saved, "-o", tmp_path), 2, "is a folder: give the name of a file"),
         ((saved, "-o", tmp_path / "notes.html"), 5, "something is there already"),
         ((saved, "-o", tmp_path / "no" / "page.html"), 3, "the folder does not exist"),

@@ -65,10 +65,16 @@ def test_a_folder_lists_its_checkpoints_and_what_became_of_the_others(tmp_path: 
     assert dc.checkpoints(tmp_path / "step-2") == (third,)
 
 
-@pytest.mark.parametrize("name", ["none", "file"])
-def test_what_is_no_folder_has_no_checkpoints(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("none", "none does not exist: check its spelling, or list /"),
+        ("file", "file is not a folder: give the folder of a run or a checkpoint"),
+    ],
+)
+def test_what_is_no_folder_has_no_checkpoints(tmp_path: Path, name: str, problem: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotFoundError, match="is not a folder; choose another path"):
+    with pytest.raises(NotFoundError, match=problem):
         dc.checkpoints(tmp_path / name)
 
 

@@ -179,7 +179,7 @@ def test_what_has_no_step_has_no_facts(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_folder_has_no_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is not a folder"):
+    with pytest.raises(NotFoundError, match="none does not exist"):
         _ = dc.Run(tmp_path / "none").checkpoints
 
 

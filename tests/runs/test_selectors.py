@@ -110,7 +110,7 @@ def test_a_path_with_a_selector_becomes_that_of_a_checkpoint(tmp_path: Path) -> 
     assert resolve(root.with_name("run@1")) == f"{root}/step-1"
     with pytest.raises(ValueError, match="'newest' is not a selector"):
         resolve(f"{root}@newest")
-    with pytest.raises(NotFoundError, match="not a folder"):
+    with pytest.raises(NotFoundError, match="gone does not exist"):
         resolve(f"{tmp_path}/gone@latest")
 
 

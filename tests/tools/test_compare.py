@@ -79,6 +79,20 @@ def test_runs_and_checkpoints_may_be_named_one_by_one(sweep: Path, tmp_path: Pat
         dc.compare(sweep, min="a", max="b")
 
 
+def test_a_checkpoint_in_a_folder_of_runs_hides_none_of_them(sweep: Path) -> None:
+    before = [run.name for run in dc.compare(sweep).runs]
+    dc.save({"w": torch.ones(2)}, sweep / "mean", step=3)
+    dc.Run(sweep).pin(3, "the paper")
+    assert [run.name for run in dc.compare(sweep).runs] == [*before, "mean"]
+    # A run with a backup, or with a folder of other checkpoints in it, is one run.
+    shutil.copytree(sweep / "b-base", sweep / "a-ddl" / "backup")
+    assert [run.name for run in dc.compare(sweep / "a-ddl").runs] == ["a-ddl"]
+    with dc.Checkpointer(sweep / "f-own", save=dc.every(steps=1), background=False) as ck:
+        assert len([*ck.steps({"w": torch.ones(2)}, until=1)]) == 1
+    shutil.copytree(sweep / "b-base", sweep / "f-own" / "evaluated")
+    assert [run.name for run in dc.compare(sweep / "f-own").runs] == ["f-own"]
+
+
 @pytest.mark.parametrize("metric", [5, "", ["loss"]])
 def test_what_is_no_name_of_a_metric_is_refused(sweep: Path, metric: Any) -> None:
     with pytest.raises(TypeError, match="is not the name of a metric: give a text"):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 
 import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ListedRow, LsResult, convert
-from dist_ckpt.core.commit.attempts import list_entries, parse_attempts
+from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.format.filenames import is_reserved_name
-from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import CheckpointError, listed
-from dist_ckpt.reports import format_size
-from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import listed
+from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.runs.listing import RunCheckpoint, checkpoints, is_run_folder
 from dist_ckpt.runs.selectors import resolve
 
 # So many columns are always shown. The other columns are shown if they are not empty.
@@ -32,7 +31,7 @@ def ls(path: str, *, as_json: bool) -> None:
     checkpoint cannot be loaded. "open" means that a save is running or has crashed; "dist-ckpt gc"
     removes crashed saves. "orphaned" means that the run later resumed from an earlier step.
     "checked" means that "verify" or a load has checked every byte. The table shows the first few
-    metrics; --json prints all.
+    metrics; --json prints all. The total counts a file once for each checkpoint that links it.
 
     \b
     dist-ckpt ls runs/a
@@ -68,6 +67,8 @@ def ls(path: str, *, as_json: bool) -> None:
         [[row[i] for i in shown] for row in cells],
         right=frozenset({1, 3, 4, 5, 6}),
     )
+    total = format_size(sum(checkpoint.nbytes or 0 for checkpoint in listing))
+    click.echo(f"{format_count(len(listing), 'checkpoint')}, {total}")
     for checkpoint in listing:
         if checkpoint.problem is not None and checkpoint.state in ("damaged", "incompatible"):
             click.echo(
@@ -88,14 +89,4 @@ def _runs_in(path: str) -> list[str]:
     storage, root = open_storage(path)
     folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
     names = [name for name in folders if not is_reserved_name(name)]
-    return [os.path.join(path, name) for name in names if _is_run(storage, f"{root}/{name}")]
-
-
-def _is_run(storage: Storage, folder: str) -> bool:
-    with suppress(CheckpointError, OSError):  # only a hint
-        entries = storage.list(folder)
-        if any(parse_attempts(entries)):  # one checkpoint
-            return False
-        below = [entry.name for entry in entries if entry.kind == "folder"]
-        return any(any(parse_attempts(list_entries(storage, f"{folder}/{name}"))) for name in below)
-    return False
+    return [os.path.join(path, name) for name in names if is_run_folder(storage, f"{root}/{name}")]

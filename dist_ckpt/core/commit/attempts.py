@@ -122,6 +122,14 @@ def list_entries(storage: Storage, path: str) -> Sequence[Entry]:
         return []
 
 
+def no_folder_error(path: str, error: OSError) -> NotFoundError:
+    """Return the error of a path that could not be listed, because it is not a folder."""
+    if isinstance(error, NotADirectoryError):
+        return NotFoundError(f"{path} is not a folder: give the folder of a run or a checkpoint")
+    folder = posixpath.dirname(path)
+    return NotFoundError(f"{path} does not exist: check its spelling, or list {folder}")
+
+
 def parse_attempts(entries: Iterable[Entry]) -> Iterator[Attempt]:
     """Yield the attempts among a folder's entries."""
     for entry in entries:

@@ -21,6 +21,7 @@ from dist_ckpt.core.commit.attempts import (
     list_statuses,
     list_trash,
     new_id,
+    no_folder_error,
     not_found_error,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -28,7 +29,7 @@ from dist_ckpt.core.commit.records.protection_protocol import protections_at
 from dist_ckpt.core.commit.records.record_store import check_upgraded, old_folders_in, refuse_old
 from dist_ckpt.core.format.filenames import Attempt, is_in_attempt, is_temporary_root_id, trash_name
 from dist_ckpt.core.storage import Entry, Storage
-from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from dist_ckpt.errors import CheckpointError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -240,7 +241,7 @@ def _list_folders(storage: Storage, root: str) -> Sequence[str]:
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotFoundError(f"{root} is not a folder; choose another path") from error
+        raise no_folder_error(root, error) from error
     refuse_old(root, old_folders_in(entries))
     check_upgraded(storage, posixpath.dirname(root))
     return [root, *(f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder")]

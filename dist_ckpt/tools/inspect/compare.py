@@ -12,11 +12,11 @@ from math import isnan, nan
 from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records.record_store import can_keep_records
-from dist_ckpt.core.format.filenames import RESERVED_NAMES
+from dist_ckpt.core.format.filenames import BACKUP, RESERVED_NAMES
 from dist_ckpt.core.format.index.model_description import iterate_leaves
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
-from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.listing import is_run_folder, list_run
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -68,10 +68,10 @@ def compare(
 ) -> Comparison:
     """Compare several runs: give their folders, or one folder that contains them.
 
-    A folder without checkpoints and without records of a run is a folder of runs: each folder in it
-    is a run. The path of a checkpoint is a run with one checkpoint. `min` or `max` names a metric:
-    runs are sorted by their best value, and runs without a value are last. A run without
-    checkpoints, or with damaged ones, is included and has `problems`.
+    Each folder in a folder of runs is a run; so is a checkpoint directly in it, such as an average.
+    A folder with an incarnation is one run. The path of a checkpoint is a run with one checkpoint.
+    `min` or `max` names a metric: runs are sorted by their best value, and runs without a value are
+    last. A run without checkpoints, or with damaged ones, is included and has `problems`.
 
     Nothing is changed. Raises NotFoundError if a path is not a folder, or contains no run. Raises
     ValueError without a path, or if both `min` and `max` are given.
@@ -96,19 +96,24 @@ def compare(
 
 def _find_runs(storage: Storage, folder: str) -> Sequence[tuple[Storage, str]]:
     """Return the run in a folder, or the runs in the folders below it."""
+    entries = list_entries(storage, folder)
+    names = [e.name for e in entries if e.kind == "folder" and e.name[0] != "."]
+    names = sorted(name for name in names if name not in RESERVED_NAMES)
+    paths = [f"{folder.rstrip('/')}/{name}" for name in names]
     try:
         listing = list_run(storage, folder, now=time.time())
     except StorageError as error:  # one of the folders in it cannot be read
         _log.debug("%s", error)
     else:
-        if listing.checkpoints or can_keep_records(storage, folder):
+        is_run = bool(listing.checkpoints) or can_keep_records(storage, folder)
+        others = (path for path in paths if not path.endswith(f"/{BACKUP}"))
+        if is_run and (
+            listing.newest_incarnation or not any(is_run_folder(storage, path) for path in others)
+        ):
             return [(storage, folder)]
-    entries = list_entries(storage, folder)
-    names = [e.name for e in entries if e.kind == "folder" and e.name[0] != "."]
-    names = sorted(name for name in names if name not in RESERVED_NAMES)
-    if not names:
+    if not paths:
         raise NotFoundError(f"{folder} has no run in it. Check the path")
-    return [(storage, f"{folder.rstrip('/')}/{name}") for name in names]
+    return [(storage, path) for path in paths]
 
 
 def _summarize_run(storage: Storage, folder: str, metric: str | None, sign: int) -> RunSummary:

@@ -20,7 +20,7 @@ from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.listing import RunCheckpoint, SaveTimes, list_run, save_times
+from dist_ckpt.runs.listing import RunCheckpoint, SaveTimes, is_speed, list_run, save_times
 from dist_ckpt.tools.inspect.describe import summarize
 from dist_ckpt.tools.report.sizes import clip, component_sizes, rank_sizes, sizes_tree
 
@@ -268,7 +268,9 @@ def _checkpoint_row(
 
 def _summarize_metrics(shown: tuple[RunCheckpoint, ...]) -> dict[str, Json]:
     """Return the newest, lowest and highest value of each metric. Orphaned ones do not count."""
-    names = sorted({name for info in shown for name in info.metrics})
+    names = sorted(
+        {name for info in shown for name in info.metrics}, key=lambda n: (is_speed(n), n)
+    )
     alive = [info for info in shown if info.where and not info.is_orphaned]
     rows: list[Json] = []
     for name in names[:MAX_METRICS]:

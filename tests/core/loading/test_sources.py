@@ -390,7 +390,7 @@ def test_two_keys_may_not_give_one_name(places) -> None:
         (["{a}", "{b}/../a"], ValueError, "a is given twice, and"),
         ({"model": ["{a}", "{a}"]}, ValueError, "a is given twice for 'model'"),
         (["{a}", "{a}-no", "{b}-no"], dc.NotFoundError, "a-no: no checkpoint.*b-no: no checkp"),
-        (["{a}", "{b}/no@latest"], dc.NotFoundError, "b/no is not a folder"),
+        (["{a}", "{b}/no@latest"], dc.NotFoundError, "b/no does not exist"),
         ({"modle": "{a}"}, dc.IncompatibleError, "modle: nothing is saved under this key in "),
         (dc.Source("{a}", include=3), TypeError, "include=3"),  # type: ignore[arg-type]
         ([dc.Source("{a}", exclude=""), "{b}"], ValueError, "empty pattern"),
